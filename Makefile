@@ -1,0 +1,40 @@
+# make venv    the environment, from the locked versions
+# make train   the main job: the MoE recipe on 2 ranks
+# make test    format, lint and type checks, then the whole test suite
+# make check   the checks without the tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+NPROC ?= 2
+CONFIG ?= configs/qwen_moe_muon.toml
+ARGS ?=
+
+.PHONY: venv train test check lock clean
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,dev]'
+	touch $@
+
+train: venv
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=$(NPROC) train.py --config $(CONFIG) $(ARGS)
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest $(ARGS)
+
+# Every package of the environment at the version it has now. Run it only to move the lock on purpose.
+lock:
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

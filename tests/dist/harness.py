@@ -1,0 +1,84 @@
+"""Run a function on several gloo ranks, each a process with one thread, and bring its results back.
+
+The workers come from a fork server that has PyTorch loaded already, so a 2-rank test starts in a fraction of a
+second. A rank that raises ends the run at once: its traceback becomes the test's failure, and no rank is left behind.
+"""
+
+import multiprocessing as mp
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+
+
+def _worker(
+    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: tuple[Any, ...], results: Any
+) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size)
+    )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        results.put((rank, True, fn(rank, world_size, *args)))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        results.put((rank, False, traceback.format_exc()))
+        os._exit(1)
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 180.0) -> list[Any]:
+    """`fn(rank, world_size, *args)` on every rank of a gloo world; the picklable results in rank order.
+
+    `fn` must be a module-level function. Raises AssertionError with the traceback of the first rank that failed, or
+    that named the ranks still running when `timeout` seconds were over (a hang).
+    """
+    results = _context.Queue()
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = os.path.join(folder, "rendezvous")
+        processes = [
+            _context.Process(target=_worker, args=(fn, r, world_size, rendezvous, args, results), daemon=True)
+            for r in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            return _collect(processes, results, time.monotonic() + timeout)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+
+
+def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
+    outcome: dict[int, Any] = {}
+    while len(outcome) < len(processes):
+        missing = [r for r in range(len(processes)) if r not in outcome]
+        assert time.monotonic() < deadline, f"ranks {missing} did not finish in time (a hang)"
+        dead = [r for r in missing if processes[r].exitcode is not None]
+        try:
+            rank, ok, value = results.get(timeout=2.0 if dead else 0.2)
+        except queue.Empty:
+            assert not dead, f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode} and no traceback"
+            continue
+        assert ok, f"rank {rank} failed:\n{value}"
+        outcome[rank] = value
+    return [outcome[r] for r in range(len(processes))]
