@@ -238,6 +238,9 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
+    clip: Literal["adamw", "all", "none"] = "adamw"
+    """Whose gradients training.max_norm clips. Muon's update does not grow with its gradient, so the default spares it."""
+
     router: Literal["adamw", "muon"] = "adamw"
     """Default optimizer of MoE router matrices."""
 
