@@ -1,0 +1,102 @@
+"""The inner attention: which one a model runs, and one for the CPU, where FlexAttention has no backward.
+
+`compat.install()` must have run before this module is imported.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.decoder import Decoder
+
+from titan_muon.titan.toml import RecipeError
+
+
+@dataclass(frozen=True)
+class DenseMask:
+    """Which query sees which key: bool, shape (batch, 1, queries, keys), true where attention is allowed."""
+
+    allowed: torch.Tensor
+
+    @classmethod
+    def from_block_mask(cls, block_mask: BlockMask) -> "DenseMask":
+        """The mask that `block_mask` stands for, a shard of queries under context parallelism included."""
+        batch, queries = block_mask.kv_num_blocks.shape[0], block_mask.seq_lengths[0]
+        keys, device = block_mask.seq_lengths[1], block_mask.kv_num_blocks.device
+        return cls(create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=device))
+
+
+class DenseMaskAttention(FlexAttention):
+    """Scaled dot-product attention under a dense mask, behind FlexAttention's interface.
+
+    As a FlexAttention it is given the packed documents' BlockMask and TorchTitan's context parallelism,
+    which gathers keys and values and shards the mask. `share_dense_mask` turns that BlockMask into the
+    DenseMask of all layers.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        """No options."""
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: DenseMask,
+        score_mod: Callable[..., torch.Tensor] | None = None,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[..., torch.Tensor] | None = None,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """Queries (B, L, N, H), keys (B, K, M, H), values (B, K, M, V) to (B, L, N, V) of the queries' dtype."""
+        assert isinstance(attention_masks, DenseMask), "share_dense_mask was not called on the model"
+        assert score_mod is None, "dense attention has no score_mod"
+        assert out_transform is None, "dense attention has no out_transform"
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=attention_masks.allowed, scale=scale, enable_gqa=enable_gqa
+        )
+        return out.transpose(1, 2)
+
+
+def share_dense_mask(model: nn.Module) -> None:
+    """Have each forward of `model` compute its DenseMask once, for all layers.
+
+    The mask is an argument of that forward and lives as long as it, so no batch can see another's. Does
+    nothing if the model's attention is not DenseMaskAttention.
+    """
+    if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
+        model.register_forward_pre_hook(_densify, with_kwargs=True)
+
+
+def _densify(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    mask = kwargs.get("attention_masks")
+    assert isinstance(mask, BlockMask), "dense attention needs the keyword attention_masks, a BlockMask"
+    return args, {**kwargs, "attention_masks": DenseMask.from_block_mask(mask)}
+
+
+_ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}
+
+
+def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> None:
+    """Set the inner attention of every layer to `choice`, a value of `model.attention`.
+
+    `auto` is `dense` if `on_cpu` and `flex` if not. Raises RecipeError for an unknown choice, and for
+    `flex` and `varlen` on the CPU, where PyTorch has no backward for them.
+    """
+    if choice == "auto":
+        choice = "dense" if on_cpu else "flex"
+    if choice not in ("dense", *_ON_GPU):
+        raise RecipeError(f"model.attention = {choice!r} is unknown; choose from: auto, dense, {', '.join(_ON_GPU)}")
+    if on_cpu and choice in _ON_GPU:
+        raise RecipeError(f"model.attention = {choice!r} has no backward on the CPU; use 'auto' or 'dense', or a GPU")
+    config = DenseMaskAttention.Config if choice == "dense" else _ON_GPU[choice]
+    for layer in model_config.layers:
+        layer.attention.inner_attention = config()

@@ -1,0 +1,188 @@
+"""Closes the gaps of CPU, gloo and torch version that torchtitan 0.3.0 leaves, one function for each gap.
+
+`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device when
+they are imported. On a GPU only what the torch version lacks is filled in.
+"""
+
+import importlib
+import importlib.util
+import os
+import resource
+import socket
+import sys
+import types
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.attention.flex_attention import create_block_mask
+
+TORCHTITAN_VERSION = "0.3.0"
+"""The version of torchtitan whose gaps these are."""
+
+_TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+def install() -> bool:
+    """Close every gap of this machine; calling it again changes nothing. True if training runs on the CPU.
+
+    Raises RuntimeError if torchtitan was already imported and took another device than the CPU.
+    """
+    stub_triton_kernels()
+    backfill_set_timeout()
+    on_cpu = not torch.accelerator.is_available()
+    if on_cpu:
+        use_cpu_device()
+        skip_peak_flops()
+        make_masks_without_compiler()
+    return on_cpu
+
+
+def stub_triton_kernels() -> None:
+    """Let torchtitan's models import where triton is absent, as it is beside CPU builds of torch.
+
+    torchtitan 0.3.0 imports the Triton kernels of one expert-parallel backend with every model. In their
+    place comes a module whose functions raise when they are called. Ends when torchtitan imports them only
+    where they are used.
+    """
+    if importlib.util.find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
+        sys.modules[_TRITON_KERNELS] = _MissingKernels(_TRITON_KERNELS)
+
+
+class _MissingKernels(types.ModuleType):
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: object, **kwargs: object) -> None:
+            raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed")
+
+        return missing
+
+
+def backfill_set_timeout() -> None:
+    """Provide torch.distributed.set_timeout, which torchtitan calls after a step. Ends with torch 2.14."""
+    if not hasattr(dist, "set_timeout"):
+
+        def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+        dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+
+
+def use_cpu_device() -> None:
+    """Make the CPU torchtitan's device. Ends when torchtitan falls back to the CPU instead of CUDA.
+
+    Raises RuntimeError if a module of torchtitan has already copied the other device.
+    """
+    utils: Any = importlib.import_module("torchtitan.tools.utils")
+    if utils.device_type == "cpu":
+        return
+    late = [name for name in ("torchtitan.distributed", "torchtitan.components.metrics") if name in sys.modules]
+    if late:
+        raise RuntimeError(f"compat.install() must run before {late[0]} is imported: it has taken {utils.device_type}")
+    utils.device_type = "cpu"
+    utils.device_module = _CpuDevice("titan_muon.cpu_device")
+
+
+class _CpuDevice(types.ModuleType):
+    """torch.cpu and what torchtitan expects of torch.cuda beyond it. Memory is the process's, in bytes."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(torch.cpu, name)
+
+    @staticmethod
+    def current_device() -> int:
+        return 0
+
+    @staticmethod
+    def get_device_name(device: object = None) -> str:
+        return "CPU"
+
+    @staticmethod
+    def get_device_properties(device: object = None) -> types.SimpleNamespace:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return types.SimpleNamespace(name="CPU", total_memory=total)
+
+    @staticmethod
+    def memory_stats(device: object = None) -> dict[str, int]:
+        unit = 1 if sys.platform == "darwin" else 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {
+            "active_bytes.all.peak": peak,
+            "reserved_bytes.all.peak": peak,
+            "num_alloc_retries": 0,
+            "num_ooms": 0,
+        }
+
+    @staticmethod
+    def reset_peak_memory_stats(device: object = None) -> None:
+        """The operating system keeps the peak of the whole run."""
+
+    @staticmethod
+    def empty_cache() -> None:
+        """There is no cache."""
+
+
+def skip_peak_flops() -> None:
+    """Report no peak FLOPS on the CPU, so that MFU is 0 rather than a share of a GPU that is not there.
+
+    torchtitan 0.3.0 asks `lspci` and then assumes an A100. Ends when it knows the CPU.
+    """
+
+    def no_peak_flops(device_name: str) -> float:
+        return float("inf")
+
+    utils: Any = importlib.import_module("torchtitan.tools.utils")
+    utils.get_peak_flops = no_peak_flops
+
+
+def make_masks_without_compiler() -> None:
+    """Build attention masks eagerly on the CPU: training then needs no C++ compiler and waits for none.
+
+    torchtitan and torch's context parallelism compile `create_block_mask` for each process. Ends when
+    either takes an uncompiled mask.
+    """
+    attention: Any = importlib.import_module("torchtitan.models.common.attention")
+    attention._compiled_create_block_mask = create_block_mask
+    module = "torch.distributed.tensor.experimental._context_parallel._attention"
+    context_parallel: Any = importlib.import_module(module)
+    context_parallel._compiled_create_block_mask = create_block_mask
+
+
+def has_pipeline_parallel() -> bool:
+    """Whether torch's pipeline schedules take lists of microbatches, as torchtitan 0.3.0 needs: torch 2.14."""
+    return torch.__version__ >= "2.14"
+
+
+def spmd_backend(requested: str) -> str:
+    """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
+
+    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD
+    mesh, and torchtitan's own default `spmd_types` from it on. Any other name is returned as it is.
+    """
+    if requested != "auto":
+        return requested
+    return "spmd_types" if torch.__version__ >= "2.14" else "partial_dtensor"
+
+
+def single_process_environment() -> bool:
+    """Describe a world of one process to torch.distributed, unless a launcher has. True if that was needed.
+
+    Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port).
+    """
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        return False
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    os.environ.update(
+        RANK="0",
+        LOCAL_RANK="0",
+        WORLD_SIZE="1",
+        LOCAL_WORLD_SIZE="1",
+        MASTER_ADDR="localhost",
+        MASTER_PORT=str(port),
+    )
+    return True
