@@ -1,0 +1,125 @@
+"""Recipe files as flat entries: a dotted key, its value and where it was written. Reads bases; writes TOML.
+
+A recipe has two levels, `table.key`, so "tables merge, lists replace" is an update of one flat mapping by the next.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli
+
+
+class RecipeError(ValueError):
+    """A mistake of the user in a recipe or on the command line. Its text is one message, complete for printing."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One key's value as written, not yet checked, and the file that wrote it (or `command line`)."""
+
+    value: object
+    source: str
+
+
+def nearest(word: str, known: list[str]) -> str | None:
+    """The known word most like `word`, or None if none is close."""
+    return next(iter(difflib.get_close_matches(word, known, n=1)), None)
+
+
+def read(path: Path) -> dict[str, Entry]:
+    """Every key of the recipe at `path` and of its bases by dotted path; the nearer file wins.
+
+    Raises RecipeError for a file that is missing, unreadable or not TOML, and for a cycle of bases.
+    """
+    return _read(path, ())
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
+    named = " -> ".join(map(str, (*chain, path)))
+    if path.resolve() in [link.resolve() for link in chain]:
+        raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
+    document = _parse(path, f" (chain of bases: {named})" if chain else "")
+    base = document.pop("base", None)
+    if base is None:
+        return _flatten(document, str(path))
+    if not isinstance(base, str):
+        accepted = "the path of one recipe as a string, relative to this file"
+        raise RecipeError(f"{path}: base = {value_text(base)} is not accepted; it takes {accepted}.")
+    return _read(path.parent / base, (*chain, path)) | _flatten(document, str(path))
+
+
+def _parse(path: Path, context: str) -> dict[str, object]:
+    try:
+        return tomli.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file{context}.{_neighbours(path)}") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
+    except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid TOML{context}: {error}.") from None
+
+
+def _neighbours(path: Path) -> str:
+    folder = path.parent if any(path.parent.glob("*.toml")) else Path("configs")
+    recipes = sorted(file.name for file in folder.glob("*.toml"))
+    if not recipes:
+        return ""
+    near = nearest(path.name, recipes) or nearest(path.name + ".toml", recipes)
+    hint = f" Did you mean {folder / near}?" if near else ""
+    return f"{hint} {folder} has {', '.join(recipes)}."
+
+
+def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
+        else:
+            entries[key] = Entry(value, source)
+    return entries
+
+
+def value_text(value: object) -> str:
+    """A value as inline TOML. Floats keep every digit; dates, which no recipe accepts, come out readable."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        # JSON escapes what TOML escapes, save for DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(value_text, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_key_text(key)} = {value_text(item)}' for key, item in value.items())}}}"
+    return str(value)
+
+
+def _key_text(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else value_text(key)
+
+
+def document_text(values: Mapping[str, object]) -> str:
+    """A TOML document of values by dotted key. A list of dicts becomes an array of tables."""
+    top: list[str] = []
+    tables: dict[str, list[str]] = {}
+    arrays: list[str] = []
+    for key, value in values.items():
+        table, _, leaf = key.rpartition(".")
+        lines = tables.setdefault(table, []) if table else top
+        if isinstance(value, list | tuple) and value and all(isinstance(item, dict) for item in value):
+            arrays += [_table_text(f"[[{key}]]", item) for item in value]
+        else:
+            lines.append(f"{leaf} = {value_text(value)}")
+    blocks = [
+        "\n".join(top),
+        *("\n".join([f"[{table}]", *lines]) for table, lines in tables.items()),
+        *arrays,
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+def _table_text(header: str, values: Mapping[str, object]) -> str:
+    return "\n".join([header, *(f"{_key_text(key)} = {value_text(value)}" for key, value in values.items())])
