@@ -1,0 +1,200 @@
+"""Compare runs: how their recipes differ, their losses, steps to reach a loss, their speed, and a picture.
+
+Reads only what a run leaves in its folder, so it needs neither torch nor the run's machine, and a run that is still
+going can be compared. Every table is Markdown.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import tyro
+from run_folder import LOSSES, Run, RunError, Series, common_steps, read_runs, smooth, smoothing_window
+from run_picture import draw
+
+ABSENT = "-"
+
+
+class Speed(NamedTuple):
+    """How a measure of speed or memory is shown: name and unit, factor from the recorded unit, digits."""
+
+    title: str
+    scale: float
+    digits: int
+
+
+SPEEDS = {
+    "tokens_per_second": Speed("tokens/s", 1, 0),
+    "mfu": Speed("MFU, %", 100, 1),
+    "time.step": Speed("step, ms", 1e3, 1),
+    "time.data": Speed("data, ms", 1e3, 1),
+    "time.forward_backward": Speed("forward-backward, ms", 1e3, 1),
+    "time.clip": Speed("clip, ms", 1e3, 1),
+    "time.optimizer": Speed("optimizer, ms", 1e3, 1),
+    "memory_gib": Speed("peak memory, GiB", 1, 2),
+}
+
+
+def evenly(steps: Sequence[int], intervals: int = 10) -> list[int]:
+    """The first, the last and what lies evenly between: at most `intervals` + 1 of `steps`."""
+    if len(steps) <= intervals + 1:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / intervals)] for i in range(intervals + 1)]
+
+
+def thresholds(curves: dict[str, Series]) -> dict[str, float]:
+    """Losses to reach, by name, highest first: each run's last, and above them what halves the way from the start.
+
+    `curves` are smoothed losses by the run's label. A run that ended in NaN or infinity sets no threshold.
+    """
+    values = {label: list(curve.values()) for label, curve in curves.items()}
+    finite = {label: losses for label, losses in values.items() if math.isfinite(losses[-1])}
+    if not finite:
+        return {}
+    named = {f"{losses[-1]:.4f} (last of {label})": losses[-1] for label, losses in finite.items()}
+    start, end = min(losses[0] for losses in finite.values()), max(named.values())
+    halves = [end + (start - end) / 2**k for k in (1, 2, 3) if start > end]
+    named |= {f"{loss:.4f}": loss for loss in halves}
+    return dict(sorted(named.items(), key=lambda item: -item[1]))
+
+
+def first_reach(curve: Series, loss: float) -> int | None:
+    """First step at which `curve` is at or below `loss`."""
+    return next((step for step, value in curve.items() if value <= loss), None)
+
+
+def markdown(corner: str, runs: Sequence[Run], rows: Sequence[Sequence[str]]) -> str:
+    """A table with a column for each run, the columns aligned: the first left, the others right."""
+    table = [[corner, *(run.label for run in runs)], *rows]
+    cells = [[cell.replace("|", "\\|") for cell in row] for row in table]
+    widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(cells[0]))]
+    cells.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    padded = [
+        [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        for row in cells
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in padded)
+
+
+def with_differences(values: Sequence[float]) -> list[str]:
+    """Cells of `values`, each after the first with its difference to the first."""
+    first, *others = values
+    return [f"{first:.4f}", *(f"{value:.4f} ({value - first:+.4f})" for value in others)]
+
+
+def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
+    """Cells of `values`, each after the first with its ratio to the first, where there are both."""
+    first = values[0]
+    cells = [ABSENT if value is None else f"{value:.{digits}f}" for value in values]
+    for i, value in enumerate(values[1:], start=1):
+        if value is not None and first is not None and first != 0:
+            cells[i] += f" ({value / first:.2f}x)"
+    return cells
+
+
+def recipe_section(runs: Sequence[Run]) -> str:
+    """The keys whose values differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.recipe)
+    rows = [[key, *(run.recipe.get(key, ABSENT) for run in runs)] for key in keys]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return markdown("key", runs, differing) if differing else "The recipes are the same."
+
+
+def loss_section(runs: Sequence[Run], key: str) -> str:
+    """`key` at common steps, and at each run's own end where these differ."""
+    missing = [run.label for run in runs if not run.of(key)]
+    if missing:
+        return f"Not recorded by {', '.join(missing)}."
+    steps = evenly(common_steps(runs, key))
+    rows = [[str(step), *with_differences([run.of(key)[step] for run in runs])] for step in steps]
+    ends = [max(run.of(key)) for run in runs]
+    if not steps or len(set(ends)) > 1:
+        lasts = with_differences([run.of(key)[end] for run, end in zip(runs, ends, strict=True)])
+        rows.append(["end", *(f"step {end}: {last}" for end, last in zip(ends, lasts, strict=True))])
+    return markdown("step", runs, rows)
+
+
+def reach_section(runs: Sequence[Run], key: str, window: int) -> str:
+    """Steps, and seconds if any run recorded them, until the smoothed `key` first reaches each threshold."""
+    curves = {run.label: smooth(run.of(key), window) for run in runs}
+    steps, seconds = [], []
+    for name, loss in thresholds(curves).items():
+        reached = [first_reach(curves[run.label], loss) for run in runs]
+        times = [
+            None if step is None else run.of(f"seconds.{key}").get(step)
+            for run, step in zip(runs, reached, strict=True)
+        ]
+        steps.append([name, *with_ratios(reached, 0)])
+        seconds.append([name, *with_ratios(times, 1)])
+    if not steps:
+        return "No run ended with a finite value."
+    parts = [
+        f"Means of the last {window} steps; ratios to {runs[0].label}.",
+        markdown("steps to", runs, steps),
+    ]
+    if any(run.of(f"seconds.{key}") for run in runs):
+        parts.append(markdown("seconds to", runs, seconds))
+    return "\n\n".join(parts)
+
+
+def speed_section(runs: Sequence[Run]) -> str:
+    """Medians of the throughput, of the parts of the step and of the peak memory, and ratios to the first run."""
+    rows = []
+    for key, speed in SPEEDS.items():
+        medians = [run.median(key) for run in runs]
+        if any(value is not None for value in medians):
+            shown = [None if value is None else value * speed.scale for value in medians]
+            rows.append([speed.title, *with_ratios(shown, speed.digits)])
+    return markdown("median", runs, rows) if rows else "Not recorded."
+
+
+def report(runs: Sequence[Run], metric: str, window: int) -> str:
+    """All the text: which runs, then the sections."""
+    ends = [max(step for series in run.series.values() for step in series) for run in runs]
+    names = [f"- {run.label}: {run.folder}, to step {end}" for run, end in zip(runs, ends, strict=True)]
+    sections = {"Recipe": recipe_section(runs)}
+    sections |= {title: loss_section(runs, key) for key, title in LOSSES.items()}
+    sections[f"{LOSSES[metric]} to reach"] = reach_section(runs, metric, window)
+    sections["Speed"] = speed_section(runs)
+    return "\n\n".join(["\n".join(names), *(f"## {title}\n\n{text}" for title, text in sections.items())])
+
+
+def compare(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    output: Path = Path("compare.png"),
+    metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
+    title: str | None = None,
+) -> None:
+    """Compare two or more runs, the others to the first.
+
+    Args:
+        runs: Run folders (recipe.toml, metrics.jsonl), or folders of a recipe's runs, whose newest run is taken.
+        output: The picture, .png or .svg.
+        metric: What is to be reached, and what is drawn; with `loss` the validation loss is drawn too.
+        title: Heading of the picture.
+    """
+    if output.suffix not in (".png", ".svg"):
+        raise RunError(f"--output {output}: the suffix must be .png or .svg")
+    if not output.parent.is_dir():
+        raise RunError(f"--output {output}: there is no folder {output.parent}")
+    found = read_runs(runs, metric)
+    window = smoothing_window(common_steps(found, metric))
+    print(report(found, metric, window))
+    draw(found, metric, window, title, output)
+    print(f"\nPicture: {output}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code, 2 for an error of the user."""
+    try:
+        tyro.cli(compare, args=arguments)
+    except RunError as error:
+        print(f"compare_runs: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

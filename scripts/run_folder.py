@@ -1,0 +1,184 @@
+"""Run folders: what a run left behind in `recipe.toml` and `metrics.jsonl`, read without torch."""
+
+import json
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import tomli
+
+RECIPE, METRICS = "recipe.toml", "metrics.jsonl"
+LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
+
+Series = dict[int, float]
+"""A recorded quantity by step, in the order of the steps."""
+
+
+class RunError(ValueError):
+    """The input cannot be compared: names what, why, and what is expected."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run left behind.
+
+    Attributes:
+        label: short name, different for every run compared.
+        folder: where it was read from.
+        recipe: values by dotted key, as JSON text.
+        series: recorded numbers by dotted field (`loss`, `time.optimizer`), then by step.
+    """
+
+    label: str
+    folder: Path
+    recipe: dict[str, str]
+    series: dict[str, Series]
+
+    def of(self, key: str) -> Series:
+        """What was recorded under `key`; empty if nothing was."""
+        return self.series.get(key, {})
+
+    def median(self, key: str) -> float | None:
+        """The median of the finite values under `key`, None if there are none."""
+        values = [value for value in self.of(key).values() if math.isfinite(value)]
+        return median(values) if values else None
+
+
+def find_run(path: Path) -> Path:
+    """The run folder that `path` names: itself, or of a recipe's runs that logged a step the last by name."""
+    if not path.is_dir():
+        raise RunError(f"{path}: no such folder")
+    if (path / RECIPE).exists() or (path / METRICS).exists():
+        for file in (path / RECIPE, path / METRICS):
+            if not file.is_file():
+                raise RunError(f"{file}: no such file; a run folder has {RECIPE} and {METRICS}")
+        return path
+    files = [file for file in path.glob(f"*/{METRICS}") if file.stat().st_size > 0]
+    folders = [file.parent for file in files if file.with_name(RECIPE).is_file()]
+    if not folders:
+        raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
+    return max(folders, key=lambda folder: folder.name)
+
+
+def flatten(document: object, prefix: str = "") -> dict[str, object]:
+    """The leaves of nested tables by dotted key; tables in a list are numbered from 0."""
+    if isinstance(document, dict):
+        items = list(document.items())
+    elif isinstance(document, list) and document and all(isinstance(item, dict) for item in document):
+        items = list(enumerate(document))
+    else:
+        return {prefix: document}
+    leaves: dict[str, object] = {}
+    for key, value in items:
+        leaves |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
+    return leaves
+
+
+def read_recipe(file: Path) -> dict[str, str]:
+    """A recipe's values by dotted key, each as text, so that 1, 1.0 and true stay different."""
+    try:
+        document = tomli.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RunError(f"{file}: not TOML: {error}") from error
+    return {key: json.dumps(value, default=str) for key, value in flatten(document).items()}
+
+
+def read_records(file: Path) -> list[dict[str, object]]:
+    """The records of a metrics file. Lines that are none (a crash tears the last) are named once, on stderr."""
+    records, torn = [], []
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+        elif line.strip():
+            torn.append(str(number))
+    if torn:
+        print(f"{file}: skipped what is not a whole record: line {', '.join(torn)}", file=sys.stderr)
+    if not records:
+        raise RunError(f"{file}: no record; the run has not logged a step")
+    return records
+
+
+def read_series(file: Path) -> dict[str, Series]:
+    """Numbers of a metrics file by field and step; of records of the same step and field the last counts.
+
+    Training and validation both record `seconds`, so it is also kept for each loss recorded with it, as
+    `seconds.<loss>`.
+    """
+    series: dict[str, Series] = {}
+    for record in sorted(read_records(file), key=step_of):
+        numbers = flatten(record)
+        if "seconds" in numbers:
+            numbers |= {f"seconds.{loss}": numbers["seconds"] for loss in LOSSES if loss in numbers}
+        for key, value in numbers.items():
+            if key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+                series.setdefault(key, {})[step_of(record)] = float(value)
+    return series
+
+
+def step_of(record: dict[str, object]) -> int:
+    """The step of a record."""
+    step = record["step"]
+    assert isinstance(step, int), "read_records keeps only records with a step"
+    return step
+
+
+def unique_labels(folders: Sequence[Path]) -> list[str]:
+    """The recipes' names (`runs/<recipe>/<time>`); where two are the same, as much of the path as differs."""
+    paths = [folder.resolve() for folder in folders]
+    for path, folder in zip(paths, folders, strict=True):
+        if paths.count(path) > 1:
+            raise RunError(f"{folder}: the same run is given twice")
+    labels, depth = [path.parent.name for path in paths], 1
+    while len(set(labels)) < len(labels):
+        depth += 1
+        labels = ["/".join(path.parts[-depth:]) for path in paths]
+    return labels
+
+
+def read_runs(paths: Sequence[Path], metric: str) -> list[Run]:
+    """Reads the runs that `paths` name, in their order.
+
+    Raises RunError if they are fewer than two, if one cannot be read, or if they share no step with `metric`.
+    """
+    if len(paths) < 2:
+        raise RunError(f"a comparison takes two or more runs, not {len(paths)}")
+    folders = [find_run(path) for path in paths]
+    labels = unique_labels(folders)
+    runs = [
+        Run(label, folder, read_recipe(folder / RECIPE), read_series(folder / METRICS))
+        for label, folder in zip(labels, folders, strict=True)
+    ]
+    for run in runs:
+        if not run.of(metric):
+            raise RunError(f"{run.folder / METRICS}: `{metric}` was not recorded")
+    if not common_steps(runs, metric):
+        raise RunError(f"{', '.join(labels)}: no step at which each of them recorded `{metric}`")
+    return runs
+
+
+def common_steps(runs: Sequence[Run], key: str) -> list[int]:
+    """Steps at which every run recorded `key`, in order."""
+    return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
+
+
+def smoothing_window(steps: Sequence[int]) -> int:
+    """Steps to average over, the same for all runs: a twentieth of the last of `steps`, 100 at most."""
+    return max(1, min(100, steps[-1] // 20))
+
+
+def smooth(series: Series, window: int) -> Series:
+    """At each step the mean over the last `window` steps; over the last fifth early on, when losses fall fast."""
+    steps, values = list(series), list(series.values())
+    smoothed = {}
+    for i, step in enumerate(steps):
+        start = bisect_right(steps, step - max(1, min(window, step // 5)))
+        smoothed[step] = fmean(values[start : i + 1])
+    return smoothed
