@@ -1,0 +1,454 @@
+"""Text to tokens to batches: what a training run may rely on, and what bad data is told."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+
+from titan_muon.titan import documents as documents_module
+from titan_muon.titan.blocks import Blocks
+from titan_muon.titan.corpus import Corpus, CorpusSource
+from titan_muon.titan.data import (
+    PackedDataLoader,
+    bytes_per_token,
+    dataloader_config,
+    tokenizer_config,
+    validation_steps,
+    vocab_size,
+)
+from titan_muon.titan.documents import Documents
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.sections import Data
+from titan_muon.titan.tokenizers import BPETokenizer, ByteTokenizer
+
+BOS, EOS, SEQ_LEN = 256, 257, 16
+TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0b\r\n\ttabs", "�", "<s></s><|endoftext|>"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Data:
+    """Forty documents; the bytes of each name it, so a block shows which document it came from."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i:02}.txt").write_text(f"{i:02}" * (3 + i % 7) + "." * (i % 5))
+    return Data(
+        source="files",
+        files=(str(folder / "*.txt"),),
+        validation_fraction=0.25,
+        cache=str(tmp_path / "cache"),
+    )
+
+
+def build(data: Data, *, dp: int = 1, rank: int = 0, batch: int = 2, validation: bool = False, seq_len: int = SEQ_LEN):
+    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
+    config = dataloader_config(data, validation=validation)
+    return config.build(
+        dp_world_size=dp,
+        dp_rank=rank,
+        tokenizer=tokenizer,
+        seq_len=seq_len,
+        local_batch_size=batch,
+        snapshot_every_n_steps=1,
+    )
+
+
+def take(loader, count: int) -> list[torch.Tensor]:
+    """Inputs, labels and positions of the next batches, each (batch, 3, seq_len)."""
+    batches = itertools.islice(iter(loader), count)
+    return [torch.stack([x["input"], labels, x["positions"]], dim=1) for x, labels in batches]
+
+
+def opened(data: Data) -> tuple[Documents, Corpus]:
+    documents = Documents(data)
+    return documents, CorpusSource(documents).open(ByteTokenizer.Config().build())
+
+
+def pairs(rows) -> list[tuple[int, int]]:
+    return [(int(i), int(t)) for row in rows for i, t in zip(row[0], row[1], strict=True)]
+
+
+def test_batches_are_what_the_trainer_expects(data):
+    inputs, labels = next(iter(build(data)))
+    assert set(inputs) == {"input", "positions"}
+    for tensor in (inputs["input"], inputs["positions"], labels):
+        assert tensor.shape == (2, SEQ_LEN)
+        assert tensor.dtype == torch.int64
+
+
+def test_no_label_crosses_a_document_and_positions_restart(data):
+    """Position 0 is exactly at a block's start and at every opening mark; a label is the next token of its document."""
+    for batch in take(build(data), 30):
+        for inputs, labels, positions in batch:
+            starts = inputs == BOS
+            starts[0] = True
+            assert torch.equal(positions == 0, starts)
+            assert torch.equal(positions[1:][~starts[1:]], positions[:-1][~starts[1:]] + 1)
+            assert BOS not in labels
+            assert EOS not in inputs
+            follows = ~starts[1:]
+            assert torch.equal(labels[:-1][follows], inputs[1:][follows])
+            assert (labels[:-1][~follows] == EOS).all()
+
+
+def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
+    documents, corpus = opened(data)
+    blocks = Blocks(corpus, documents.training, SEQ_LEN, seed=3)
+    wanted: list[tuple[int, int]] = []
+    for d in documents.training:
+        ids = corpus.tokens[corpus.starts[d] : corpus.starts[d + 1]].tolist()
+        wanted += itertools.pairwise(ids)
+    for epoch in range(2):
+        numbers = range(epoch * blocks.per_epoch, (epoch + 1) * blocks.per_epoch)
+        seen = pairs((blocks[k].inputs, blocks[k].labels) for k in numbers)
+        missing = list(wanted)
+        for pair in seen:
+            missing.remove(pair)
+        assert len(missing) == len(wanted) % SEQ_LEN
+
+
+def test_epoch_boundary_does_not_depend_on_the_order_of_reading(data):
+    """Block k comes from k alone, whatever was read before it."""
+    documents, corpus = opened(data)
+    forward = Blocks(corpus, documents.training, SEQ_LEN, seed=0)
+    numbers = range(3 * forward.per_epoch)
+    expected = [forward[k].inputs for k in numbers]
+    backward = Blocks(corpus, documents.training, SEQ_LEN, seed=0)
+    for k in reversed(numbers):
+        assert np.array_equal(backward[k].inputs, expected[k])
+
+
+def test_order_follows_the_seed_and_changes_with_the_epoch(data):
+    first, again, other = (take(build(dataclasses.replace(data, seed=s)), 20) for s in (1, 1, 2))
+    assert torch.equal(torch.cat(first), torch.cat(again))
+    assert not torch.equal(torch.cat(first), torch.cat(other))
+    documents, corpus = opened(data)
+    blocks = Blocks(corpus, documents.training, SEQ_LEN, seed=1)
+    assert not np.array_equal(blocks[0].inputs, blocks[blocks.per_epoch].inputs)
+
+
+def test_a_global_batch_is_the_same_under_any_number_of_ranks(data):
+    """8 sequences a step: 1 rank of 8, 2 of 4, 4 of 2, and 2 of 2 with two accumulated batches."""
+    whole = take(build(data, batch=8), 6)
+    for dp, batch in ((2, 4), (4, 2)):
+        ranks = [take(build(data, dp=dp, rank=r, batch=batch), 6) for r in range(dp)]
+        for step in range(6):
+            assert torch.equal(torch.cat([rank[step] for rank in ranks]), whole[step])
+    ranks = [take(build(data, dp=2, rank=r, batch=2), 12) for r in range(2)]
+    for step in range(6):
+        parts = [ranks[r][2 * step + micro] for micro in range(2) for r in range(2)]
+        assert torch.equal(torch.cat(parts), whole[step])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("dp", "batch"), [(1, 4), (2, 2), (4, 1), (1, 1), (2, 8)])
+def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path, dp, batch):
+    """Through DCP, as TorchTitan saves it. Saved by one rank with batch 4 after 10 batches, in the second epoch."""
+    stream = torch.cat(take(build(data, batch=4), 30))
+    saved = build(data, batch=4)
+    take(saved, 10)
+    assert saved.state_dict()["blocks"] == 40 > saved._blocks.per_epoch
+    dcp.save({"dataloader": saved}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    ranks = []
+    for rank in range(dp):
+        loader = build(data, dp=dp, rank=rank, batch=batch)
+        dcp.load({"dataloader": loader}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+        ranks.append(take(loader, 3))
+    resumed = torch.cat([rank[step] for step in range(3) for rank in ranks])
+    assert torch.equal(resumed, stream[40 : 40 + len(resumed)])
+
+
+def test_iterating_again_continues(data):
+    """TorchTitan may ask for a new iterator: no block comes twice and none is left out."""
+    loader = build(data)
+    assert torch.equal(torch.cat(take(loader, 3) + take(loader, 3)), torch.cat(take(build(data), 6)))
+
+
+@pytest.mark.parametrize("change", [{"seed": 9}, {"validation_fraction": 0.5}, {"tokenizer": "bpe", "vocab_size": 260}])
+def test_state_of_other_data_is_refused(data, change):
+    state = build(data).state_dict()
+    with pytest.raises(ValueError, match="exclude_from_loading"):
+        build(dataclasses.replace(data, **change)).load_state_dict(state)
+
+
+def test_split_is_disjoint_covers_all_and_ignores_the_seed(data):
+    documents = Documents(data)
+    training, validation = set(documents.training.tolist()), set(documents.validation.tolist())
+    assert not training & validation
+    assert len(training | validation) == 40
+    assert 4 <= len(validation) <= 16
+    other = Documents(dataclasses.replace(data, seed=5))
+    assert np.array_equal(documents.validation, other.validation)
+
+
+def test_split_keeps_a_document_on_its_side_when_others_come(data, tmp_path):
+    before = {Documents(data).all[i].name for i in Documents(data).validation}
+    (tmp_path / "text" / "new.txt").write_text("something else")
+    after = {Documents(data).all[i].name for i in Documents(data).validation}
+    assert before == after - {str(tmp_path / "text" / "new.txt")}
+
+
+@pytest.mark.parametrize("fraction", [1e-9, 0.999999])
+def test_both_sides_of_the_split_have_a_document(data, fraction):
+    documents = Documents(dataclasses.replace(data, validation_fraction=fraction))
+    assert min(len(documents.training), len(documents.validation)) == 1
+
+
+def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
+    documents, corpus = opened(data)
+    held_out = Blocks(corpus, documents.validation, SEQ_LEN, seed=None)
+    for seed in (0, 1):
+        loader = build(dataclasses.replace(data, seed=seed), validation=True)
+        first, second = take(loader, 100), take(loader, 100)
+        assert len(first) == loader.batches == held_out.per_epoch // 2
+        assert torch.equal(torch.cat(first), torch.cat(second))
+        assert np.array_equal(first[0][0][0], held_out[0].inputs)
+
+
+def test_validation_ends_after_the_same_batch_on_every_rank(data, caplog):
+    """An uneven rest would leave some ranks waiting in a collective."""
+    loaders = [build(data, dp=3, rank=r, batch=1, validation=True) for r in range(3)]
+    lengths = {len(take(loader, 100)) for loader in loaders}
+    assert lengths == {loaders[0].batches}
+    assert validation_steps(loaders[0], 1) == 1
+    assert validation_steps(loaders[0], -1) == loaders[0].batches
+    assert "validator.steps" not in caplog.text
+    with caplog.at_level("WARNING"):
+        assert validation_steps(loaders[0], 1000) == loaders[0].batches
+    assert "validator.steps = 1000" in caplog.text
+
+
+def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch):
+    """Its validator builds a loader at every validation; only the first reads the text."""
+    tokenizer = ByteTokenizer.Config().build()
+    config = dataloader_config(data, validation=True)
+    kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
+    first = take(dataclasses.replace(config, infinite=True).build(**kwargs), 100)
+    monkeypatch.setattr(documents_module.Document, "read_bytes", lambda self: pytest.fail("read the text again"))
+    second = take(dataclasses.replace(config, infinite=False).build(**kwargs), 100)
+    assert torch.equal(torch.cat(first), torch.cat(second))
+
+
+def test_a_training_loader_that_is_not_infinite_ends_after_an_epoch(data):
+    tokenizer = ByteTokenizer.Config().build()
+    config = dataclasses.replace(dataloader_config(data), infinite=False)
+    loader = config.build(dp_world_size=1, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
+    assert len(take(loader, 1000)) == loader.batches < 1000
+
+
+def test_bytes_per_token_counts_text_bytes_over_predictions(data):
+    """Closing marks are predicted and hold no byte."""
+    documents = Documents(data)
+    sizes = [documents.all[i].size for i in documents.validation]
+    config = dataloader_config(data, validation=True)
+    expected = sum(sizes) / sum(size + 1 for size in sizes)
+    assert bytes_per_token(config, ByteTokenizer.Config().build()) == pytest.approx(expected, rel=1e-12)
+    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=300)
+    tokenizer = tokenizer_config(bpe).build()
+    assert bytes_per_token(dataloader_config(bpe, validation=True), tokenizer) > 1.0
+
+
+def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
+    """A document far longer than a block goes on in the next one; a slice of the real default source trains."""
+    real = documents_module._python_files()
+    assert len(real) > 300
+    assert not any("site-packages" in name for name in real)
+    few = {name: real[name] for name in ("json/decoder.py", "json/encoder.py", "json/scanner.py", "bisect.py")}
+    monkeypatch.setattr(documents_module, "_python_files", lambda: few)
+    loader = build(Data(cache=str(tmp_path)), batch=4, seq_len=512)
+    text = ByteTokenizer.Config().build().decode(torch.cat(take(loader, 4))[:, 0].flatten().tolist())
+    assert "def " in text
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_tokenizers_round_trip_any_text(data, text):
+    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=280)
+    for tokenizer in (ByteTokenizer.Config().build(tokenizer_path="unused"), tokenizer_config(bpe).build()):
+        ids = tokenizer.encode(text, add_bos=True, add_eos=True)
+        assert ids[0] == tokenizer.bos_id == tokenizer.get_vocab_size() - 2
+        assert ids[-1] == tokenizer.eos_id == tokenizer.get_vocab_size() - 1
+        assert ids[1:-1] == tokenizer.encode(text)
+        assert all(0 <= i < tokenizer.bos_id for i in ids[1:-1])
+        assert tokenizer.decode(ids) == text
+
+
+def test_what_utf8_cannot_hold_is_replaced(data, tmp_path):
+    tokenizer = ByteTokenizer.Config().build()
+    assert tokenizer.decode([0xFF, ord("a"), 0xF0, 0x9F]) == "�a�"
+    assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
+    (tmp_path / "text" / "broken.txt").write_bytes(b"caf\xe9 \xff")
+    documents, corpus = opened(data)
+    broken = next(i for i, d in enumerate(documents.all) if d.path.name == "broken.txt")
+    ids = corpus.tokens[corpus.starts[broken] : corpus.starts[broken + 1]].tolist()
+    assert tokenizer.decode(ids) == "caf� �"
+    assert corpus.text_bytes[broken] == len("caf� �".encode())
+
+
+def test_bpe_is_trained_once_on_the_training_side(data, monkeypatch):
+    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=290)
+    first = tokenizer_config(bpe).build(tokenizer_path="unused")
+    assert first.get_vocab_size() == vocab_size(bpe) == 290
+    texts = list(Documents(bpe).training_texts())
+    assert len(texts) < 40
+    assert sum(len(first.encode(text)) for text in texts) < 0.9 * sum(map(len, texts))
+    monkeypatch.setattr(Documents, "training_texts", lambda self: pytest.fail("trained again"))
+    assert tokenizer_config(bpe).build().fingerprint == first.fingerprint
+
+
+def test_a_damaged_bpe_cache_is_trained_again(data, caplog):
+    bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=270)
+    first = tokenizer_config(bpe).build()
+    [path] = Path(data.cache).glob("bpe-*.json")
+    path.write_text(path.read_text()[:100])
+    assert tokenizer_config(bpe).build().fingerprint == first.fingerprint
+    assert "damaged" in caplog.text
+
+
+@pytest.mark.parametrize("vocabulary", [0, 257])
+def test_vocabulary_smaller_than_the_bytes_is_refused(data, vocabulary):
+    with pytest.raises(RecipeError, match=r"data\.vocab_size.*258"):
+        tokenizer_config(dataclasses.replace(data, tokenizer="bpe", vocab_size=vocabulary)).build()
+
+
+def test_the_corpus_is_tokenized_once(data, monkeypatch):
+    expected = torch.cat(take(build(data), 5))
+    monkeypatch.setattr(ByteTokenizer, "document", lambda self, text: pytest.fail("tokenized again"))
+    assert torch.equal(torch.cat(take(build(data), 5)), expected)
+    assert not list(Path(data.cache).glob("*.tmp"))
+
+
+def test_changed_text_is_tokenized_anew(data, tmp_path):
+    before = build(data).fingerprint
+    (tmp_path / "text" / "00.txt").write_text("changed")
+    assert build(data).fingerprint != before
+
+
+@pytest.mark.parametrize("victim", ["*.tokens", "*.index.npz"])
+@pytest.mark.parametrize("damage", ["truncate", "empty", "flip", "absent"])
+def test_a_damaged_corpus_is_built_again(data, victim, damage):
+    expected = torch.cat(take(build(data), 5))
+    [path] = Path(data.cache).glob(victim)
+    content = bytearray(path.read_bytes())
+    if damage == "absent":
+        path.unlink()
+    else:
+        content[len(content) // 2] ^= 0xFF
+        path.write_bytes({"truncate": content[: len(content) // 2], "empty": b"", "flip": content}[damage])
+    assert torch.equal(torch.cat(take(build(data), 5)), expected)
+
+
+def test_a_build_that_fails_leaves_no_cache(data, monkeypatch):
+    def fail(self: ByteTokenizer, text: str) -> list[int]:
+        if text.startswith("20"):
+            raise RuntimeError("out of order")
+        return [BOS, *text.encode(), EOS]
+
+    monkeypatch.setattr(ByteTokenizer, "document", fail)
+    with pytest.raises(RuntimeError, match="out of order"):
+        build(data)
+    assert [p.suffix for p in Path(data.cache).iterdir()] == [".lock"]
+    monkeypatch.undo()
+    assert len(take(build(data), 2)) == 2
+
+
+def test_glob_without_a_match_is_named(data):
+    bad = dataclasses.replace(data, files=(*data.files, "/nowhere/**/*.md"))
+    with pytest.raises(RecipeError, match=r"data\.files: '/nowhere/\*\*/\*\.md' matches no file"):
+        build(bad)
+
+
+def test_source_files_without_a_pattern_is_refused(data):
+    with pytest.raises(RecipeError, match=r"data\.files is empty"):
+        build(dataclasses.replace(data, files=()))
+
+
+def test_files_that_are_all_empty_are_refused(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    with pytest.raises(RecipeError, match=r"data\.files.*all 1 files found are empty"):
+        build(Data(source="files", files=(str(tmp_path / "*.txt"),), cache=str(tmp_path / "cache")))
+
+
+def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for name in ("top.txt", "a/one.txt", "a/b/two.txt"):
+        (tmp_path / name).write_text(name)
+    monkeypatch.chdir(tmp_path)
+    documents = Documents(Data(source="files", files=("**/*.txt", "a/*.txt", str(tmp_path / "top.txt"))))
+    assert [d.name for d in documents.all] == ["a/b/two.txt", "a/one.txt", "top.txt"]
+
+
+def test_one_document_cannot_be_split(tmp_path):
+    (tmp_path / "one.txt").write_text("word " * 100)
+    one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))
+    with pytest.raises(RecipeError, match=r"data\.validation_fraction.*at least 2 documents"):
+        build(one)
+    assert len(take(build(dataclasses.replace(one, validation_fraction=0.0)), 50)) == 50
+
+
+def test_validation_with_nothing_held_out_is_refused(data):
+    with pytest.raises(RecipeError, match=r"data\.validation_fraction = 0.*validator\.enable"):
+        dataloader_config(dataclasses.replace(data, validation_fraction=0.0), validation=True)
+
+
+def test_text_shorter_than_a_block_is_refused(data):
+    with pytest.raises(RecipeError, match=r"training text .*training\.seq_len"):
+        build(data, seq_len=100_000)
+    with pytest.raises(RecipeError, match=r"held-out text has \d+ blocks.*validator\.steps"):
+        build(data, validation=True, batch=1000)
+
+
+def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RecipeError, match=r"data\.cache"):
+        build(dataclasses.replace(data, cache=str(tmp_path / "file" / "cache")))
+
+
+def save_hf_tokenizer(data: Data, folder: Path, marks: dict[str, str]) -> Data:
+    bpe = tokenizer_config(dataclasses.replace(data, tokenizer="bpe", vocab_size=300)).build()
+    assert isinstance(bpe, BPETokenizer)
+    folder.mkdir()
+    bpe._bpe.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(marks))
+    return dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(folder))
+
+
+@pytest.mark.parametrize("marks", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": "</s>"}])
+def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
+    """A tokenizer without an opening mark opens documents with its closing one."""
+    hf = save_hf_tokenizer(data, tmp_path / "hf", marks)
+    tokenizer = tokenizer_config(hf).build(tokenizer_path="not this folder")
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    opening, closing = (tokenizer.token_to_id(t) for t in (marks.get("bos_token", "</s>"), "</s>"))
+    ids = tokenizer.document("0707")
+    assert (ids[0], ids[-1]) == (opening, closing)
+    assert tokenizer.decode(ids[1:-1]) == "0707"
+    assert vocab_size(hf) == max(opening, closing) + 1
+    assert isinstance(build(hf), PackedDataLoader)
+
+
+def test_hf_tokenizer_needs_its_file_and_a_mark(data, tmp_path):
+    with pytest.raises(RecipeError, match=r"data\.tokenizer_path.*tokenizer\.json"):
+        vocab_size(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path)))
+    with pytest.raises(RecipeError, match="neither bos_token nor eos_token"):
+        vocab_size(save_hf_tokenizer(data, tmp_path / "hf", {}))
+
+
+def test_hf_source_is_torchtitans_own_loader():
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    hf = Data(source="hf", dataset="c4", dataset_path="local/c4", tokenizer="hf", tokenizer_path="folder")
+    for validation, name in ((False, "c4"), (True, "c4_validation")):
+        config = dataloader_config(hf, validation=validation)
+        assert isinstance(config, HuggingFaceTextDataLoader.Config)
+        assert (config.dataset, config.dataset_path) == (name, "local/c4")
+        assert bytes_per_token(config, ByteTokenizer.Config().build()) is None
+    with pytest.raises(RecipeError, match=r"data\.dataset = 'c5'.*c4"):
+        dataloader_config(dataclasses.replace(hf, dataset="c5"))
+    with pytest.raises(RecipeError, match=r"c4_test_validation.*validator\.enable"):
+        dataloader_config(dataclasses.replace(hf, dataset="c4_test"), validation=True)
