@@ -27,6 +27,8 @@ def read(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str
 
     Raises RecipeError for a number of words that the key's type cannot take.
     """
+    if not arguments:
+        return {}, []
     given, rest = tyro.cli(
         schema,
         args=arguments,
@@ -94,7 +96,8 @@ def _metavar(kind: Any) -> str:
     if origin is Literal:
         return "{" + ",".join(args) + "}"
     if origin is tuple:
-        return f"[{_metavar(args[0])} ...]" if args[-1] is Ellipsis else " ".join(map(_metavar, args))
+        element = "LIST" if get_origin(args[0]) is tuple else _metavar(args[0])
+        return f"[{element} ...]" if args[-1] is Ellipsis else " ".join(map(_metavar, args))
     if origin in (Union, types.UnionType):
         return "|".join(map(_metavar, args))
     return "TABLE" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", "VALUE").upper()

@@ -1,0 +1,26 @@
+"""Shared by the recipe tests: files to load, and the message that a load must fail with."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from titan_muon.titan.recipe import RecipeError
+
+RULE = "[[optimizer.rule]]\nmatch = '*'\noptimizer = "
+"""Start of a rule for every parameter; the optimizer's name in quotes follows."""
+
+
+def write(folder: Path, text: str, name: str = "run.toml") -> str:
+    """Write a TOML file into `folder` and return its path."""
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The message of the RecipeError that `call` must raise."""
+    with pytest.raises(RecipeError) as caught:
+        call()
+    return str(caught.value)

@@ -1,0 +1,161 @@
+"""Overrides, the flags of train.py, and its help."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.recipe_files import RULE, error_of, write
+from titan_muon.titan import schema, sections
+from titan_muon.titan.command_line import Command, parse
+from titan_muon.titan.recipe import Recipe, differences, load
+
+# Overrides
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "value"),
+    [
+        (["--parallelism.tensor_parallel_degree", "2"], "parallelism.tensor_parallel_degree", 2),
+        (["--parallelism.tensor-parallel-degree", "2"], "parallelism.tensor_parallel_degree", 2),
+        (["--training.steps=3"], "training.steps", 3),
+        (["--training.steps", "3", "--training.steps", "4"], "training.steps", 4),
+        (["--training.global_batch_size", "-1"], "training.global_batch_size", -1),
+        (["--muon.lr", "1"], "muon.lr", 1.0),
+        (["--muon.lr", ".5"], "muon.lr", 0.5),
+        (["--muon.lr", "3e-4"], "muon.lr", 3e-4),
+        (["--compile.enable"], "compile.enable", True),
+        (["--compile.enable", "true"], "compile.enable", True),
+        (["--checkpoint.enable", "False"], "checkpoint.enable", False),
+        (["--compile.components", "loss"], "compile.components", ("loss",)),
+        (["--compile.components"], "compile.components", ()),
+        (["--data.files", "a b", "c"], "data.files", ("a b", "c")),
+        (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
+        (["--lr_scheduler.total_steps", "5"], "lr_scheduler.total_steps", 5),
+        (["--muon.ns_coefficients", "polar"], "muon.ns_coefficients", "polar"),
+        (
+            ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],
+            "muon.ns_coefficients",
+            ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0)),
+        ),
+        (["--name", "other"], "name", "other"),
+        (["--model.flavor", "8"], "model.flavor", "8"),
+    ],
+)
+def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], key: str, value: object) -> None:
+    path = write(
+        tmp_path,
+        "name = 'x'\n[training]\nsteps = 100\nglobal_batch_size = 16\n"
+        "[muon]\nlr = 0.7\n[compile]\ncomponents = ['model']\n",
+    )
+    recipe = load(path, arguments)
+    found = schema.values(recipe)[key]
+    assert found == value
+    assert type(found) is type(value)
+    assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
+
+
+def test_an_override_may_give_rules_as_inline_tables(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path, ""), ["--optimizer.rule", '{match = "*", optimizer = "adamw", options = {lr = 1}}'])
+    assert recipe.optimizer.rule == (sections.Rule(match="*", optimizer="adamw", options={"lr": 1.0}),)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--muon.momentun", "1"], ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
+        (["--muon.momentun=1"], ['unknown key muon.momentun = "1"', "Did you mean muon.momentum?"]),
+        (["--muno.lr", "1"], ["unknown table [muno]", "Did you mean [muon]?"]),
+        (["--compile.no_enable"], ["unknown key compile.no_enable.", "Did you mean compile.enable?"]),
+        (["--base", "x.toml"], ["unknown key: base"]),
+        (["stray"], ["'stray' belongs to no flag"]),
+        (["-x"], ["'-x' belongs to no flag"]),
+        (["--muon.lr"], ["muon.lr is given no value", "a finite number"]),
+        (["--muon.lr", "1", "2"], ["muon.lr is given 2 values (1 2)", "a finite number"]),
+        (["--muon.lr", "fast"], ['muon.lr = "fast"', "a finite number"]),
+        (["--muon.lr", "nan"], ["muon.lr = nan", "a finite number"]),
+        (["--muon.lr", "-1"], ["muon.lr = -1.0", "0 or more"]),
+        (["--training.steps", "3.5"], ["training.steps = 3.5", "an integer"]),
+        (["--training.steps", "true"], ['training.steps = "true"', "an integer"]),
+        (["--compile.enable", "1"], ['compile.enable = "1"', "true or false"]),
+        (["--data.tokenizer", "bits"], ['data.tokenizer = "bits"', 'Did you mean "bytes"?']),
+        (["--adamw.betas", "0.9"], ["adamw.betas = [0.9]", "a list of 2"]),
+        (["--adamw.betas", "0.9", "x"], ['adamw.betas[1] = "x"', "a finite number"]),
+        (["--optimizer.rule", "nonsense"], ['optimizer.rule[0] = "nonsense"', "a table with the keys"]),
+        (["--muon.ns_coefficients", "[1, 2"], ['muon.ns_coefficients = ["[1, 2"]', "a string or a list"]),
+    ],
+)
+def test_a_bad_override_is_one_error_and_prints_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], parts: list[str]
+) -> None:
+    message = error_of(lambda: load(write(tmp_path, ""), arguments))
+    assert message.startswith("command line: ")
+    assert [part for part in parts if part not in message] == []
+    assert capfd.readouterr() == ("", "")
+
+
+# The command line
+
+
+def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path) -> None:
+    path = write(tmp_path, "[muon]\nlr = 0.5")
+    plain = parse(["--config", path, "--muon.momentum", "0.1"])
+    assert plain == Command(load(path, ["--muon.momentum", "0.1"]), False, False, None, None)
+    flags = ["--dry-run", "--full", "--world-size", "8", "--json", "plan.json", "--training.steps", "3"]
+    assert parse([*flags, f"--config={path}"]) == Command(
+        load(path, ["--training.steps", "3"]), True, True, 8, "plan.json"
+    )
+    assert parse(["--config", path, "--dry_run"]).dry_run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--full"], ["--full is only for --dry-run"]),
+        (["--world-size", "2"], ["--world-size is only for --dry-run"]),
+        (["--json", "x"], ["--json is only for --dry-run"]),
+        (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
+        (["--dry-run", "--world-size", "two"], ['world_size = "two"', "an integer"]),
+        (["--dry-run", "--json"], ["json is given no value"]),
+        (["--dryrun"], ["unknown flag --dryrun", "Did you mean --dry-run?"]),
+        (["--wordl-size=3"], ["unknown flag --wordl-size=3", "Did you mean --world-size?"]),
+        (["--dry-run", "false", "--full"], ["--full is only for --dry-run"]),
+        (["--muon.lrr", "3"], ["unknown key muon.lrr", "Did you mean muon.lr?"]),
+    ],
+)
+def test_a_bad_command_is_one_error(tmp_path: Path, arguments: list[str], parts: list[str]) -> None:
+    message = error_of(lambda: parse(["--config", write(tmp_path, ""), *arguments]))
+    assert message.startswith("command line: ")
+    assert [part for part in parts if part not in message] == []
+
+
+def test_a_command_without_a_recipe_is_an_error() -> None:
+    assert "--config FILE is missing" in error_of(lambda: parse(["--dry-run"]))
+
+
+def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        parse(arguments)
+    assert exit_.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    return " ".join(" ".join(line.strip("│ ") for line in lines).split())
+
+
+def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(["--help"], capsys)
+    assert [key for key in schema.keys(Recipe) if f"--{key} " not in text] == []
+    assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
+    assert "--data.tokenizer {bytes,bpe,hf}" in text
+    assert "--world_size INT With dry_run: number of ranks" in text
+
+
+def test_help_of_a_recipe_shows_the_recipes_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(["--config", write(tmp_path, "[muon]\nns_steps = 17\n" + RULE + "'muon'"), "-h"], capsys)
+    assert "Newton-Schulz iterations. (default: 17)" in text
+    assert "not accepted" in error_of(lambda: parse(["--config", write(tmp_path, "[muon]\nlr = -1"), "--help"]))
+
+
+def test_a_command_line_is_read_without_torch() -> None:
+    code = "import sys, titan_muon.titan.command_line; sys.exit('torch' in sys.modules or 'torchtitan' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

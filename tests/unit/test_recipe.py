@@ -1,0 +1,235 @@
+"""Recipe files: what one may say, how bases combine, and the one error for what it may not say."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from tests.unit.recipe_files import RULE, error_of, write
+from titan_muon.titan import schema, sections
+from titan_muon.titan.recipe import Recipe, load
+
+# Files
+
+
+def test_an_empty_file_is_the_default_recipe_named_after_the_file(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "", "small.toml")) == Recipe(name="small")
+
+
+def test_values_of_every_kind_reach_their_keys(tmp_path: Path) -> None:
+    recipe = load(
+        write(
+            tmp_path,
+            """
+        dump_folder = "out"
+        [training]
+        steps = 7
+        [data]
+        source = "files"
+        files = ["a/*.txt", "b"]
+        dataset_path = "there"
+        [muon]
+        lr = 1
+        nesterov = false
+        ns_steps = 2
+        ns_coefficients = [[1, 2.0, 3], [4, 5, 6]]
+        [adamw]
+        betas = [0.5, 0]
+        [lr_scheduler]
+        total_steps = 9
+        """,
+        )
+    )
+    assert (recipe.dump_folder, recipe.training.steps, recipe.data.files) == ("out", 7, ("a/*.txt", "b"))
+    assert (recipe.data.dataset_path, recipe.lr_scheduler.total_steps) == ("there", 9)
+    assert recipe.muon.ns_coefficients == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+    assert recipe.muon.nesterov is False
+    assert recipe.adamw.betas == (0.5, 0.0)
+    assert type(recipe.muon.lr) is float
+
+
+def test_false_and_zero_replace_true_and_nonzero(tmp_path: Path) -> None:
+    base = "[muon]\nnesterov = true\nweight_decay = 0.3\n[checkpoint]\nkeep_latest_k = 4\n"
+    write(tmp_path, base, "base.toml")
+    text = "[muon]\nnesterov = false\nweight_decay = 0.0\n[checkpoint]\nkeep_latest_k = 0\n"
+    from_file = load(write(tmp_path, 'base = "base.toml"\n' + text))
+    flags = ["--muon.nesterov", "false", "--muon.weight_decay", "0.0", "--checkpoint.keep_latest_k", "0"]
+    from_flags = load(write(tmp_path, base, "run.toml"), flags)
+    for recipe in (from_file, from_flags):
+        assert recipe.muon.nesterov is False
+        assert (recipe.muon.weight_decay, recipe.checkpoint.keep_latest_k) == (0.0, 0)
+
+
+def test_a_recipe_is_frozen(tmp_path: Path) -> None:
+    recipe = load(write(tmp_path, ""))
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        recipe.muon.lr = 3.0  # type: ignore[misc]
+
+
+# Bases
+
+
+def test_nearer_files_win_and_tables_merge(tmp_path: Path) -> None:
+    write(tmp_path, "[muon]\nlr = 0.1\nmomentum = 0.1\neps = 0.1", "far.toml")
+    write(tmp_path, 'base = "../far.toml"\n[muon]\nlr = 0.2\nmomentum = 0.2', "sub/near.toml")
+    recipe = load(write(tmp_path, 'base = "sub/near.toml"\n[muon]\nlr = 0.3'), ["--muon.momentum=0.4"])
+    assert (recipe.muon.lr, recipe.muon.momentum, recipe.muon.eps) == (0.3, 0.4, 0.1)
+    assert recipe.muon.weight_decay == sections.Muon().weight_decay
+
+
+def test_lists_replace_the_lists_of_the_base(tmp_path: Path) -> None:
+    rule = '[[optimizer.rule]]\nmatch = "{}"\noptimizer = "adamw"\n'
+    write(tmp_path, '[data]\nfiles = ["a", "b"]\n' + rule.format("x") + rule.format("y"), "base.toml")
+    recipe = load(write(tmp_path, 'base = "base.toml"\n[data]\nfiles = ["c"]\n' + rule.format("z")))
+    assert recipe.data.files == ("c",)
+    assert [rule.match for rule in recipe.optimizer.rule] == ["z"]
+
+
+def test_a_missing_base_names_the_chain(tmp_path: Path) -> None:
+    write(tmp_path, 'base = "gone.toml"', "base.toml")
+    message = error_of(lambda: load(write(tmp_path, 'base = "base.toml"')))
+    assert "gone.toml: no such file" in message
+    assert all(name in message for name in ("run.toml -> ", "base.toml -> "))
+
+
+def test_a_cycle_of_bases_names_the_chain(tmp_path: Path) -> None:
+    write(tmp_path, 'base = "run.toml"', "base.toml")
+    message = error_of(lambda: load(write(tmp_path, 'base = "base.toml"')))
+    assert "cycle" in message
+    assert message.count("run.toml") == 3
+
+
+def test_a_base_must_be_one_path(tmp_path: Path) -> None:
+    assert 'base = ["a.toml"] is not accepted' in error_of(lambda: load(write(tmp_path, 'base = ["a.toml"]')))
+
+
+def test_an_error_names_the_base_that_wrote_the_value(tmp_path: Path) -> None:
+    write(tmp_path, "[muon]\nlr = -1.0", "base.toml")
+    message = error_of(lambda: load(write(tmp_path, 'base = "base.toml"\n[muon]\nmomentum = 0.5')))
+    assert "base.toml: muon.lr = -1.0" in message
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("[muon]\nmomentun = 0.9", ["unknown key muon.momentun = 0.9", "Did you mean muon.momentum?", "ns_steps"]),
+        ("[training]\nlr = 0.9", ["unknown key training.lr", "Did you mean muon.lr?", "seq_len"]),
+        ("[optimiser]\nclip = 1", ["unknown table [optimiser]", "Did you mean [optimizer]?", "adamw"]),
+        ("[optimiser]", ["unknown table [optimiser]", "Did you mean [optimizer]?"]),
+        ("steps = 3", ["unknown key: steps = 3", "Did you mean training.steps?"]),
+        ("nam = 'x'", ["unknown key: nam", "Did you mean name?"]),
+        ("muon = 3", ["muon = 3", "it takes a table: [muon]"]),
+        ("[muon.lr]\nx = 1", ["muon.lr = {x = 1}", "a finite number"]),
+        ("[training]\nsteps = '3'", ['training.steps = "3"', "an integer"]),
+        ("[training]\nsteps = 3.0", ["training.steps = 3.0", "an integer"]),
+        ("[training]\nsteps = true", ["training.steps = true", "an integer"]),
+        ("[muon]\nlr = true", ["muon.lr = true", "a finite number"]),
+        ("[muon]\nlr = nan", ["muon.lr = nan", "a finite number"]),
+        ("[muon]\nlr = inf", ["muon.lr = inf", "a finite number"]),
+        ("[muon]\nnesterov = 1", ["muon.nesterov = 1", "true or false"]),
+        ("[muon]\nlr = 2024-01-01", ["muon.lr = 2024-01-01", "a finite number"]),
+        ("[model]\nname = 3", ["model.name = 3", "a string"]),
+        ("[data]\nfiles = 'a'", ['data.files = "a"', "a list, each element a string"]),
+        ("[data]\nfiles = ['a', 3]", ["data.files[1] = 3", "a string"]),
+        ("[adamw]\nbetas = [0.9]", ["adamw.betas = [0.9]", "a list of 2"]),
+        ("[lr_scheduler]\ntotal_steps = 'all'", ['lr_scheduler.total_steps = "all"', "an integer"]),
+        ("[muon]\nns_coefficients = [[1, 2]]", ["muon.ns_coefficients = [[1, 2]]", "a list of 3"]),
+        ("[muon]\nns_coefficients = 3", ["muon.ns_coefficients = 3", "a string or a list"]),
+        ("[data]\ntokenizer = 'bits'", ['data.tokenizer = "bits"', '"bytes", "bpe", "hf"', 'mean "bytes"?']),
+        ("[data]\ntokenizer = 3", ["data.tokenizer = 3", '"bytes", "bpe", "hf"']),
+        ("[optimizer]\nrule = 3", ["optimizer.rule = 3", "a table with the keys match, optimizer, options"]),
+        ("[[optimizer.rule]]\nmatch = '*'", ["optimizer.rule[0] = ", "a table that has `optimizer`"]),
+        (
+            "[[optimizer.rule]]\nmatch = '*'\noptimizer = 'muon'\nlr = 3",
+            ["unknown key optimizer.rule[0].lr = 3", "takes match, optimizer, options"],
+        ),
+    ],
+)
+def test_a_mistake_is_one_message_with_file_key_value_and_what_is_accepted(
+    tmp_path: Path, text: str, parts: list[str]
+) -> None:
+    path = write(tmp_path, text)
+    message = error_of(lambda: load(path))
+    assert message.startswith(f"{path}: ")
+    assert message.count(path) == 1
+    assert "\n" not in message
+    assert [part for part in parts if part not in message] == []
+
+
+def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
+    message = error_of(lambda: load(write(tmp_path, "[muon]\nlr = 1\nlr = 2\n")))
+    assert "run.toml: not valid TOML" in message
+    assert "line 3" in message
+
+
+def test_a_file_that_is_not_text_is_a_recipe_error(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b"\xff\xfe")
+    assert "not valid TOML" in error_of(lambda: load(path))
+    assert "cannot be read" in error_of(lambda: load(tmp_path))
+
+
+def test_a_missing_file_lists_its_neighbours_and_the_nearest(tmp_path: Path) -> None:
+    write(tmp_path, "", "llama_muon.toml")
+    write(tmp_path, "", "qwen_moe_muon.toml")
+    message = error_of(lambda: load(tmp_path / "qwen_mo_muon.toml"))
+    assert "no such file" in message
+    assert f"Did you mean {tmp_path / 'qwen_moe_muon.toml'}?" in message
+    assert "llama_muon.toml, qwen_moe_muon.toml" in message
+
+
+def test_a_missing_file_elsewhere_lists_the_folder_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, "", "configs/qwen.toml")
+    monkeypatch.chdir(tmp_path)
+    assert "Did you mean configs/qwen.toml?" in error_of(lambda: load("qwen"))
+
+
+# Rules
+
+
+def test_options_take_the_types_of_their_optimizers_table(tmp_path: Path) -> None:
+    text = f"{RULE}'adamw'\noptions = {{lr = 1, betas = [0, 0.5]}}\n{RULE}'mine'\noptions = {{lr = 1, x = [1, 'a']}}"
+    first, second = load(write(tmp_path, text)).optimizer.rule
+    assert first.options == {"lr": 1.0, "betas": (0.0, 0.5)}
+    assert type(first.options["lr"]) is float
+    assert second == sections.Rule(match="*", optimizer="mine", options={"lr": 1, "x": (1, "a")})
+    assert type(second.options["lr"]) is int
+
+
+# TorchTitan
+
+
+def test_shared_tables_have_torchtitans_keys() -> None:
+    """A key of a table that TorchTitan has too must exist in the installed TorchTitan, save for our additions."""
+    from titan_muon.titan import compat
+
+    compat.install()
+    from torchtitan.components.checkpointer.dcp import CheckpointManager
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer.lr_scheduler import LRSchedulersContainer
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import configs
+    from torchtitan.tools.profiler import Profiler
+
+    theirs = {
+        "training": configs.TrainingConfig,
+        "parallelism": configs.ParallelismConfig,
+        "checkpoint": CheckpointManager.Config,
+        "metrics": MetricsProcessor.Config,
+        "lr_scheduler": LRSchedulersContainer.Config,
+        "compile": configs.CompileConfig,
+        "comm": configs.CommConfig,
+        "debug": configs.DebugConfig,
+        "profiler": Profiler.Config,
+        "validator": Validator.Config,
+    }
+    additions = set()
+    for table, config in theirs.items():
+        known = {field.name for field in dataclasses.fields(config)}
+        ours = {key.partition(".")[2] for key in schema.keys(Recipe) if key.startswith(f"{table}.")}
+        assert ours
+        additions |= {f"{table}.{key}" for key in ours - known}
+    assert additions == {"checkpoint.load"}

@@ -1,0 +1,253 @@
+"""What a recipe refuses beyond wrong types: values, relations between keys, and degrees that do not fit."""
+
+import dataclasses
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from tests.unit.recipe_files import RULE, error_of, write
+from titan_muon.titan import schema, sections
+from titan_muon.titan.constraints import CONSTRAINTS, RELATIONS
+from titan_muon.titan.recipe import Recipe, check_degrees, load
+
+# Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
+
+BAD_VALUES = [
+    ("name = 'a/b'", 'name = "a/b"', "no slash"),
+    ("name = '..'", 'name = ".."', "no slash"),
+    ("dump_folder = ''", 'dump_folder = ""', "not empty"),
+    ("[model]\nname = ''", 'model.name = ""', "not empty"),
+    ("[model]\nflavor = ' '", 'model.flavor = " "', "not empty"),
+    ("[data]\nfiles = ['']", 'data.files = [""]', "not empty"),
+    ("[data]\ndataset = ''", 'data.dataset = ""', "not empty"),
+    ("[data]\nvalidation_fraction = 1", "data.validation_fraction = 1.0", "from 0 to less than 1"),
+    ("[data]\nvalidation_fraction = -0.1", "data.validation_fraction = -0.1", "from 0 to less than 1"),
+    ("[data]\nvocab_size = 200", "data.vocab_size = 200", "258 or more"),
+    ("[data]\nseed = -1", "data.seed = -1", "0 or more"),
+    ("[data]\ncache = ''", 'data.cache = ""', "not empty"),
+    ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
+    ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
+    ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
+    ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "1 or more"),
+    ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0", "-1, or 1 or more"),
+    ("[training]\nglobal_batch_size = -2", "training.global_batch_size = -2", "-1, or 1 or more"),
+    ("[training]\nseq_len = 0", "training.seq_len = 0", "1 or more"),
+    ("[training]\nsteps = 0", "training.steps = 0", "1 or more"),
+    ("[training]\nmax_norm = 0", "training.max_norm = 0.0", "more than 0"),
+    ("[training]\ngc_freq = 0", "training.gc_freq = 0", "1 or more"),
+    *[
+        (f"[parallelism]\n{key} = 0", f"parallelism.{key} = 0", "1 or more")
+        for key in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "tensor_parallel_degree",
+            "context_parallel_degree",
+            "expert_parallel_degree",
+            "pipeline_parallel_degree",
+            "pipeline_parallel_microbatch_size",
+        )
+    ],
+    ("[parallelism]\npipeline_parallel_schedule = ''", 'pipeline_parallel_schedule = ""', "not empty"),
+    ("[parallelism]\ncontext_parallel_load_balancer = 'x'", 'context_parallel_load_balancer = "x"', "headtail, ptrr"),
+    (
+        "[training]\nlocal_batch_size = 3\n[parallelism]\npipeline_parallel_degree = 2\n"
+        "pipeline_parallel_microbatch_size = 2",
+        "parallelism.pipeline_parallel_microbatch_size = 2",
+        "a divisor of training.local_batch_size",
+    ),
+    ("[placement]\nmuon = ''", 'placement.muon = ""', "not empty"),
+    ("[muon]\nlr = -1e-3", "muon.lr = -0.001", "0 or more"),
+    ("[muon]\nmomentum = 1", "muon.momentum = 1.0", "from 0 to less than 1"),
+    ("[muon]\nmomentum = -0.5", "muon.momentum = -0.5", "from 0 to less than 1"),
+    ("[muon]\nweight_decay = -1", "muon.weight_decay = -1.0", "0 or more"),
+    ("[muon]\nns_steps = 0", "muon.ns_steps = 0", "1 or more"),
+    ("[muon]\nns_coefficients = ''", 'muon.ns_coefficients = ""', "not empty"),
+    ("[muon]\nns_coefficients = []", "muon.ns_coefficients = []", "not empty"),
+    ("[muon]\nns_coefficients = [[1, 2, 3]]", "muon.ns_coefficients = [[1.0, 2.0, 3.0]]", "as many"),
+    ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
+    ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "not empty"),
+    ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
+    *[
+        (f"[{table}]\n{key} = {value}", f"{table}.{key} = {value}", accepted)
+        for table in ("adamw", "adam")
+        for key, value, accepted in (
+            ("lr", "-1.0", "0 or more"),
+            ("betas", "[0.9, 1.0]", "from 0 to less than 1"),
+            ("betas", "[-0.1, 0.9]", "from 0 to less than 1"),
+            ("eps", "-1.0", "0 or more"),
+            ("weight_decay", "-1.0", "0 or more"),
+        )
+    ],
+    ("[lr_scheduler]\nwarmup_steps = -1", "lr_scheduler.warmup_steps = -1", "0 or more"),
+    ("[lr_scheduler]\ntotal_steps = 0", "lr_scheduler.total_steps = 0", "1 or more"),
+    ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),
+    ("[lr_scheduler]\nmin_lr_factor = -0.1", "lr_scheduler.min_lr_factor = -0.1", "from 0 to 1"),
+    ("[validator]\nfreq = 0", "validator.freq = 0", "1 or more"),
+    ("[validator]\nsteps = 0", "validator.steps = 0", "1 or more"),
+    ("[checkpoint]\nfolder = ''", 'checkpoint.folder = ""', "not empty"),
+    ("[checkpoint]\ninterval = 0", "checkpoint.interval = 0", "1 or more"),
+    ("[checkpoint]\nload = ''", 'checkpoint.load = ""', "not empty"),
+    ("[checkpoint]\nload_step = -2", "checkpoint.load_step = -2", "-1, or 0 or more"),
+    ("[checkpoint]\nkeep_latest_k = 1", "checkpoint.keep_latest_k = 1", "0, or 2 or more"),
+    ("[checkpoint]\nlast_save_in_hf = true", "last_save_model_only = false", "last_save_in_hf = true"),
+    ("[checkpoint]\ninitial_load_path = 'a'", 'checkpoint.initial_load_path = "a"', "an absolute path"),
+    (
+        "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_model_only = false",
+        "checkpoint.initial_load_model_only = false",
+        "initial_load_in_hf = true",
+    ),
+    ("[checkpoint]\nexclude_from_loading = ['x']", 'checkpoint.exclude_from_loading = ["x"]', "train_state"),
+    ("[metrics]\nlog_freq = 0", "metrics.log_freq = 0", "1 or more"),
+    ("[compile]\ncomponents = ['x']", 'compile.components = ["x"]', "model, loss"),
+    ("[compile]\nbackend = ''", 'compile.backend = ""', "not empty"),
+    ("[comm]\ninit_timeout_seconds = 0", "comm.init_timeout_seconds = 0", "1 or more"),
+    ("[comm]\ntrain_timeout_seconds = 0", "comm.train_timeout_seconds = 0", "1 or more"),
+    ("[comm]\ntrace_buf_size = -1", "comm.trace_buf_size = -1", "0 or more"),
+    ("[debug]\nseed = -1", "debug.seed = -1", "0 or more"),
+    ("[profiler]\nsave_traces_folder = ''", 'profiler.save_traces_folder = ""', "not empty"),
+    ("[profiler]\nprofile_freq = 0", "profiler.profile_freq = 0", "1 or more"),
+    ("[[optimizer.rule]]\nmatch = ''\noptimizer = 'adamw'", 'optimizer.rule[0].match = ""', "not empty"),
+    (f"{RULE}''", 'optimizer.rule[0].optimizer = ""', "not empty"),
+    (f"{RULE}'muon'\noptions = {{lr = -1}}", "optimizer.rule[0].options.lr = -1.0", "0 or more"),
+    (f"{RULE}'adamw'\noptions = {{lr = 'x'}}", 'optimizer.rule[0].options.lr = "x"', "a finite number"),
+    (f"{RULE}'adamw'\noptions = {{lrs = 1}}", "optimizer.rule[0].options.lrs = 1", "options takes lr, betas"),
+    (f"{RULE}'adam'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
+    (f"{RULE}'mine'\noptions = {{x = 2024-01-01}}", "optimizer.rule[0].options.x = 2024-01-01", "a string"),
+    (
+        f"{RULE}'muon'\noptions = {{ns_coefficients = [[1, 2, 3]]}}",
+        "muon.ns_coefficients under optimizer.rule[0].options = [[1.0, 2.0, 3.0]]",
+        "as many",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "fault", "accepted"), BAD_VALUES, ids=[row[1] for row in BAD_VALUES])
+def test_a_value_out_of_range_is_refused(tmp_path: Path, text: str, fault: str, accepted: str) -> None:
+    message = error_of(lambda: load(write(tmp_path, text)))
+    assert fault in message
+    assert accepted in message
+    assert "run.toml: " in message
+
+
+def test_every_constraint_and_relation_belongs_to_a_key_and_has_a_bad_value_above() -> None:
+    faults = [fault for _, fault, _ in BAD_VALUES]
+    for key in [*CONSTRAINTS, *(relation.key for relation in RELATIONS)]:
+        assert key in schema.keys(Recipe)
+        assert any(key.removeprefix("parallelism.").removeprefix("checkpoint.") in fault for fault in faults), key
+
+
+def test_every_number_has_a_constraint() -> None:
+    numbers = {float, int, int | None, float | None, tuple[float, float]}
+    unchecked = {key for key, kind in schema.keys(Recipe).items() if kind in numbers} - set(CONSTRAINTS)
+    assert unchecked == set()
+
+
+def test_boundary_values_are_accepted(tmp_path: Path) -> None:
+    recipe = load(
+        write(
+            tmp_path,
+            """
+        [data]
+        validation_fraction = 0
+        [muon]
+        lr = 0
+        momentum = 0
+        ns_steps = 1
+        [checkpoint]
+        keep_latest_k = 2
+        [training]
+        global_batch_size = -1
+        """,
+        )
+    )
+    assert (recipe.muon.momentum, recipe.checkpoint.keep_latest_k) == (0.0, 2)
+
+
+# Degrees
+
+
+def degrees(**changes: int) -> Recipe:
+    return Recipe(parallelism=sections.Parallelism(**changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size"),
+    [
+        ({}, 1),
+        ({}, 8),
+        ({"tensor_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8),
+        ({"data_parallel_shard_degree": 2, "context_parallel_degree": 2, "tensor_parallel_degree": 2}, 8),
+        ({"tensor_parallel_degree": 2, "expert_parallel_degree": 8}, 8),
+    ],
+)
+def test_degrees_that_fit_are_accepted(changes: dict[str, int], world_size: int) -> None:
+    check_degrees(degrees(**changes), world_size)
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "parts"),
+    [
+        ({"data_parallel_shard_degree": 2}, 4, ["data_parallel_shard_degree 2 = 2", "size 4", "degree 4 (or -1) fits"]),
+        ({"tensor_parallel_degree": 3}, 4, ["tensor_parallel_degree 3", "multiply to 3, which must divide 4"]),
+        ({"tensor_parallel_degree": 4}, 2, ["tensor_parallel_degree 4", "multiply to 4, which must divide 2"]),
+        (
+            {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "context_parallel_degree": 2},
+            4,
+            ["data_parallel_replicate_degree 2", "= 8 does not equal the world size 4", "degree 1 (or -1) fits"],
+        ),
+        ({"expert_parallel_degree": 3}, 4, ["expert_parallel_degree = 3", "4 x 1 x 1 = 4"]),
+        (
+            {"data_parallel_replicate_degree": 2, "expert_parallel_degree": 4},
+            4,
+            ["expert_parallel_degree = 4", "2 x 1 x 1 = 2"],
+        ),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(changes: dict[str, int], world_size: int, parts: list[str]) -> None:
+    message = error_of(lambda: check_degrees(degrees(**changes), world_size))
+    assert [part for part in parts if part not in message] == []
+
+
+def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once() -> None:
+    recipe = Recipe(training=sections.Training(local_batch_size=4, global_batch_size=16))
+    check_degrees(recipe, 2)
+    check_degrees(recipe, 4)
+    message = error_of(lambda: check_degrees(recipe, 8))
+    assert "training.global_batch_size = 16" in message
+    assert "= 32" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "divisor"),
+    [
+        ({"tensor_parallel_degree": 4}, 4),
+        ({"context_parallel_degree": 2}, 4),
+        ({"tensor_parallel_degree": 2, "context_parallel_degree": 2}, 8),
+    ],
+)
+def test_the_sequence_divides_over_tensor_and_context_parallel(changes: dict[str, int], divisor: int) -> None:
+    recipe = degrees(**changes)
+    check_degrees(dataclasses.replace(recipe, training=sections.Training(seq_len=3 * divisor)), 4)
+    odd = dataclasses.replace(recipe, training=sections.Training(seq_len=3 * divisor + divisor // 2))
+    assert f"a multiple of {divisor}" in error_of(lambda: check_degrees(odd, 4))
+
+
+def test_without_sequence_parallel_the_sequence_need_not_divide_over_tensor_parallel() -> None:
+    parallelism = sections.Parallelism(tensor_parallel_degree=2, enable_sequence_parallel=False)
+    check_degrees(Recipe(parallelism=parallelism, training=sections.Training(seq_len=7)), 2)
+
+
+@pytest.mark.parametrize(
+    ("version", "accepted"),
+    [("2.13.0+cpu", False), ("2.9.1", False), ("2.14.0", True), ("2.14.0.dev20260101", True), ("3.0.0", True)],
+)
+def test_pipeline_parallelism_needs_torch_2_14(monkeypatch: pytest.MonkeyPatch, version: str, accepted: bool) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    recipe = degrees(pipeline_parallel_degree=2)
+    if accepted:
+        check_degrees(recipe, 4)
+    else:
+        message = error_of(lambda: check_degrees(recipe, 4))
+        assert "parallelism.pipeline_parallel_degree = 2" in message
+        assert f"needs torch 2.14 or newer, and torch {version} is installed" in message

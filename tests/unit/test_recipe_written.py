@@ -1,0 +1,76 @@
+"""A recipe written as TOML, and the difference of two."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.recipe_files import RULE, error_of, write
+from titan_muon.titan import sections
+from titan_muon.titan.recipe import Recipe, differences, load, to_toml
+
+# Writing
+
+TEXT = st.text(max_size=8)
+NUMBER = st.floats(min_value=0, max_value=0.99)
+SCALAR = st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), TEXT)
+OPTIONS = st.dictionaries(TEXT, st.one_of(SCALAR, st.lists(SCALAR, max_size=3).map(tuple)), max_size=3)
+NAMES = st.text(min_size=1, max_size=8).filter(str.strip)
+RULES = st.builds(sections.Rule, match=NAMES, optimizer=st.just("mine"), options=OPTIONS)
+RECIPES = st.builds(
+    Recipe,
+    name=NAMES.filter(lambda name: not {"/", "\\"} & set(name) and name not in (".", "..")),
+    muon=st.builds(sections.Muon, lr=NUMBER, momentum=NUMBER, nesterov=st.booleans(), weight_decay=NUMBER),
+    adamw=st.builds(sections.AdamW, betas=st.tuples(NUMBER, NUMBER)),
+    data=st.builds(sections.Data, files=st.lists(NAMES).map(tuple), dataset_path=st.none() | TEXT),
+    lr_scheduler=st.builds(
+        sections.LrScheduler,
+        total_steps=st.none() | st.integers(min_value=1),
+        decay_ratio=st.none() | NUMBER,
+    ),
+    optimizer=st.builds(sections.Optimizer, rule=st.lists(RULES, max_size=2).map(tuple)),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(recipe=RECIPES)
+def test_a_written_recipe_loads_to_an_equal_one(tmp_path_factory: pytest.TempPathFactory, recipe: Recipe) -> None:
+    path = tmp_path_factory.getbasetemp() / "resolved.toml"
+    path.write_bytes(to_toml(recipe).encode())
+    assert load(path) == recipe
+
+
+def test_a_resolved_recipe_runs_again_without_its_base(tmp_path: Path) -> None:
+    write(tmp_path, "[muon]\nns_steps = 2\nns_coefficients = [[1, 2, 3], [4, 5, 6]]\n" + RULE + "'muon'", "base.toml")
+    recipe = load(write(tmp_path, 'base = "base.toml"\n', "mine.toml"), ["--muon.lr", "0.5", "--debug.seed", "0"])
+    again = load(write(tmp_path, to_toml(recipe), "elsewhere/resolved.toml"))
+    assert again == recipe
+    assert again.name == "mine"
+    assert to_toml(again) == to_toml(recipe)
+
+
+@pytest.mark.parametrize("lr", [math.nan, math.inf, -math.inf])
+def test_numbers_that_no_recipe_accepts_are_not_written(lr: float) -> None:
+    assert "muon.lr" in error_of(lambda: to_toml(Recipe(muon=sections.Muon(lr=lr))))
+
+
+def test_an_absent_key_that_would_load_as_something_else_is_not_written() -> None:
+    recipe = Recipe(parallelism=sections.Parallelism(context_parallel_load_balancer=None))
+    assert "context_parallel_load_balancer" in error_of(lambda: to_toml(recipe))
+
+
+def test_differences_name_the_key_and_both_values_as_toml() -> None:
+    rule = sections.Rule(match="*", optimizer="adamw", options={"lr": 0.5})
+    other = Recipe(
+        muon=sections.Muon(nesterov=False),
+        lr_scheduler=sections.LrScheduler(total_steps=5),
+        optimizer=sections.Optimizer(rule=(rule,)),
+    )
+    assert differences(Recipe(), Recipe()) == []
+    assert [str(difference) for difference in differences(Recipe(), other)] == [
+        "muon.nesterov: true -> false",
+        'optimizer.rule: [] -> [{match = "*", optimizer = "adamw", options = {lr = 0.5}}]',
+        "lr_scheduler.total_steps: absent -> 5",
+    ]
