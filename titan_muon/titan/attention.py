@@ -1,7 +1,4 @@
-"""The inner attention: which one a model runs, and one for the CPU, where FlexAttention has no backward.
-
-`compat.install()` must have run before this module is imported.
-"""
+"""The inner attention: which one a model runs, and one for the CPU, where FlexAttention has no backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,10 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention
-from torchtitan.models.common.decoder import Decoder
 
-from titan_muon.titan.toml import RecipeError
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError
+
+# Before the imports of torchtitan, so that this module can be the first of ours to be imported.
+compat.install()
+
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
+from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -1,23 +1,22 @@
-"""TorchTitan's own parallelization of a model, and what this project does to the model after it.
-
-`compat.install()` must have run before this module is imported.
-"""
+"""TorchTitan's own parallelization of a model, and what this project does to the model after it."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.protocols.model_spec import ModelSpec
 
 from titan_muon.titan import compat
 from titan_muon.titan.attention import share_dense_mask
+from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.sections import Parallelism, Placement
-from titan_muon.titan.toml import RecipeError
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
 
 
-def with_placement(spec: ModelSpec, placement: Placement, parallelism: Parallelism) -> ModelSpec:
+def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Parallelism) -> "ModelSpec":
     """`spec` with a parallelize_fn that also places the Muon matrices and suits the backend.
 
     Raises RecipeError for a placement that is not there, and for pipeline parallelism before torch 2.14.
