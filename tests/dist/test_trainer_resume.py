@@ -1,0 +1,139 @@
+"""A run that is continued must equal the one that was not interrupted, and validation must not touch training."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.dist.harness import run_ranks
+
+
+def train(recipe: object) -> str:
+    from titan_muon.titan import compat
+
+    compat.install()
+    from titan_muon.titan import trainer
+
+    return trainer.train(recipe)
+
+
+def uninterrupted_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    whole = tiny.recipe(folder, name="whole", parallelism__expert_parallel_degree=2)
+    half = tiny.recipe(folder, name="halves", parallelism__expert_parallel_degree=2, training__steps=3)
+    rest = tiny.recipe(folder, name="halves", parallelism__expert_parallel_degree=2, checkpoint__load="latest")
+    straight = train(whole)
+    first, second = train(half), train(rest)
+    assert first == second, "a continued run must stay in its folder"
+    return straight, second
+
+
+def test_resumed_run_has_the_same_losses_to_the_last_digit(tmp_path: Path) -> None:
+    """Three steps, a checkpoint and three more must log what six log, with experts on 2 ranks and validation."""
+    tiny.write_recipe(tmp_path)
+    straight, resumed = run_ranks(uninterrupted_and_resumed, 2, tmp_path)[0]
+    for key in ("loss", "grad_norm", "tokens", "lr"):
+        assert tiny.records(straight, key) == tiny.records(resumed, key)
+    assert tiny.records(straight, "loss").keys() == set(range(1, 7))
+    shared = {2, 4, 6}
+    validated = [tiny.records(folder, "val_loss") for folder in (straight, resumed)]
+    assert shared <= validated[0].keys()
+    assert {s: validated[0][s] for s in shared} == {s: validated[1][s] for s in shared}
+
+
+def with_and_without_validation(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    shared = {"training__steps": 4, "checkpoint__enable": "false", "lr_scheduler__warmup_steps": 0}
+    return (
+        train(tiny.recipe(folder, name="with", validator__freq=1, **shared)),
+        train(tiny.recipe(folder, name="without", validator__enable="false", **shared)),
+    )
+
+
+def test_validation_does_not_influence_training(tmp_path: Path) -> None:
+    """Losses with a validation after every step must be those without any; MoE routers count tokens in both."""
+    tiny.write_recipe(tmp_path)
+    validated, plain = run_ranks(with_and_without_validation, 1, tmp_path)[0]
+    assert tiny.records(validated, "loss") == tiny.records(plain, "loss")
+    assert tiny.records(validated, "val_loss").keys() == {1, 2, 3, 4}
+    assert not tiny.records(plain, "val_loss")
+    assert not list(Path(plain).glob("checkpoint*"))
+
+
+def accumulated_and_at_once(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    shared = {"training__steps": 3, "training__global_batch_size": 4, "checkpoint__enable": "false"}
+    return (
+        train(tiny.recipe(folder, name="at_once", training__local_batch_size=4, **shared)),
+        train(tiny.recipe(folder, name="accumulated", training__local_batch_size=1, **shared)),
+    )
+
+
+def test_accumulated_gradients_equal_the_large_batch(tmp_path: Path) -> None:
+    """Four microbatches of one sequence must train like one batch of four, up to the order of sums."""
+    tiny.write_recipe(tmp_path)
+    at_once, accumulated = run_ranks(accumulated_and_at_once, 1, tmp_path)[0]
+    for key in ("loss", "grad_norm"):
+        assert tiny.records(accumulated, key) == pytest.approx(tiny.records(at_once, key), rel=1e-3)
+    assert tiny.records(accumulated, "tokens") == tiny.records(at_once, "tokens")
+
+
+def torn_then_garbled(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    from titan_muon.titan.recipe import RecipeError
+
+    run = Path(train(tiny.recipe(folder, training__steps=6, validator__enable="false")))
+    newest = run / "checkpoint" / "step-6"
+    data = next(newest.glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        again = train(tiny.recipe(folder, training__steps=5, validator__enable="false", checkpoint__load="latest"))
+    assert again == str(run)
+
+    damaged = next((run / "checkpoint" / "step-5").glob("*.distcp"))
+    damaged.write_bytes(b"\0" * damaged.stat().st_size)
+    with pytest.raises(RecipeError) as error:
+        train(tiny.recipe(folder, checkpoint__load=str(run)))
+    return shown.getvalue(), str(error.value)
+
+
+def test_torn_checkpoint_is_passed_over_and_a_garbled_one_is_named(tmp_path: Path) -> None:
+    """`latest` must fall back over a cut-off checkpoint and say so; zeros for data must be one clear error."""
+    tiny.write_recipe(tmp_path)
+    shown, message = run_ranks(torn_then_garbled, 1, tmp_path)[0]
+    assert "step-6 is passed over: __0_0.distcp has" in shown
+    assert "using step 3 instead" in shown
+    run = next(path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
+    assert (run / "checkpoint" / "torn-6").is_dir(), "a torn checkpoint must be kept"
+    assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5]
+    assert "step-5" in message
+    assert "cannot be loaded" in message
+    assert "checkpoint.load_step" in message
+
+
+def run_once(rank: int, world_size: int, folder: Path) -> str:
+    return train(tiny.recipe(folder, training__steps=2, metrics__log_freq=2))
+
+
+def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
+    """The recipe that runs again, metrics, TensorBoard and a checkpoint of the last step must be in the folder."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from titan_muon.titan.recipe import load
+
+    tiny.write_recipe(tmp_path)
+    folder = Path(run_ranks(run_once, 2, tmp_path)[0])
+    assert load(folder / "recipe.toml") == tiny.recipe(tmp_path, training__steps=2, metrics__log_freq=2)
+    assert (tmp_path / "runs" / "tiny" / "latest").read_text().strip() == folder.name
+    assert (folder / "checkpoint" / "step-2" / ".metadata").is_file()
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 2]
+    step, validation = lines[1], lines[2]
+    assert {"data", "forward_backward", "clip", "optimizer", "step"} <= step["time"].keys()
+    assert sum(step["time"].values()) <= 2 * step["time"]["step"] + 1e-9
+    assert step["tokens"] == 2 * 2 * 2 * 64
+    assert validation["bits_per_byte"] == pytest.approx(validation["val_loss"] / 0.6931472 * 1.0, rel=0.02)
+    events = EventAccumulator(str(folder / "tb"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss", "val_loss", "bits_per_byte", "tokens_per_second", "time/optimizer", "memory_gib"} <= tags
+    assert any(tag.startswith("lr/") for tag in tags)

@@ -1,0 +1,67 @@
+"""A recipe small enough to train in a test: a few steps of the tiny MoE model on a corpus written by the test."""
+
+import json
+import random
+from pathlib import Path
+
+from titan_muon.titan.recipe import Recipe, load
+
+RECIPE = """
+name = "tiny"
+dump_folder = "{folder}/runs"
+[model]
+name = "qwen3"
+flavor = "moe_tiny"
+[data]
+source = "files"
+files = ["{folder}/corpus/*.txt"]
+cache = "{folder}/cache"
+validation_fraction = 0.2
+[training]
+steps = 6
+local_batch_size = 2
+seq_len = 64
+mixed_precision_param = "float32"
+[validator]
+freq = 2
+steps = 2
+[checkpoint]
+interval = 3
+[metrics]
+log_freq = 1
+[lr_scheduler]
+warmup_steps = 2
+total_steps = 6
+"""
+WORDS = ("rank", "matrix", "piece", "owner", "route", "bucket", "plan", "step", "momentum", "gather", "update")
+
+
+def write_recipe(folder: Path) -> Path:
+    """Write the recipe and its corpus into a folder. Returns the recipe's file."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    draw = random.Random(0)
+    for number in range(30):
+        text = " ".join(draw.choice(WORDS) for _ in range(200))
+        (corpus / f"{number:02}.txt").write_text(text)
+    file = folder / "tiny.toml"
+    file.write_text(RECIPE.format(folder=folder))
+    return file
+
+
+def recipe(folder: Path, **values: object) -> Recipe:
+    """The recipe in `folder`, written if need be; a key such as `training__steps` overrides training.steps."""
+    file = folder / "tiny.toml"
+    if not file.exists():
+        write_recipe(folder)
+    words = (
+        (f"--{key.replace('__', '.')}", value if isinstance(value, str) else json.dumps(value))
+        for key, value in values.items()
+    )
+    return load(file, [word for pair in words for word in pair])
+
+
+def records(folder: str | Path, key: str) -> dict[int, float]:
+    """What a run recorded under a key, by step."""
+    lines = (json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines())
+    return {line["step"]: line[key] for line in lines if key in line}

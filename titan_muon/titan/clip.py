@@ -1,0 +1,100 @@
+"""Gradient clipping over parameters that live on different device meshes: one all-reduce of two numbers a step.
+
+Every rank adds up the squares of the gradients that it holds, each divided by the number of ranks that hold the same
+numbers, so that one sum over the world counts every element once: dense parameters on fsdp x tp, experts on
+ep x efsdp, plain tensors, and the stages of a pipeline alike.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+EPS = 1e-6
+"""Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
+
+
+def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
+    """Ranks that hold the same elements of `parameter`, itself counted.
+
+    `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage. A mesh
+    smaller than that is repeated over the other ranks, and a plain tensor is on every one of them.
+    """
+    if not isinstance(parameter, DTensor):
+        return stage_ranks
+    mesh = parameter.device_mesh
+    replicas = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            replicas *= mesh.size(axis)
+    return replicas * stage_ranks // mesh.size()
+
+
+class GradientClip:
+    """Scales gradients down to a largest norm. Every rank of the default process group calls it at every step.
+
+    Args:
+        parameters: what this rank trains, of any dtype, as DTensors or plain tensors.
+        clipped: those among them whose gradients are scaled; the factor comes from their norm alone.
+        max_norm: largest norm of the clipped gradients, > 0.
+        stage_ranks: ranks that share these parameters (world size / pipeline stages).
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        clipped: Iterable[torch.Tensor],
+        *,
+        max_norm: float,
+        stage_ranks: int,
+    ) -> None:
+        chosen = {id(parameter) for parameter in clipped}
+        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.clipped = [id(parameter) in chosen for parameter in self.parameters]
+        self.max_norm = max_norm
+        device = self.parameters[0].device
+        shares = [1.0 / copies(parameter, stage_ranks) for parameter in self.parameters]
+        self._weights = torch.tensor(
+            [shares, [share * chosen for share, chosen in zip(shares, self.clipped, strict=True)]],
+            dtype=torch.float64,
+            device=device,
+        )
+
+    @torch.no_grad()
+    def __call__(self) -> torch.Tensor:
+        """Scale the chosen gradients. Returns the norm of all gradients before it, a float64 scalar on the device.
+
+        Equal on every rank. Nothing waits for the device. A parameter without a gradient counts as zero.
+        """
+        present = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        gradients = [local_gradient(self.parameters[i]) for i in present]
+        weights = self._weights if len(present) == len(self.parameters) else self._weights[:, present]
+        norm, clipped_norm = _norms(gradients, weights)
+        scaled = [gradient for i, gradient in zip(present, gradients, strict=True) if self.clipped[i]]
+        if scaled:
+            torch._foreach_mul_(scaled, (self.max_norm / (clipped_norm + EPS)).clamp(max=1.0).float())
+        return norm
+
+
+def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """The piece of a parameter's gradient that this rank holds; writing to it changes the gradient."""
+    gradient = parameter.grad
+    assert gradient is not None, "only parameters with a gradient are asked for it"
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"
+    assert gradient.placements == parameter.placements, (
+        f"a gradient of placements {gradient.placements} does not rest as its parameter {parameter.placements}"
+    )
+    return gradient.to_local()
+
+
+def _norms(gradients: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
+    """Two norms over all ranks, from weights of shape (2, gradients): of all gradients, and of the clipped ones."""
+    squares = weights.new_zeros(len(gradients))
+    if gradients:
+        squares = torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32)).double().square()
+    sums = weights @ squares
+    dist.all_reduce(sums)
+    return sums.sqrt()

@@ -1,0 +1,242 @@
+"""What a run reports: a line on the console, a record in `metrics.jsonl`, and TensorBoard (and W&B if asked).
+
+A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second`, `time`, ...) and for each validation
+(`val_loss`, `bits_per_byte`), written at once, so that a run that dies has lost none.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.tensorboard import SummaryWriter
+from torchtitan.components.metrics import (
+    BaseLogger,
+    LoggerContainer,
+    MetricsProcessor,
+    WandBLogger,
+    _get_metrics_rank,
+)
+from torchtitan.distributed import ParallelDims
+
+METRICS_FILE = "metrics.jsonl"
+GIB = 1024**3
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """What a logged step is reported with.
+
+    Attributes:
+        step: the step, counted from 1.
+        loss: mean cross entropy of the step's tokens over all ranks, in nats.
+        grad_norm: norm of all gradients before clipping.
+        tokens: tokens trained on since the run began, over all ranks.
+        lr: learning rate of each group during this step.
+        seconds: in each phase, over all steps since the last report.
+        memory: peak of all ranks since the last report, in bytes.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    lr: Mapping[str, float]
+    seconds: Mapping[str, float]
+    memory: int
+
+
+class JsonLines(BaseLogger):
+    """Appends records to a file, one JSON object a line."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.file = path.open("a", encoding="utf-8")
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class TensorBoard(BaseLogger):
+    """Writes nested metrics as scalars; what an earlier run wrote after `first_step` is hidden."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        for tag, value in flatten(metrics):
+            self.writer.add_scalar(tag, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB(BaseLogger):
+    """Sends nested metrics to Weights & Biases under the tags that TensorBoard has."""
+
+    def __init__(self, folder: Path, recipe: dict[str, Any] | None) -> None:
+        self.inner = WandBLogger(str(folder), config_dict=recipe)
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self.inner.log(dict(flatten(metrics)), step)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Numbers of nested metrics by their path, joined with slashes."""
+    for key, value in metrics.items():
+        if isinstance(value, Mapping):
+            yield from flatten(value, f"{prefix}{key}/")
+        else:
+            yield prefix + key, value
+
+
+def cut_after(path: Path, step: int) -> float:
+    """Take the records of later steps than `step`, and a torn last line, out of a metrics file.
+
+    Returns the seconds that the run had taken at the last record kept, 0 if there is none.
+    """
+    if not path.is_file():
+        return 0.0
+    kept, seconds = [], 0.0
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record["step"] <= step:
+            kept.append(line + "\n")
+            seconds = record.get("seconds", seconds)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    os.replace(temporary, path)
+    return seconds
+
+
+class Metrics(MetricsProcessor):
+    """Reports a run from the one rank that knows its loss."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        total_steps: int
+        """Steps of the run, for the estimate of its end."""
+
+        first_step: int = 1
+        """Step that this process begins with."""
+
+        seconds_before: float = 0.0
+        """Seconds that the run had taken before this process."""
+
+    config: Config
+    ntokens_since_last_log: int
+    time_last_log: float
+    bytes_per_token: float | None = None
+    """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
+
+    def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
+        self.is_reporter = dist.get_rank() == _get_metrics_rank(
+            parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
+        )
+        super().__init__(config, parallel_dims=parallel_dims, **kwargs)
+        self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
+        self._began = time.perf_counter() - config.seconds_before
+        self._last_step = config.first_step - 1
+
+    def _build_metric_logger(
+        self, *, config: Config, dump_folder: str, config_dict: dict[str, Any] | None, **_: Any
+    ) -> BaseLogger:
+        if not (self.is_reporter or config.save_for_all_ranks):
+            return BaseLogger()
+        rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
+        loggers = LoggerContainer()
+        loggers.add_logger(JsonLines(Path(dump_folder, rank, METRICS_FILE)))
+        if config.enable_tensorboard:
+            folder = Path(dump_folder, config.save_tb_folder, rank)
+            loggers.add_logger(TensorBoard(folder, config.first_step))
+        if config.enable_wandb:
+            loggers.add_logger(WandB(Path(dump_folder), config_dict))
+        return loggers
+
+    def should_log(self, step: int) -> bool:
+        """Whether `step` is reported: the first of the run, every `log_freq`-th, and the last."""
+        return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what runs inside out of the training's tokens and time."""
+        start, tokens = time.perf_counter(), self.ntokens_since_last_log
+        yield
+        self.time_last_log += time.perf_counter() - start
+        self.ntokens_since_last_log = tokens
+
+    def peak_memory(self) -> torch.Tensor:
+        """Bytes that this rank's device had reserved at most since the last report, a float64 scalar."""
+        gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
+        return torch.tensor(gib * GIB, dtype=torch.float64)
+
+    def start(self, step: int) -> None:
+        """Begin to count tokens and time anew after `step`; the first report counts from here."""
+        self._last_step = step
+        self.ntokens_since_last_log = 0
+        self.data_loading_times.clear()
+        self.device_memory_monitor.reset_peak_stats()
+        self.time_last_log = time.perf_counter()
+
+    def log_step(self, report: StepReport) -> None:
+        """Report a training step; called on every rank."""
+        steps = report.step - self._last_step
+        seconds = time.perf_counter() - self.time_last_log
+        speed = self.ntokens_since_last_log * self.batch_ranks / seconds
+        record: dict[str, Any] = asdict(report)
+        del record["step"], record["seconds"], record["memory"]
+        record["tokens_per_second"] = speed
+        mfu = self.num_flops_per_token * speed / (self.gpu_peak_flops * self.parallel_dims.world_size)
+        if mfu > 0 and not self.has_quantization:
+            record["mfu"] = mfu
+        phases = {phase: total / steps for phase, total in report.seconds.items()}
+        record["time"] = {"step": seconds / steps, **phases}
+        record["memory_gib"] = report.memory / GIB
+        record["seconds"] = time.perf_counter() - self._began
+        self.logger.log(record, report.step)
+        if self.is_reporter:
+            print(self._step_line(report.step, record), flush=True)
+        self.start(report.step)
+
+    def _step_line(self, step: int, record: Mapping[str, Any]) -> str:
+        total = self.config.total_steps
+        left = timedelta(seconds=round((total - step) * record["time"]["step"]))
+        rates = " ".join(f"{tag} {rate:.2e}" for tag, rate in record["lr"].items())
+        mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
+        color = self.color
+        return (
+            f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
+            f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
+            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
+        )
+
+    def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
+        """Report the loss on the held-out text, in nats per token; called on every rank."""
+        record = {"val_loss": loss}
+        line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
+        if self.bytes_per_token is not None:
+            record["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
+            line += f"  {record['bits_per_byte']:.4f} bits per byte"
+        record["seconds"] = time.perf_counter() - self._began
+        self.logger.log(record | (extra_metrics or {}), step)
+        if self.is_reporter:
+            print(line, flush=True)

@@ -1,0 +1,184 @@
+"""Run folders, `<dump_folder>/<recipe name>/<time>`: a new one for each run, or the one that is continued.
+
+Rank 0 decides and touches the disk; the other ranks are told (`agree`).
+"""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_muon.titan.checkpoints import checkpoint_path, flaw, saved_steps
+from titan_muon.titan.metrics import METRICS_FILE, cut_after
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+
+RECIPE_FILE = "recipe.toml"
+LATEST_FILE = "latest"
+FORMAT = "%Y%m%d-%H%M%S"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run is kept and where it goes on.
+
+    Attributes:
+        folder: its folder, absolute.
+        checkpoint: checkpoint to load, absolute; None for a new run.
+        step: steps already done.
+        seconds: that those steps took.
+    """
+
+    folder: str
+    checkpoint: str | None = None
+    step: int = 0
+    seconds: float = 0.0
+
+
+def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
+    """The run that rank 0 opens, on every rank of `group` (all ranks, on the CPU; None for a single process).
+
+    Raises what `open_run` raises, on every rank.
+    """
+    answer: list[Run | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = open_run(recipe)
+        except ValueError as error:
+            answer[0] = error
+        except OSError as error:
+            answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
+    if group is not None:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    assert answer[0] is not None, "rank 0 always answers"
+    return answer[0]
+
+
+def open_run(recipe: Recipe) -> Run:
+    """Make or reopen the folder that `checkpoint.load` asks for, with the recipe in it.
+
+    Raises RecipeError if `checkpoint.load` names a folder or a step from which no run can be continued.
+    """
+    runs = Path(recipe.dump_folder).resolve() / recipe.name
+    source = _source(recipe, runs)
+    run = _new_run(runs) if source is None else _continued(recipe, *source, runs)
+    _write_recipe(Path(run.folder), to_toml(recipe), run.step)
+    (runs / LATEST_FILE).write_text(Path(run.folder).name + "\n", encoding="utf-8")
+    return run
+
+
+def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+    """The run folder and the step to continue from; None for a new run."""
+    load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
+    if load == "none":
+        if step != -1:
+            raise RecipeError(f'checkpoint.load_step = {step} needs checkpoint.load = "latest" or a run\'s folder')
+        return None
+    if not recipe.checkpoint.enable:
+        raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
+    if load != "latest":
+        folder = Path(load).resolve()
+        if not folder.is_dir():
+            raise RecipeError(
+                f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder'
+            )
+        found = _whole_step(recipe, folder)
+        if found is None:
+            raise RecipeError(
+                f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"
+            )
+        return folder, found
+    folders = sorted((path for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
+    for folder in folders:
+        found = _whole_step(recipe, folder)
+        if found is not None:
+            return folder, found
+    if step != -1:
+        raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
+    print(f'checkpoint.load = "latest": no run in {runs} has a whole checkpoint; starting anew', flush=True)
+    return None
+
+
+def _whole_step(recipe: Recipe, folder: Path) -> int | None:
+    """The step to continue a run folder from; None if there is none. Says which newer checkpoints are passed over."""
+    checkpoints = folder / recipe.checkpoint.folder
+    asked = recipe.checkpoint.load_step
+    if asked != -1:
+        return _asked_step(checkpoints, asked, must_exist=recipe.checkpoint.load != "latest")
+    passed: list[str] = []
+    for step in saved_steps(checkpoints):
+        path = checkpoint_path(checkpoints, step)
+        wrong = flaw(path)
+        if wrong is None:
+            for line in passed:
+                print(f"{line}; using step {step} instead", flush=True)
+            return step
+        passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
+    for line in passed:
+        print(line, flush=True)
+    return None
+
+
+def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None:
+    path, steps = checkpoint_path(checkpoints, step), saved_steps(checkpoints)
+    if step not in steps:
+        if must_exist:
+            there = ", ".join(map(str, steps)) if steps else "none"
+            raise RecipeError(f"checkpoint.load_step = {step}: {path} is not there; steps saved: {there}")
+        return None
+    wrong = flaw(path)
+    if wrong is not None:
+        raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
+    return step
+
+
+def _new_run(runs: Path) -> Run:
+    """A folder named after the time, or with a number behind it if that one is taken."""
+    name, number = time.strftime(FORMAT), 1
+    while True:
+        folder = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return Run(str(folder))
+        except FileExistsError:
+            number += 1
+
+
+def _continued(recipe: Recipe, folder: Path, step: int, runs: Path) -> Run:
+    """The same folder again after its newest whole checkpoint; a new one beside it after an earlier one.
+
+    So what a run has computed after the step that is loaded is never overwritten.
+    """
+    checkpoints = folder / recipe.checkpoint.folder
+    source = checkpoint_path(checkpoints, step)
+    later = [other for other in saved_steps(checkpoints) if other > step]
+    if "train_state" in recipe.checkpoint.exclude_from_loading:
+        return Run(_new_run(runs).folder, str(source))
+    if any(flaw(checkpoint_path(checkpoints, other)) is None for other in later):
+        fork = Path(_new_run(runs).folder)
+        if (folder / METRICS_FILE).is_file():
+            shutil.copy(folder / METRICS_FILE, fork / METRICS_FILE)
+        folder = fork
+    else:
+        for other in later:
+            _set_aside(checkpoint_path(checkpoints, other), other)
+    return Run(str(folder), str(source), step, cut_after(folder / METRICS_FILE, step))
+
+
+def _set_aside(checkpoint: Path, step: int) -> None:
+    """Rename a torn checkpoint, so that its step can be saved into an empty folder."""
+    number = 1
+    while (target := checkpoint.with_name(f"torn-{step}" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    checkpoint.rename(target)
+
+
+def _write_recipe(folder: Path, text: str, step: int) -> None:
+    """Write the recipe; one that differs and ran until `step` is kept beside it."""
+    file = folder / RECIPE_FILE
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        file.rename(folder / f"recipe-until-step-{step}.toml")
+    file.write_text(text, encoding="utf-8")

@@ -1,0 +1,251 @@
+"""Runs a recipe: opens its run folder, builds TorchTitan's trainer, trains, validates, saves, and cleans up.
+
+`compat.install()` must have run before this module is imported.
+"""
+
+import math
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as device_utils
+from torchtitan.trainer import Trainer
+
+from titan_muon.titan import compat
+from titan_muon.titan.checkpoints import RunCheckpoints
+from titan_muon.titan.clip import GradientClip
+from titan_muon.titan.console import say, say_error, set_up_logging
+from titan_muon.titan.metrics import Metrics, StepReport
+from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.runs import Run, agree
+from titan_muon.titan.signals import StopSignals
+from titan_muon.titan.step_timer import StepTimer
+from titan_muon.titan.trainer_config import comm_config, trainer_fields
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class MuonTrainer(Trainer):
+    """TorchTitan's trainer with its own step: clipping by optimizer, timed phases, and an end that can be asked for."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        clip: Literal["adamw", "all", "none"] = "adamw"
+        """Whose gradients `training.max_norm` clips."""
+
+    config: Config
+    checkpointer: RunCheckpoints
+    metrics_processor: Metrics
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.timer = StepTimer(self.device)
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        chosen = {"all": parameters, "none": [], "adamw": self.optimizers.parameters("adamw")}
+        self.clip = GradientClip(
+            parameters,
+            chosen[config.clip],
+            max_norm=config.training.max_norm,
+            stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
+        )
+
+    def init_distributed(self) -> ParallelDims:
+        """The degrees on the process group that is already there."""
+        return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+
+    def train(self, stop: StopSignals) -> None:
+        """Train until the last step, or until `stop` was asked for; then save."""
+        first = self.step + 1
+        self.metrics_processor.start(self.step)
+        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
+            batches = self.batch_generator(self.dataloader)
+            stopped = False
+            while self.step < self.config.training.steps and not stopped:
+                self.step += 1
+                stop.begin_step()
+                self.gc_handler.run(self.step)
+                self.train_step(batches)
+                stopped = stop.stop_after_step()
+                self._save(stopped)
+                self._validate(stopped)
+                profiler.step()
+                if self.step == first:
+                    self._shorten_timeout()
+        self.checkpointer.maybe_wait_for_saving()
+
+    def _save(self, stopped: bool) -> None:
+        last = self.step == self.config.training.steps
+        with self.metrics_processor.paused():
+            saved = self.checkpointer.save(self.step, last_step=last)
+            if stopped and not saved:
+                self.checkpointer.save_now(self.step)
+        if stopped and not last:
+            kept = "saved" if self.config.checkpoint.enable else "nothing is saved (checkpoint.enable = false)"
+            say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
+
+    def _validate(self, stopped: bool) -> None:
+        last = self.step == self.config.training.steps
+        if self.config.validator.enable and (last or (self.validator.should_validate(self.step) and not stopped)):
+            self.validator.validate(self.model_parts, self.step)
+
+    def _shorten_timeout(self) -> None:
+        seconds = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        dist_utils.set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
+
+    def train_step(self, data_iterator: Iterator[Batch]) -> None:
+        """One optimizer step on `gradient_accumulation_steps` microbatches."""
+        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
+        with self.timer.phase("data"):
+            groups, tokens = self._fetch(data_iterator)
+        with self.timer.phase("forward_backward"):
+            loss = self._forward_backward(groups, tokens)
+        with self.timer.phase("clip"):
+            grad_norm = self.clip()
+        rates = self.optimizers.learning_rates()
+        with self.timer.phase("optimizer"):
+            self.checkpointer.maybe_wait_for_staging()
+            self.optimizers.step()
+            self.lr_schedulers.step()
+        if self.metrics_processor.should_log(self.step):
+            self._report(loss, grad_norm, rates)
+
+    def _fetch(self, batches: Iterator[Batch]) -> tuple[list[list[Batch]], torch.Tensor]:
+        """The step's microbatches, one list for each forward and backward, and its tokens over all ranks, int64."""
+        groups = [
+            [next(batches) for _ in range(self.num_pipeline_parallel_microbatches)]
+            for _ in range(self.gradient_accumulation_steps)
+        ]
+        counts = [(labels != IGNORE_INDEX).sum() for group in groups for _, labels in group]
+        tokens = torch.stack(counts).sum().to(self.device, non_blocking=True)
+        if self.parallel_dims.dp_enabled:
+            tokens = dist_utils.dist_sum_tensor(tokens, self.parallel_dims.get_mesh("batch"))
+        return groups, tokens
+
+    def _forward_backward(self, groups: list[list[Batch]], tokens: torch.Tensor) -> torch.Tensor:
+        """Add up gradients over the groups. Returns this rank's part of the mean loss over `tokens` tokens."""
+        losses = torch.zeros((), device=self.device)
+        for group in groups:
+            inputs = [{name: t.to(self.device, non_blocking=True) for name, t in batch.items()} for batch, _ in group]
+            labels = [target.to(self.device, non_blocking=True) for _, target in group]
+            pipeline = self.parallel_dims.pp_enabled
+            loss = self.forward_backward_step(
+                input_dict=inputs if pipeline else inputs[0],
+                labels=labels if pipeline else labels[0],
+                global_valid_tokens=tokens,
+            )
+            losses += loss.detach().squeeze()
+        return losses
+
+    def _report(self, loss: torch.Tensor, grad_norm: torch.Tensor, rates: dict[str, float]) -> None:
+        """Gather the step's numbers from all ranks and report them. Waits for the device.
+
+        Raises RuntimeError if the loss or the gradient is not finite.
+        """
+        sums = torch.stack([loss.double(), loss.new_tensor(self.ntokens_seen, dtype=torch.float64)])
+        if self.parallel_dims.dp_cp_enabled:
+            sums = dist_utils.dist_sum_tensor(sums, self.parallel_dims.get_mesh("loss"))
+        peak = self.metrics_processor.peak_memory().to(self.device)
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+        mean_loss, tokens = sums.tolist()
+        norm = float(grad_norm.item())
+        if not math.isfinite(mean_loss + norm):
+            raise RuntimeError(
+                f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
+                "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
+            )
+        self.metrics_processor.log_step(
+            StepReport(
+                step=self.step,
+                loss=mean_loss,
+                grad_norm=norm,
+                tokens=int(tokens),
+                lr=rates,
+                seconds=self.timer.drain(),
+                memory=int(peak.item()),
+            )
+        )
+
+
+def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
+    """TorchTitan's configuration of a recipe, for a run kept in `run.folder`.
+
+    Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
+    """
+    return MuonTrainer.Config(**trainer_fields(recipe, run), clip=recipe.optimizer.clip)
+
+
+def run(recipe: Recipe) -> int:
+    """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
+
+    0 if training ended or was asked to, 2 if the user has to correct something, which is said once. Anything else
+    raises.
+    """
+    compat.single_process_environment()
+    set_up_logging()
+    device_utils.device_module.set_device(device_utils.get_local_device())
+    dist_utils.init_distributed(comm_config(recipe), recipe.training.enable_cpu_offload, base_folder=recipe.dump_folder)
+    code = 0
+    try:
+        train(recipe)
+    except RecipeError as error:
+        say_error(error)
+        code = 2
+    dist.destroy_process_group()
+    return code
+
+
+def train(recipe: Recipe) -> str:
+    """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
+
+    Raises RecipeError, before the first step, for what the user has to correct.
+    """
+    world = dist.get_world_size()
+    check_degrees(recipe, world)
+    group = dist.new_group(backend="gloo") if world > 1 else None
+    run = agree(recipe, group)
+    say(f"run {run.folder}")
+    trainer = _prepare(recipe, run)
+    try:
+        with StopSignals(group, announce=dist.get_rank() == 0) as stop:
+            trainer.train(stop)
+    finally:
+        trainer.close()
+    return run.folder
+
+
+def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
+    """The trainer of a run, with the run's checkpoint loaded.
+
+    TorchTitan refuses a configuration with ValueError or NotImplementedError; both become a RecipeError here.
+    """
+    trainer: MuonTrainer | None = None
+    try:
+        trainer = trainer_config(recipe, run).build()
+        assert trainer is not None, "a configuration builds its trainer"
+        trainer.checkpointer.load()
+    except (ValueError, NotImplementedError) as error:
+        if trainer is not None:
+            trainer.close()
+        if isinstance(error, RecipeError):
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
+    _say_start(trainer, run)
+    return trainer
+
+
+def _say_start(trainer: MuonTrainer, run: Run) -> None:
+    steps = trainer.config.training.steps
+    if run.checkpoint is not None:
+        say(f"continuing after step {trainer.step}, from {run.checkpoint}")
+    if trainer.step >= steps:
+        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
+    else:
+        say(f"training {steps - trainer.step} steps on {dist.get_world_size()} ranks; the first one takes longest")

@@ -1,0 +1,36 @@
+"""Trains a recipe, or shows its plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
+
+import os
+import sys
+
+from titan_muon.titan.command_line import Command, parse
+from titan_muon.titan.recipe import RecipeError
+
+
+def main(command: Command) -> int:
+    """Do what was asked for. Returns the exit code."""
+    # Imported here so that --help and a mistake in the recipe need not wait for PyTorch.
+    from titan_muon.titan import compat
+
+    compat.install()
+    if command.dry_run:
+        from titan_muon.titan import dry_run
+
+        dry_run.report(command.recipe, command.world_size, full=command.full, json=command.json)
+        return 0
+    from titan_muon.titan import trainer
+
+    return trainer.run(command.recipe)
+
+
+if __name__ == "__main__":
+    try:
+        code = main(parse(sys.argv[1:]))
+    except RecipeError as error:
+        code = 2
+        # Every rank reads the same recipe and finds the same mistake.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        code = 130
+    sys.exit(code)
