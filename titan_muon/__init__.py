@@ -1,0 +1,16 @@
+"""Titan Muon: the Muon optimizer for parameters that rest anywhere, and recipes that train with it on TorchTitan."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .muon import Muon
+
+__all__ = ["Muon"]
+
+
+# PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
+def __getattr__(name: str) -> Any:
+    if name == "Muon":
+        return import_module("titan_muon.muon").Muon
+    raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

@@ -1,0 +1,55 @@
+"""Muon on full matrices in one process, one matrix at a time: what every layout must reproduce.
+
+Written from the definition, apart from the package, and held against torch.optim.Muon by its own test.
+"""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """The quintic iteration with Keller Jordan's coefficients in bfloat16; matrix (m, n) -> (m, n)."""
+    x = matrix.bfloat16().clone()
+    if matrix.size(0) > matrix.size(1):
+        x = x.T
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+    return x.T if matrix.size(0) > matrix.size(1) else x
+
+
+class ReferenceMuon:
+    """Full parameters by name, (m, n) or (count, m, n), updated in place from full gradients."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        lr_scale: str = "match_rms_adamw",
+    ) -> None:
+        self.params = dict(params)
+        self.average = {name: torch.zeros_like(p) for name, p in self.params.items()}
+        self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
+        self.weight_decay, self.lr_scale = weight_decay, lr_scale
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        for name, param in self.params.items():
+            average = self.average[name]
+            average.lerp_(grads[name], 1 - self.momentum)
+            blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
+            param.mul_(1 - self.lr * self.weight_decay)
+            pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
+            for target, matrix in pairs:
+                target.add_(newton_schulz(matrix), alpha=-self.lr * self.scale(*matrix.shape))
+
+    def scale(self, rows: int, cols: int) -> float:
+        if self.lr_scale == "match_rms_adamw":
+            return 0.2 * math.sqrt(max(rows, cols))
+        return math.sqrt(max(1, rows / cols)) if self.lr_scale == "original" else math.sqrt(rows / cols)

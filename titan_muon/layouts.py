@@ -1,0 +1,48 @@
+"""Between PyTorch's tensors and the planner's data: layouts of DTensors and plain tensors, and their local storage."""
+
+from __future__ import annotations
+
+import re
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from .plan import types
+
+
+def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
+    """How a parameter rests. A plain tensor rests whole on every rank of the default group.
+
+    Raises ValueError for a placement that Muon cannot read (a partial sum).
+    """
+    if not isinstance(tensor, DTensor):
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        mesh = types.Mesh((world,), tuple(range(world)))
+        return types.Layout(tuple(tensor.shape), mesh, (types.Replicate(),))
+    ranks = tensor.device_mesh.mesh
+    mesh = types.Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
+    return types.Layout(tuple(tensor.shape), mesh, tuple(_placement(fqn, p) for p in tensor.placements))
+
+
+def _placement(fqn: str, placement: Placement) -> types.Placement:
+    # _StridedShard is a subclass of Shard in some versions of PyTorch and not in others.
+    if isinstance(placement, _StridedShard):
+        return types.StridedShard(placement.dim, int(placement.split_factor))
+    if isinstance(placement, Shard):
+        return types.Shard(placement.dim)
+    if isinstance(placement, Replicate):
+        return types.Replicate()
+    raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce it first")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's storage of a DTensor, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def layer_of(fqn: str) -> str:
+    """The layer that a parameter is part of: its name up to the first number, or all but the last word of it."""
+    numbered = re.match(r"(?:.*?\.)?\d+(?=\.|$)", fqn)
+    return numbered.group() if numbered else fqn.rpartition(".")[0]

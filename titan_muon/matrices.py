@@ -1,0 +1,116 @@
+"""A parameter as a stack of matrices, and which optimizer takes which parameter, with the reason."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .layouts import layer_of, layout_of
+from .plan.types import Block, Interval, Parameter, Stack
+
+
+def stack_of(fqn: str, shape: Sequence[int]) -> Stack:
+    """A 2D parameter is one matrix, a 3D one a stack of matrices along dim 0 (experts).
+
+    Raises ValueError for other shapes and for empty ones.
+    """
+    if len(shape) not in (2, 3) or 0 in shape:
+        raise ValueError(
+            f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; "
+            "give it to another optimizer"
+        )
+    if len(shape) == 2:
+        return Stack(1, (Block("", (Interval(0, shape[0]),)),))
+    count, rows = shape[0], shape[1]
+    return Stack(2, tuple(Block(str(i), (Interval(i * rows, (i + 1) * rows),)) for i in range(count)))
+
+
+def planned(fqn: str, tensor: Tensor) -> Parameter:
+    """A parameter as the planner sees it."""
+    plain = not isinstance(tensor, DTensor)
+    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape), plain)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Parameters whose name matches the glob `match` (`*` also crosses dots) go to `optimizer`, because of `reason`."""
+
+    match: str
+    optimizer: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The optimizer that takes a parameter. `rule` is the index of the rule that decided, or None for its shape."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    optimizer: str
+    reason: str
+    rule: int | None
+
+
+EMBEDDINGS_AND_HEADS = (
+    Rule("*embed*", "adamw", "embedding: its rows are looked up, not multiplied"),
+    Rule("*lm_head*", "adamw", "output head"),
+    Rule("output.weight", "adamw", "output head"),
+)
+"""What no shape tells: these are matrices that Muon is not meant for (Keller Jordan, 2024)."""
+
+
+def default_rules(router: str = "adamw") -> tuple[Rule, ...]:
+    """Rules for what a recipe leaves open, before shapes decide. `router` takes the gates of mixtures of experts."""
+    return (*EMBEDDINGS_AND_HEADS, Rule("*.router.*", router, "router of a mixture of experts (optimizer.router)"))
+
+
+def assign(
+    parameters: Iterable[tuple[str, Sequence[int]]], rules: Sequence[Rule], defaults: Sequence[Rule] | None
+) -> tuple[Assignment, ...]:
+    """An optimizer for each (name, shape), from the first rule that matches.
+
+    What no rule matches follows `defaults` and then its shape: Muon takes matrices and stacks of experts, AdamW the
+    rest. With `defaults` None there is nothing to follow. Raises ValueError naming the rules that match nothing and
+    the parameters that nothing matches.
+    """
+    assigned = [_assign_one(fqn, tuple(shape), rules, defaults) for fqn, shape in parameters]
+    decisive = {assignment.rule for assignment in assigned}
+    unused = [rule.match for index, rule in enumerate(rules) if index not in decisive]
+    if unused:
+        raise ValueError(
+            f"optimizer.rule: {', '.join(map(repr, unused))} takes no parameter: nothing has such a name, or "
+            "rules before it take all that have; correct it, move it up or remove it"
+        )
+    open_ = [a.fqn for a in assigned if a.optimizer == ""]
+    if open_:
+        raise ValueError(
+            f"optimizer.rule: no rule matches {', '.join(open_[:5])}{' ...' if len(open_) > 5 else ''} "
+            f"({len(open_)} parameters); add a rule, or set optimizer.defaults = true"
+        )
+    return tuple(assigned)
+
+
+def _assign_one(fqn: str, shape: tuple[int, ...], rules: Sequence[Rule], defaults: Sequence[Rule] | None) -> Assignment:
+    for index, rule in enumerate(rules):
+        if fnmatch.fnmatchcase(fqn, rule.match):
+            return Assignment(fqn, shape, rule.optimizer, rule.reason, index)
+    if defaults is None:
+        return Assignment(fqn, shape, "", "", None)
+    for rule in defaults:
+        if fnmatch.fnmatchcase(fqn, rule.match):
+            return Assignment(fqn, shape, rule.optimizer, rule.reason, None)
+    return Assignment(fqn, shape, *_by_shape(fqn, shape), None)
+
+
+def _by_shape(fqn: str, shape: tuple[int, ...]) -> tuple[str, str]:
+    if len(shape) == 2:
+        return "muon", "hidden matrix"
+    if len(shape) == 3 and "expert" in fqn:
+        return "muon", "stack of expert matrices"
+    if len(shape) < 2:
+        return "adamw", "vector: norm, bias or scale"
+    return "adamw", f"{len(shape)}D and not a stack of experts"

@@ -1,0 +1,278 @@
+"""Muon for any layout of its parameters: a torch.optim.Optimizer that runs a plan.
+
+The plan is made once, at construction. A step has six stages, each a method below: check, momentum (with packing),
+gather, orthogonalize, return, apply.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import update
+from .exchange import Exchange
+from .layouts import local
+from .matrices import planned
+from .orthogonalize import coefficients, reference
+from .plan.buckets import prefetch
+from .plan.cost import standard_flops
+from .plan.planner import Geometries, PlanOptions, make_plan
+from .plan.program import Home, make_program
+from .plan.types import Piece, Plan
+from .storage import Member, Storage, check_storage, spans, storage_of
+
+WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class Muon(Optimizer):
+    """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices that rest anywhere.
+
+    Equal to torch.optim.Muon on the full matrices; the momentum is torch's exponential moving average.
+
+    Args:
+        params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
+            `param_names` (or pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks, plain tensors
+            or DTensors of any placement but partial, on a real device. Each group may have its own hyperparameters.
+        lr: learning rate.
+        momentum: decay of the average of gradients.
+        nesterov: orthogonalize the gradient blended with its average.
+        weight_decay: decoupled, scaled by lr.
+        ns_steps: Newton-Schulz steps.
+        ns_coefficients: name of a set in `orthogonalize.COEFFICIENTS`, or ns_steps triples (a, b, c).
+        eps: smallest Frobenius norm that a matrix is divided by.
+        lr_scale: factor on lr from the shape of a matrix, see `update.lr_scale`.
+        orthogonalize: the algorithm; `reference` is torch.optim.Muon's arithmetic.
+        exchange: how pieces meet, see `plan.planner.PlanOptions`.
+        owners: who orthogonalizes what, see `plan.owners`.
+        replicas: whether copies `split` the work, repeat it (`redundant`), or `auto`.
+        buffer_bytes: most bytes of exchange buffers on this rank, or None for the smallest that cost no balance.
+        wire_dtype: of the elements in transit; `bfloat16` loses nothing, since Newton-Schulz starts and ends in it.
+
+    Raises:
+        ValueError: at construction, for parameters without names, that are no matrices, on the meta device, or given
+            twice; for unknown names and numbers out of range; when nothing is to be trained; when ranks plan
+            differently. In `step`, for a trained parameter without a gradient, or whose layout has changed.
+    """
+
+    plan: Plan
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        weight_decay: float = 0.1,
+        ns_steps: int = 5,
+        ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
+        eps: float = 1e-7,
+        lr_scale: str = "match_rms_adamw",
+        orthogonalize: str = "reference",
+        exchange: str = "all_gather",
+        owners: str = "balanced",
+        replicas: str = "split",
+        buffer_bytes: int | None = None,
+        wire_dtype: str = "bfloat16",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "lr_scale": lr_scale,
+        }
+        if orthogonalize != "reference":
+            raise ValueError(f"muon.orthogonalize = {orthogonalize!r} is not known; the only algorithm is 'reference'")
+        if wire_dtype not in WIRE_DTYPES:
+            raise ValueError(f"muon.wire_dtype = {wire_dtype!r} is not one of {', '.join(WIRE_DTYPES)}")
+        self._wire_dtype = WIRE_DTYPES[wire_dtype]
+        self._options = PlanOptions(exchange, owners, replicas, buffer_bytes, self._wire_dtype.itemsize)
+        self._built = False
+        super().__init__(params, defaults)
+        self._build()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load hyperparameters and momentum, and plan again, since hyperparameters may have changed."""
+        super().load_state_dict(state_dict)
+        self._build()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group while the optimizer is built; later a ValueError, since the plan holds for all parameters."""
+        if getattr(self, "_built", False):
+            raise ValueError("Muon plans all its parameters at construction: build a new optimizer with the new group")
+        super().add_param_group(param_group)
+
+    # --- construction ---
+
+    def _build(self) -> None:
+        """Check the groups, create missing state, plan, and allocate: all that may fail, before any step."""
+        for group in self.param_groups:
+            _check_group(group)
+        self._members = tuple(self._make_members())
+        if not self._members:
+            raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
+        self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
+        self.plan = make_plan([planned(m.fqn, m.parameter) for m in self._members], self._flops, self._options)
+        geometries = Geometries(self.plan.parameters)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        for index, member in enumerate(self._members):
+            check_storage(member, geometries[index], rank)
+        self._program = make_program(self.plan, rank, geometries)
+        device = local(self._members[0].parameter).device
+        self.exchange = Exchange(self.plan, self._program, device, self._wire_dtype)
+        self._workspace = torch.empty(self._largest(), device=device, dtype=self._wire_dtype)
+        self._built = True
+
+    def _make_members(self) -> Iterable[Member]:
+        seen: set[str] = set()
+        for group in self.param_groups:
+            for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+                if fqn in seen:
+                    raise ValueError(f"{fqn}: given to Muon twice; give every parameter once")
+                seen.add(fqn)
+                if not parameter.requires_grad:
+                    continue
+                if parameter.is_meta:
+                    raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
+                state = self.state[parameter]
+                if "momentum_buffer" not in state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                yield Member(fqn, parameter, state["momentum_buffer"], group)
+
+    def _flops(self, parameter: int, rows: int, cols: int) -> int:
+        return standard_flops(rows, cols, self._members[parameter].group["ns_steps"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of all parameters. Every rank that holds some of them must call it.
+
+        Args:
+            closure: computes the loss and the gradients anew, if given.
+
+        Returns:
+            What the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        storage = self._check()
+        count, slots = len(self._program.runs), self._program.slots
+        ahead = prefetch(slots, count)
+        for index in range(min(ahead, count)):
+            self._gather(index, storage)
+        for item in self._program.home:
+            self._at_home(item, storage)
+        for index in range(count):
+            if index + ahead < count:
+                if index + ahead >= slots:
+                    self._apply(index + ahead - slots, storage)
+                self._gather(index + ahead, storage)
+            self._orthogonalize(index)
+        for index in range(max(0, count - slots), count):
+            self._apply(index, storage)
+        return loss
+
+    def _check(self) -> tuple[Storage, ...]:
+        """Stage 1: a gradient for every parameter, on all ranks, or a ValueError on all of them."""
+        missing = [member.parameter.grad is None for member in self._members]
+        anywhere = self.exchange.any_rank(missing)
+        if any(anywhere):
+            names = [member.fqn for member, flag in zip(self._members, anywhere, strict=True) if flag]
+            raise ValueError(
+                f"no gradient for {', '.join(names[:5])}{' ...' if len(names) > 5 else ''} on "
+                f"{'this' if any(missing) else 'another'} rank: use the parameter in the loss, freeze it "
+                "before building Muon (requires_grad = False), or give it to another optimizer"
+            )
+        return tuple(storage_of(m, p) for m, p in zip(self._members, self.plan.parameters, strict=True))
+
+    def _gather(self, index: int, storage: Sequence[Storage]) -> None:
+        """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
+        load = self.exchange.loads[index]
+        for parked in load.stored:
+            self._momentum(parked.matrix, parked.piece, storage, load.packed.get(parked.matrix))
+        self.exchange.gather(index)
+
+    def _orthogonalize(self, index: int) -> None:
+        """Stages 4 and 5: make each owned matrix whole, orthogonalize it, and send its pieces back."""
+        self.exchange.wait(index)
+        load = self.exchange.loads[index]
+        if load.cleared is not None:
+            load.cleared.zero_()
+        for matrix in load.matrices:
+            whole = self._whole(matrix)
+            for source in load.sources[matrix]:
+                for span in spans(source.piece):
+                    whole[span.whole].copy_(source.view[span.piece])
+            result = self._newton_schulz(matrix, whole)
+            for target in load.targets[matrix]:
+                for span in spans(target.piece):
+                    target.view[span.piece].copy_(result[span.whole])
+        self.exchange.return_(index)
+
+    def _apply(self, index: int, storage: Sequence[Storage]) -> None:
+        """Stage 6: decay each stored piece and add its update."""
+        self.exchange.wait(index)
+        for parked in self.exchange.loads[index].stored:
+            self._update(parked.matrix, parked.piece, parked.view, storage)
+
+    def _at_home(self, item: Home, storage: Sequence[Storage]) -> None:
+        """Stages 2, 4 and 6 of a matrix that is whole here."""
+        whole = self._whole(item.matrix)
+        self._momentum(item.matrix, item.piece, storage, whole)
+        self._update(item.matrix, item.piece, self._newton_schulz(item.matrix, whole), storage)
+
+    def _momentum(self, matrix: int, piece: Piece, storage: Sequence[Storage], into: Tensor | None) -> None:
+        parameter = self.plan.matrices[matrix].parameter
+        group, stored = self._members[parameter].group, storage[parameter]
+        for span in spans(piece):
+            average, grad = stored.average[span.local], stored.grad[span.local]
+            blended = update.momentum(average, grad, group["momentum"], group["nesterov"])
+            if into is not None:
+                into[span.piece].copy_(blended)
+
+    def _update(self, matrix: int, piece: Piece, delta: Tensor, storage: Sequence[Storage]) -> None:
+        shape = self.plan.matrices[matrix]
+        group = self._members[shape.parameter].group
+        scale = update.lr_scale(group["lr_scale"], shape.rows, shape.cols)
+        for span in spans(piece):
+            param = storage[shape.parameter].param[span.local]
+            update.apply(param, delta[span.piece], group["lr"], scale, group["weight_decay"])
+
+    def _whole(self, matrix: int) -> Tensor:
+        shape = self.plan.matrices[matrix]
+        return self._workspace[: shape.numel].view(shape.rows, shape.cols)
+
+    def _newton_schulz(self, matrix: int, whole: Tensor) -> Tensor:
+        parameter = self.plan.matrices[matrix].parameter
+        return reference(whole, self._coefficients[parameter], self._members[parameter].group["eps"])
+
+    def _largest(self) -> int:
+        """Elements of the largest matrix that this rank orthogonalizes."""
+        mine = [item.matrix for item in self._program.home] + [m for run in self._program.runs for m in run.matrices]
+        return max((self.plan.matrices[matrix].numel for matrix in mine), default=0)
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    """Raise ValueError unless a group has names and hyperparameters in range."""
+    if "param_names" not in group:
+        raise ValueError(
+            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
+        )
+    for name, least, below in (("lr", 0.0, math.inf), ("momentum", 0.0, 1.0), ("weight_decay", 0.0, math.inf)):
+        if not least <= group[name] < below:
+            raise ValueError(f"muon.{name} = {group[name]} is not in [{least}, {below})")
+    if not group["eps"] > 0:
+        raise ValueError(f"muon.eps = {group['eps']} must be greater than 0")
+    update.lr_scale(group["lr_scale"], 1, 1)
+    coefficients(group["ns_coefficients"], group["ns_steps"])

@@ -1,0 +1,84 @@
+"""What travels together, and how long the ranks wait for each other because of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from .owners import Task
+from .types import Bucket, Matrix
+
+
+def rounds(tasks: Sequence[Task], group_count: int, count: int) -> list[list[Task]]:
+    """Tasks in `count` rounds: in each group consecutive tasks of about the same bytes; empty rounds are left out."""
+    result: list[list[Task]] = [[] for _ in range(count)]
+    total, seen = [0] * group_count, [0] * group_count
+    for task in tasks:
+        total[task.group] += task.bytes
+    for task in tasks:
+        middle = seen[task.group] + task.bytes / 2
+        result[min(count - 1, int(count * middle / max(1, total[task.group])))].append(task)
+        seen[task.group] += task.bytes
+    return [chosen for chosen in result if chosen]
+
+
+def prefetch(slots: int, count: int) -> int:
+    """How many buckets are gathered ahead of the one being orthogonalized, of a rank that runs `count` in all.
+
+    With a slot for every bucket all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
+    and half return behind.
+    """
+    return count - 1 if slots >= count else slots // 2
+
+
+def longest_path(
+    buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int], slots: int
+) -> tuple[int, dict[int, int]]:
+    """FLOPs on the longest path through a step, and FLOPs by rank.
+
+    The path is what the executor really waits for. Before it orthogonalizes its i-th bucket, a rank has finished its
+    (i + prefetch - slots)-th, so all of that bucket's owners are done; and a bucket is gathered only when each rank of
+    its group is done with the bucket `prefetch` + 1 before it. `load` are the FLOPs of the matrices at home, which
+    are orthogonalized while the first buckets are in flight.
+    """
+    runs: dict[int, list[int]] = {}
+    for index, bucket in enumerate(buckets):
+        for rank in bucket.group:
+            runs.setdefault(rank, []).append(index)
+    position = dict.fromkeys(runs, 0)
+    done = {rank: [load.get(rank, 0)] for rank in runs}
+    ends: list[int] = []
+    for bucket in buckets:
+        work = _work(bucket, matrices)
+        ready = 0
+        for rank in bucket.group:
+            ready = max(ready, _launched(runs[rank], position[rank], done[rank], ends, slots))
+        for rank in bucket.group:
+            i = position[rank]
+            freed = i + prefetch(slots, len(runs[rank])) - slots
+            start = max(done[rank][-1], ready, ends[runs[rank][freed]] if freed >= 0 else 0)
+            done[rank].append(start + work.get(rank, 0))
+            position[rank] = i + 1
+        ends.append(max(done[rank][-1] for rank in bucket.group))
+    total = {rank: load.get(rank, 0) for rank in {*load, *runs}}
+    for bucket in buckets:
+        for rank, flops in _work(bucket, matrices).items():
+            total[rank] += flops
+    return max([*ends, *load.values()], default=0), total
+
+
+def _launched(run: Sequence[int], i: int, done: Sequence[int], ends: Sequence[int], slots: int) -> int:
+    """When a rank launches the gather of its i-th bucket."""
+    ahead = prefetch(slots, len(run))
+    own = done[i - ahead] if i > ahead else 0
+    return max(own, ends[run[i - slots]] if i >= slots else 0)
+
+
+def _work(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, int]:
+    """FLOPs by rank. Without owners every rank of the group does every matrix."""
+    if not bucket.owners:
+        flops = sum(matrices[index].flops for index in bucket.matrices)
+        return dict.fromkeys(bucket.group, flops)
+    work: dict[int, int] = {}
+    for index, owner in zip(bucket.matrices, bucket.owners, strict=True):
+        work[owner] = work.get(owner, 0) + matrices[index].flops
+    return work

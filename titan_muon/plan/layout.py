@@ -1,0 +1,168 @@
+"""Which rank holds which part of which matrix: interval arithmetic over shapes, meshes and placements."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from math import prod
+
+from .types import Interval, Layout, Piece, Placement, Replicate, Segment, Shard, Stack, StridedShard
+
+Intervals = tuple[Interval, ...]
+
+
+def chunk(length: int, count: int, index: int) -> Interval:
+    """Part `index` of `length` cut into `count` as torch.chunk does: equal parts, the last ones short or empty."""
+    step = -(-length // count)
+    return Interval(min(length, index * step), min(length, (index + 1) * step))
+
+
+def merged(intervals: Iterable[Interval]) -> Intervals:
+    """The same indices in the same order with touching intervals joined and empty ones dropped."""
+    joined: list[Interval] = []
+    for start, stop in intervals:
+        if start == stop:
+            continue
+        if joined and joined[-1].stop == start:
+            joined[-1] = Interval(joined[-1].start, stop)
+        else:
+            joined.append(Interval(start, stop))
+    return tuple(joined)
+
+
+def take(intervals: Intervals, start: int, stop: int) -> Intervals:
+    """Indices number `start` to `stop` of the listed ones."""
+    taken, seen = [], 0
+    for interval in intervals:
+        low, high = max(start - seen, 0), min(stop - seen, interval.stop - interval.start)
+        if low < high:
+            taken.append(Interval(interval.start + low, interval.start + high))
+        seen += interval.stop - interval.start
+    return tuple(taken)
+
+
+def shard(intervals: Intervals, placement: Shard | StridedShard, count: int, index: int) -> Intervals:
+    """What rank `index` of `count` on one mesh axis keeps of the indices that the axes before it left."""
+    length = sum(stop - start for start, stop in intervals)
+    if isinstance(placement, Shard):
+        return take(intervals, *chunk(length, count, index))
+    kept: list[Interval] = []
+    for part in range(placement.split_factor):
+        outer = chunk(length, placement.split_factor, part)
+        inner = chunk(outer.stop - outer.start, count, index)
+        kept += take(intervals, outer.start + inner.start, outer.start + inner.stop)
+    return merged(kept)
+
+
+def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
+    """The indices that the rank at a mesh coordinate stores, for each dim of the tensor."""
+    dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
+    for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
+        if not isinstance(placement, Replicate):
+            dims[placement.dim] = shard(dims[placement.dim], placement, count, index)
+    return tuple(dims)
+
+
+def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
+    """Indices into several dims as indices into those dims flattened to one."""
+    flat: Intervals = (Interval(0, 1),)
+    inner = 1
+    for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):
+        if flat == (Interval(0, inner),):
+            flat = merged(Interval(start * inner, stop * inner) for start, stop in intervals)
+        else:
+            flat = merged(
+                Interval(i * inner + low, i * inner + high)
+                for start, stop in intervals
+                for i in range(start, stop)
+                for low, high in flat
+            )
+        inner *= size
+    return flat
+
+
+def overlap(stored: Intervals, wanted: Intervals) -> tuple[Segment, ...]:
+    """Where the wanted indices, counted in their own order, are found in the storage of the stored ones."""
+    starts = [interval.start for interval in stored]
+    offsets = _offsets(stored)
+    segments, whole = [], 0
+    for low, high in wanted:
+        for i in range(max(0, bisect_right(starts, low) - 1), len(stored)):
+            start, stop = max(low, stored[i].start), min(high, stored[i].stop)
+            if start >= high:
+                break
+            if start < stop:
+                segments.append(Segment(offsets[i] + start - stored[i].start, whole + start - low, stop - start))
+        whole += high - low
+    return tuple(segments)
+
+
+def _offsets(intervals: Intervals) -> list[int]:
+    offsets, total = [], 0
+    for start, stop in intervals:
+        offsets.append(total)
+        total += stop - start
+    return offsets
+
+
+def replica(placements: Sequence[Placement], coordinate: Sequence[int]) -> tuple[int, ...]:
+    """Which copy of the tensor a rank is part of: its coordinate on the axes that replicate."""
+    return tuple(c for p, c in zip(placements, coordinate, strict=True) if isinstance(p, Replicate))
+
+
+class Geometry:
+    """Every rank's piece of every block of one stack on one layout.
+
+    Parameters of equal layout and stack (the same projection of every layer) share one Geometry. Ranks without any
+    element of a block hold no piece of it.
+    """
+
+    def __init__(self, layout: Layout, stack: Stack) -> None:
+        self.layout = layout
+        self.stack = stack
+        shape, split = layout.shape, stack.row_dims
+        self.row_count, self.col_count = prod(shape[:split]), prod(shape[split:])
+        self._starts = [block.rows[0].start for block in stack.blocks]
+        self._in_order = all(
+            a.rows[-1].stop <= b.rows[0].start for a, b in zip(stack.blocks, stack.blocks[1:], strict=False)
+        )
+        self.replica: dict[int, tuple[int, ...]] = {}
+        self.pieces: dict[int, dict[int, Piece]] = {}
+        self.local_shape: dict[int, tuple[int, ...]] = {}
+        for position, rank in enumerate(layout.mesh.ranks):
+            coordinate = layout.mesh.coordinate(position)
+            dims = region(layout, coordinate)
+            self.local_shape[rank] = tuple(sum(stop - start for start, stop in dim) for dim in dims)
+            self.replica[rank] = replica(layout.placements, coordinate)
+            self.pieces[rank] = self._pieces(
+                flattened(dims[:split], shape[:split]), flattened(dims[split:], shape[split:])
+            )
+
+    def _pieces(self, rows: Intervals, cols: Intervals) -> dict[int, Piece]:
+        col_segments = overlap(cols, (Interval(0, self.col_count),))
+        held = {}
+        if rows and col_segments:
+            for index in self._candidates(rows):
+                row_segments = overlap(rows, self.stack.blocks[index].rows)
+                if row_segments:
+                    held[index] = Piece(row_segments, col_segments)
+        return held
+
+    def _candidates(self, rows: Intervals) -> Iterable[int]:
+        """Blocks that may touch the rows; for stacks in row order only those between the first and the last."""
+        if not self._in_order:
+            return range(len(self.stack.blocks))
+        first = max(0, bisect_right(self._starts, rows[0].start) - 1)
+        return range(first, bisect_right(self._starts, rows[-1].stop - 1))
+
+    def numel(self, block: int) -> int:
+        """Elements of a block."""
+        return self.col_count * sum(stop - start for start, stop in self.stack.blocks[block].rows)
+
+    def holders(self) -> dict[int, tuple[int, ...]]:
+        """For each block the ranks that hold a piece of it, in mesh order."""
+        found: dict[int, list[int]] = {index: [] for index in range(len(self.stack.blocks))}
+        for rank, held in self.pieces.items():
+            for index in held:
+                found[index].append(rank)
+        return {index: tuple(ranks) for index, ranks in found.items()}
