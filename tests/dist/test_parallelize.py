@@ -49,7 +49,6 @@ KEYS = {
 }
 DENSE, MOE, LLAMA, DEEPSEEK = "qwen3/tiny", "qwen3/moe_tiny", "llama3/tiny", "deepseek_v3/tiny"
 LAYOUTS = {
-    1: [Layout(MOE)],
     2: [
         Layout(MOE, {"shard": 2}),
         Layout(LLAMA, {"replicate": 2}),
@@ -64,7 +63,6 @@ LAYOUTS = {
         Layout(LLAMA, {"replicate": 2, "shard": 2}),
         Layout(LLAMA, {"shard": 2, "tp": 2}),
         Layout(LLAMA, {"tp": 4}),
-        Layout(DENSE, {"shard": 2, "cp": 2}),
         Layout(DENSE, {"tp": 2, "cp": 2}),
         Layout(MOE, {"shard": 4, "ep": 4}),
         Layout(MOE, {"shard": 2, "tp": 2, "ep": 2}),

@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 import types
+import warnings
 from datetime import timedelta
 from typing import Any
 
@@ -36,6 +37,7 @@ def install() -> bool:
         use_cpu_device()
         skip_peak_flops()
         make_masks_without_compiler()
+        hush_router_autocast()
     return on_cpu
 
 
@@ -149,6 +151,15 @@ def make_masks_without_compiler() -> None:
     module = "torch.distributed.tensor.experimental._context_parallel._attention"
     context_parallel: Any = importlib.import_module(module)
     context_parallel._compiled_create_block_mask = create_block_mask
+
+
+def hush_router_autocast() -> None:
+    """Silence the warning that each MoE router causes on the CPU, where autocast to float32 does not exist.
+
+    torchtitan 0.3.0 wraps the router's matrix product in it on every device; on the CPU the product runs in
+    the parameters' dtype instead. Ends when torchtitan asks the device first.
+    """
+    warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def has_pipeline_parallel() -> bool:

@@ -15,11 +15,15 @@ from titan_muon.titan.sections import Parallelism, Placement
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
 
+MASK_BLOCK = 128
+"""Tokens in one block of FlexAttention's mask, torch's default."""
+
 
 def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Parallelism) -> "ModelSpec":
     """`spec` with a parallelize_fn that also places the Muon matrices and suits the backend.
 
-    Raises RecipeError for a placement that is not there, and for pipeline parallelism before torch 2.14.
+    Raises RecipeError for a placement that is not there, and for pipeline parallelism before torch 2.14. The
+    parallelize_fn raises it for a sequence that context parallelism cannot cut.
     """
     _check_placement(placement.muon)
     _check_pipeline(parallelism.pipeline_parallel_degree)
@@ -28,6 +32,7 @@ def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Paralle
 
 def _then_ours(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+        _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
         if compat.install():
@@ -49,6 +54,16 @@ def _check_placement(name: str) -> None:
         raise RecipeError("placement.muon = 'owned' is not available yet; use 'shard0'")
     if name != "shard0":
         raise RecipeError(f"placement.muon = {name!r} is unknown; choose from: shard0, owned")
+
+
+def _check_sequence(length: int, context_parallel: int) -> None:
+    # torch shards the mask of packed documents in whole blocks, and says so only at the first batch.
+    unit = MASK_BLOCK * context_parallel
+    if context_parallel > 1 and length % unit:
+        raise RecipeError(
+            f"training.seq_len = {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
+            f"parallelism.context_parallel_degree = {context_parallel} ranks"
+        )
 
 
 def _check_pipeline(degree: int) -> None:

@@ -1,0 +1,129 @@
+"""The CPU's attention keeps packed documents apart, with the right values and gradients, and shares one mask."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+import models
+from titan_muon.titan import attention
+from titan_muon.titan.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
+from titan_muon.titan.recipe import RecipeError
+
+LENGTH = 48
+
+
+def _positions(*starts: tuple[int, ...]) -> torch.Tensor:
+    rows = []
+    for row in starts:
+        ends = [*row[1:], LENGTH]
+        rows.append(torch.cat([torch.arange(end - start) for start, end in zip(row, ends, strict=True)]))
+    return torch.stack(rows)
+
+
+def _block_mask(positions: torch.Tensor):
+    return _model().get_attention_masks(positions)
+
+
+def _model() -> torch.nn.Module:
+    with torch.device("meta"):
+        model = models.model_spec("qwen3", "tiny", vocab_size=64, on_cpu=True).model.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model
+
+
+def _attend_by_hand(q, k, v, positions, scale):
+    """Softmax attention of one document at a time, in float64; q (B, L, N, H), k and v with fewer heads."""
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], dim=2) for t in (k, v))
+    out = torch.empty(*q.shape[:3], v.shape[-1], dtype=q.dtype)
+    for row in range(q.shape[0]):
+        starts = (positions[row] == 0).nonzero().flatten().tolist()
+        for start, end in zip(starts, [*starts[1:], q.shape[1]], strict=True):
+            scores = torch.einsum("inh,jnh->nij", q[row, start:end], k[row, start:end]) * scale
+            future = torch.ones(end - start, end - start, dtype=torch.bool).triu(1)
+            weights = scores.masked_fill(future, float("-inf")).softmax(-1)
+            out[row, start:end] = torch.einsum("nij,jnh->inh", weights, v[row, start:end])
+    return out
+
+
+@pytest.mark.parametrize("starts", [((0, 7, 40), (0, 1, 47)), ((0, 11),)], ids=["two_rows", "one_row"])
+@pytest.mark.parametrize(("kv_heads", "value_dim", "scale"), [(4, 8, 8**-0.5), (2, 8, 0.3), (4, 6, 1.0)])
+def test_values_and_gradients_are_those_of_separate_documents(starts, kv_heads, value_dim, scale) -> None:
+    positions = _positions(*starts)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(heads: int, dim: int) -> torch.Tensor:
+        shape = (len(starts), LENGTH, heads, dim)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    q, k, v = random(4, 8), random(kv_heads, 8), random(kv_heads, value_dim)
+    mask = DenseMask.from_block_mask(_block_mask(positions))
+    inner = DenseMaskAttention.Config().build()
+    out = inner(q, k, v, attention_masks=mask, scale=scale, enable_gqa=kv_heads != 4)
+    expected = _attend_by_hand(q, k, v, positions, scale)
+    torch.testing.assert_close(out, expected)
+    weights = torch.randn(out.shape, generator=generator, dtype=out.dtype)
+    gradients = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
+
+
+def test_all_layers_of_a_forward_share_one_mask_and_no_batch_sees_anothers() -> None:
+    model = _model()
+    share_dense_mask(model)
+    tokens = torch.randint(64, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    batches = [_positions((0, 7, 40), (0, 20)), _positions((0,), (0, 1))]
+
+    def forward(positions: torch.Tensor) -> torch.Tensor:
+        return model(tokens, positions=positions, attention_masks=model.get_attention_masks(positions))
+
+    with mock.patch.object(attention, "create_mask", wraps=attention.create_mask) as made:
+        first, second = forward(batches[0]), forward(batches[1])
+        assert made.call_count == 2, "one mask for each forward, whatever the number of layers"
+        assert not torch.equal(first, second)
+        assert torch.equal(forward(batches[0]), first)
+
+
+def test_a_document_does_not_see_the_one_before() -> None:
+    model = _model()
+    share_dense_mask(model)
+    positions = _positions((0, 20))
+    masks = model.get_attention_masks(positions)
+    tokens = torch.zeros(1, LENGTH, dtype=torch.long)
+    changed = tokens.clone()
+    changed[0, :20] = 5
+    before, after = (model(t, positions=positions, attention_masks=masks) for t in (tokens, changed))
+    assert torch.equal(before[0, 20:], after[0, 20:])
+    assert not torch.equal(before[0, :20], after[0, :20])
+
+
+@pytest.mark.parametrize(
+    ("choice", "on_cpu", "expected"),
+    [
+        ("auto", True, "DenseMaskAttention"),
+        ("auto", False, "FlexAttention"),
+        ("dense", True, "DenseMaskAttention"),
+        ("dense", False, "DenseMaskAttention"),
+        ("flex", False, "FlexAttention"),
+        ("varlen", False, "VarlenAttention"),
+    ],
+)
+@pytest.mark.parametrize("name", models.families())
+def test_every_layer_gets_the_chosen_attention(name: str, choice: str, on_cpu: bool, expected: str) -> None:
+    model = models.model_spec(name, "tiny", attention=choice, on_cpu=on_cpu).model
+    kinds = {type(layer.attention.inner_attention).__qualname__ for layer in model.layers}
+    assert kinds == {f"{expected}.Config"}
+
+
+@pytest.mark.parametrize("choice", ["flex", "varlen"])
+def test_attention_without_backward_on_the_cpu_is_refused(choice: str) -> None:
+    with pytest.raises(RecipeError, match=rf"model\.attention = '{choice}' has no backward on the CPU"):
+        models.model_spec("qwen3", "tiny", attention=choice, on_cpu=True)
+
+
+def test_unknown_attention_is_refused_with_the_choices() -> None:
+    model = models.model_spec("qwen3", "tiny").model
+    with pytest.raises(RecipeError, match=r"model\.attention = 'sdpa' is unknown; choose from: auto, dense, flex"):
+        use_attention(model, "sdpa", True)

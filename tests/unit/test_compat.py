@@ -1,0 +1,156 @@
+"""Each gap that compat.py closes is still there in the pinned torchtitan and this torch, and is closed.
+
+What is there before `install()` can only be seen in a fresh interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+
+import pytest
+import torch
+
+from titan_muon.titan import compat
+
+cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="the gaps of the CPU")
+
+BEFORE_AND_AFTER = """
+    import importlib, json, warnings
+    import torch, torch.distributed as dist
+
+    def facts():
+        utils = importlib.import_module("torchtitan.tools.utils")
+        found = {"device": utils.device_type, "set_timeout": hasattr(dist, "set_timeout")}
+        try:
+            importlib.import_module("torchtitan.models.common.attention")
+            found["models"] = True
+        except ModuleNotFoundError as error:
+            found["models"] = str(error)
+        return found
+
+    before = facts()
+    for name in [n for n in __import__("sys").modules if n.startswith("torchtitan.") and "tools" not in n]:
+        del __import__("sys").modules[name]
+    from titan_muon.titan import compat
+    on_cpu, again = compat.install(), compat.install()
+    after = facts()
+    utils = importlib.import_module("torchtitan.tools.utils")
+    attention = importlib.import_module("torchtitan.models.common.attention")
+    dims = importlib.import_module("torchtitan.distributed.parallel_dims")
+    after |= {
+        "on_cpu": on_cpu and again,
+        "peak_flops": utils.get_peak_flops("CPU"),
+        "mask": attention._compiled_create_block_mask is attention.create_block_mask,
+        "copied_device": dims.device_type,
+    }
+    print(json.dumps([before, after]))
+"""
+
+
+def _run(code: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_torchtitan_is_the_version_whose_gaps_are_closed() -> None:
+    assert metadata.version("torchtitan") == compat.TORCHTITAN_VERSION
+
+
+@cpu_only
+def test_each_gap_exists_and_is_closed() -> None:
+    result = _run(BEFORE_AND_AFTER)
+    assert result.returncode == 0, result.stderr
+    before, after = json.loads(result.stdout.splitlines()[-1])
+    has_set_timeout = torch.__version__ >= "2.14"
+    assert before == {"device": "cuda", "set_timeout": has_set_timeout, "models": "No module named 'triton'"}
+    assert after == {
+        "device": "cpu",
+        "set_timeout": True,
+        "models": True,
+        "on_cpu": True,
+        "peak_flops": float("inf"),
+        "mask": True,
+        "copied_device": "cpu",
+    }
+
+
+@cpu_only
+def test_installing_after_torchtitan_took_the_device_is_an_error() -> None:
+    result = _run("import torchtitan.distributed; from titan_muon.titan import compat; compat.install()")
+    assert result.returncode == 1
+    assert "RuntimeError: compat.install() must run before torchtitan.distributed is imported" in result.stderr
+
+
+@cpu_only
+def test_what_is_replaced_is_what_is_used() -> None:
+    compat.install()
+    from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
+    from torchtitan.models.common import attention
+    from torchtitan.tools import utils
+
+    calls = attention.create_attention_mask.__code__.co_names
+    assert "_compiled_create_block_mask" in calls, "torchtitan makes its masks in another way now"
+    calls = context_parallel._create_cp_block_mask.__code__.co_names
+    assert "_compiled_create_block_mask" in calls, "torch makes its sharded masks in another way now"
+    used = {"get_device_name", "get_device_properties", "memory_stats", "reset_peak_memory_stats", "empty_cache"}
+    missing = {name for name in used if not hasattr(torch.cpu, name)}
+    assert missing == used, "torch.cpu has some of these now"
+    assert utils.device_module.device_count() == torch.cpu.device_count()
+    with pytest.raises(AttributeError):
+        _ = utils.device_module.no_such_function
+
+
+@cpu_only
+def test_memory_of_the_cpu_is_in_bytes() -> None:
+    compat.install()
+    from torchtitan.tools import utils
+
+    total = utils.device_module.get_device_properties().total_memory
+    peak = utils.device_module.memory_stats()["active_bytes.all.peak"]
+    assert 2**26 < peak < total, "PyTorch alone takes more than 64 MiB"
+
+
+@cpu_only
+def test_a_missing_kernel_says_what_is_missing() -> None:
+    compat.install()
+    kernels = sys.modules["torchtitan.distributed.minimal_async_ep.kernels"]
+    with pytest.raises(RuntimeError, match="needs triton"):
+        kernels.some_kernel(1)
+
+
+def test_fsdp_can_still_be_told_to_sum() -> None:
+    from torch.distributed.fsdp import FSDPModule
+
+    assert callable(FSDPModule.set_force_sum_reduction_for_comms)
+
+
+def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
+    from torch.torch_version import TorchVersion
+
+    for version, backend in {"2.13.1": "partial_dtensor", "2.14.0+cu130": "spmd_types"}.items():
+        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+        assert compat.spmd_backend("auto") == backend
+        assert compat.spmd_backend("spmd_types") == "spmd_types"
+        assert compat.has_pipeline_parallel() == (backend == "spmd_types")
+
+
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def test_one_process_gets_an_environment(monkeypatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    assert compat.single_process_environment()
+    assert set(os.environ) == set(LAUNCHER)
+    assert os.environ["WORLD_SIZE"] == "1"
+    assert 0 < int(os.environ["MASTER_PORT"]) < 2**16
+
+
+def test_a_launchers_environment_is_kept(monkeypatch) -> None:
+    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
+    monkeypatch.setattr(os, "environ", dict(launched))
+    assert not compat.single_process_environment()
+    assert os.environ == launched

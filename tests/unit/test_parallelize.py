@@ -1,0 +1,48 @@
+"""What cannot run is refused when the model is put together, with the key and what to do."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+import models
+from titan_muon.titan.parallelize import with_placement
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.sections import Parallelism, Placement
+
+
+def _spec():
+    return models.model_spec("qwen3", "tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("owned", "not available yet; use 'shard0'"), ("shard1", "unknown; choose from: shard0")]
+)
+def test_a_placement_that_is_not_there_is_refused(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=rf"placement\.muon = '{name}' is {message}"):
+        with_placement(_spec(), Placement(muon=name), Parallelism())
+
+
+def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
+    pipeline = Parallelism(pipeline_parallel_degree=2)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
+    with pytest.raises(RecipeError, match=r"parallelism\.pipeline_parallel_degree = 2 needs torch 2\.14"):
+        with_placement(_spec(), Placement(), pipeline)
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
+    spec = with_placement(_spec(), Placement(), pipeline)
+    assert spec.pipelining_fn is _spec().pipelining_fn
+
+
+def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
+    spec = with_placement(_spec(), Placement(), Parallelism())
+    training = SimpleNamespace(seq_len=384)
+    with pytest.raises(RecipeError, match=r"training\.seq_len = 384 must be a multiple of 256"):
+        spec.parallelize_fn(None, training=training, parallelism=SimpleNamespace(context_parallel_degree=2))
+
+
+def test_the_given_specification_is_left_alone() -> None:
+    spec = _spec()
+    parallelize_fn = spec.parallelize_fn
+    assert with_placement(spec, Placement(), Parallelism()).parallelize_fn is not parallelize_fn
+    assert spec.parallelize_fn is parallelize_fn
