@@ -60,6 +60,10 @@ def test_false_and_zero_replace_true_and_nonzero(tmp_path: Path) -> None:
         assert (recipe.muon.weight_decay, recipe.checkpoint.keep_latest_k) == (0.0, 0)
 
 
+def test_an_empty_table_changes_nothing(tmp_path: Path) -> None:
+    assert load(write(tmp_path, "[muon]\n[data]\n")) == Recipe(name="run")
+
+
 def test_a_recipe_is_frozen(tmp_path: Path) -> None:
     recipe = load(write(tmp_path, ""))
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -216,6 +216,11 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once() -> None
     message = error_of(lambda: check_degrees(recipe, 8))
     assert "training.global_batch_size = 16" in message
     assert "= 32" in message
+    replicated = dataclasses.replace(
+        recipe, parallelism=sections.Parallelism(data_parallel_replicate_degree=2, tensor_parallel_degree=2)
+    )
+    check_degrees(replicated, 8)
+    assert "= 32" in error_of(lambda: check_degrees(replicated, 16))
 
 
 @pytest.mark.parametrize(

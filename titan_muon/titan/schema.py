@@ -14,6 +14,7 @@ from titan_muon.titan.toml import Entry, RecipeError, nearest, value_text
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+# Tried in this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
 
@@ -107,8 +108,7 @@ def _convert_list(args: tuple[Any, ...], value: Any, key: str, source: str, acce
 
 def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> Any:
     kinds = [kind for kind in args if kind is not type(None)]
-    # The exact type first, so that 1 stays an int where both an int and a float are accepted.
-    for kind in sorted(kinds, key=lambda kind: kind is not type(value)):
+    for kind in kinds:
         try:
             return convert(kind, value, key, source)
         except RecipeError:
