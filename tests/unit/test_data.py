@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
+from titan_muon.titan import corpus as corpus_module
 from titan_muon.titan import documents as documents_module
 from titan_muon.titan.blocks import Blocks
 from titan_muon.titan.corpus import Corpus, CorpusSource
@@ -231,6 +232,7 @@ def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch)
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
     first = take(dataclasses.replace(config, infinite=True).build(**kwargs), 100)
     monkeypatch.setattr(documents_module.Document, "read_bytes", lambda self: pytest.fail("read the text again"))
+    monkeypatch.setattr(corpus_module, "_load", lambda *args: pytest.fail("checked the cache again"))
     second = take(dataclasses.replace(config, infinite=False).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
 
