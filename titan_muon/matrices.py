@@ -69,18 +69,22 @@ def default_rules(router: str = "adamw") -> tuple[Rule, ...]:
 
 
 def assign(
-    parameters: Iterable[tuple[str, Sequence[int]]], rules: Sequence[Rule], defaults: Sequence[Rule] | None
+    parameters: Iterable[tuple[str, Sequence[int]]],
+    rules: Sequence[Rule],
+    defaults: Sequence[Rule] | None,
+    *,
+    all_rules: bool = True,
 ) -> tuple[Assignment, ...]:
     """An optimizer for each (name, shape), from the first rule that matches.
 
     What no rule matches follows `defaults` and then its shape: Muon takes matrices and stacks of experts, AdamW the
-    rest. With `defaults` None there is nothing to follow. Raises ValueError naming the rules that match nothing and
-    the parameters that nothing matches.
+    rest. With `defaults` None there is nothing to follow. Raises ValueError naming the parameters that nothing matches
+    and, with `all_rules`, the rules that take nothing.
     """
     assigned = [_assign_one(fqn, tuple(shape), rules, defaults) for fqn, shape in parameters]
     decisive = {assignment.rule for assignment in assigned}
     unused = [rule.match for index, rule in enumerate(rules) if index not in decisive]
-    if unused:
+    if all_rules and unused:
         raise ValueError(
             f"optimizer.rule: {', '.join(map(repr, unused))} takes no parameter: nothing has such a name, or "
             "rules before it take all that have; correct it, move it up or remove it"

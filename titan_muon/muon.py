@@ -75,7 +75,7 @@ class Muon(Optimizer):
         eps: float = 1e-7,
         lr_scale: str = "match_rms_adamw",
         orthogonalize: str = "reference",
-        exchange: str = "all_gather",
+        exchange: str = "all_to_all",
         owners: str = "balanced",
         replicas: str = "split",
         buffer_bytes: int | None = None,

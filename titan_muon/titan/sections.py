@@ -28,7 +28,7 @@ class Data:
     """Where the text comes from and how it becomes tokens."""
 
     source: Literal["python", "files", "hf"] = "python"
-    """`python`: the standard library's source text, on every machine. `files`: `data.files`. `hf`: TorchTitan's loader."""
+    """`python`: the standard library's source, on every machine. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
     files: tuple[str, ...] = ()
     """Glob patterns of the text files for source `files`; a relative pattern starts at the working directory."""
@@ -40,7 +40,7 @@ class Data:
     """Local folder or hub name that replaces the dataset's own path, for source `hf`."""
 
     tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
-    """`bytes`: 256 bytes and 2 marks, nothing to download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
+    """`bytes`: nothing to download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
 
     vocab_size: int = 2048
     """Tokens that `bpe` trains, its marks included."""
@@ -66,7 +66,7 @@ class Training:
     """Sequences per data-parallel rank in one forward and backward."""
 
     global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks; -1 is local_batch_size x data-parallel ranks. More accumulates gradients."""
+    """Sequences per optimizer step over all ranks; -1 is one local batch on each. More accumulates gradients."""
 
     seq_len: int = 2048
     """Tokens per sequence."""
@@ -176,8 +176,20 @@ class Muon:
     orthogonalize: str = "reference"
     """Newton-Schulz algorithm. `reference` is torch.optim.Muon's arithmetic."""
 
-    exchange: str = "all_gather"
-    """How the pieces of a matrix meet, by a registered name."""
+    exchange: str = "all_to_all"
+    """How the pieces of a matrix meet: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, or `auto`."""
+
+    owners: Literal["balanced", "round_robin", "per_layer"] = "balanced"
+    """Who orthogonalizes which matrix. `balanced` weighs all matrices by their FLOPs."""
+
+    replicas: Literal["split", "redundant", "auto"] = "split"
+    """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""
+
+    buffer_gib: float | None = None
+    """Most GiB of exchange buffers on a rank; absent, the smallest that cost no balance, up to 4."""
+
+    wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +251,7 @@ class Optimizer:
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
     clip: Literal["adamw", "all", "none"] = "adamw"
-    """Whose gradients training.max_norm clips. Muon's update does not grow with its gradient, so the default spares it."""
+    """Whose gradients training.max_norm clips. Muon's update does not grow with its gradient: the default spares it."""
 
     router: Literal["adamw", "muon"] = "adamw"
     """Default optimizer of MoE router matrices."""
@@ -296,7 +308,7 @@ class Checkpoint:
     """Steps between checkpoints. One more is written at the end, and on Ctrl-C or SIGTERM."""
 
     load: str = "none"
-    """`none` starts anew. `latest` continues this recipe's newest run that has a whole checkpoint. Or a run's folder."""
+    """`none` starts anew. `latest` continues this recipe's newest run with a whole checkpoint. Or a run's folder."""
 
     load_step: int = -1
     """Step to load; -1 is the newest whole checkpoint."""

@@ -1,0 +1,95 @@
+"""Optimizers, placements and exchanges by the names that a recipe uses; other packages can add theirs.
+
+A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements` or
+`titan_muon.exchanges`, found when the name is first asked for, or by calling `register`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Values by name.
+
+    Args:
+        key: the recipe key that takes these names, for messages.
+        group: the group of entry points that add to it.
+    """
+
+    def __init__(self, key: str, group: str) -> None:
+        self.key = key
+        self.group = group
+        self._values: dict[str, T] = {}
+
+    def register(self, name: str, value: T) -> None:
+        """Add a value. Raises ValueError if the name is taken."""
+        if name in self._values:
+            raise ValueError(f"{self.key}: {name!r} is registered already; choose another name")
+        self._values[name] = value
+
+    def get(self, name: str) -> T:
+        """The value of a name. Raises ValueError naming the known names if there is none."""
+        if name in self._values:
+            return self._values[name]
+        for entry in entry_points(group=self.group, name=name):
+            self.register(name, entry.load())
+            return self._values[name]
+        near = difflib.get_close_matches(name, self.names(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{self.key} = {name!r} is unknown; {hint}choose from: {', '.join(self.names())}")
+
+    def names(self) -> tuple[str, ...]:
+        """All known names, those of installed packages included."""
+        return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
+
+
+@dataclass(frozen=True)
+class OptimizerEntry:
+    """How to build an optimizer.
+
+    Attributes:
+        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and, by keyword,
+            the options in `shared`; returns a torch.optim.Optimizer.
+        shared: options that hold for the whole optimizer and not for a group of its own.
+    """
+
+    build: Callable[..., Any]
+    shared: Sequence[str] = ()
+
+
+def _muon(groups: list[dict[str, Any]], **options: Any) -> Any:
+    from .muon import Muon
+
+    return Muon(groups, **options)
+
+
+def _adamw(groups: list[dict[str, Any]], **options: Any) -> Any:
+    import torch
+
+    return torch.optim.AdamW(groups, **options)
+
+
+def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
+    import torch
+
+    return torch.optim.Adam(groups, **options)
+
+
+MUON_SHARED = ("orthogonalize", "exchange", "owners", "replicas", "buffer_bytes", "wire_dtype")
+
+optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
+optimizers.register("muon", OptimizerEntry(_muon, MUON_SHARED))
+optimizers.register("adamw", OptimizerEntry(_adamw, ("foreach", "fused")))
+optimizers.register("adam", OptimizerEntry(_adam, ("foreach", "fused")))
+
+
+def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `options` that hold for the whole optimizer `name`."""
+    return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

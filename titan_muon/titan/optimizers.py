@@ -1,0 +1,163 @@
+"""A recipe's optimizers as one TorchTitan container: who takes which parameter, with which hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.optimizer import OptimizersContainer
+
+from titan_muon import registry
+from titan_muon.matrices import Assignment, Rule, assign, default_rules
+from titan_muon.titan import sections
+from titan_muon.titan.recipe import Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one optimizer treats alike: `tag` names them in metrics, `options` are their hyperparameters."""
+
+    optimizer: str
+    tag: str
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+class HybridOptimizers(OptimizersContainer):
+    """Several optimizers, each with the parameters that the recipe's rules or the defaults give it.
+
+    Raises RecipeError for a rule that takes nothing, a parameter that nothing takes, an unknown optimizer or option,
+    and for a model without any Muon parameter unless rules say so for each parameter.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        """Rules in order, their options, the defaults or None, and each optimizer's own table."""
+
+        rules: tuple[Rule, ...] = ()
+        rule_options: tuple[Mapping[str, Any], ...] = ()
+        defaults: tuple[Rule, ...] | None = field(default_factory=default_rules)
+        tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+        whole_model: bool = True
+        """Whether this process holds the whole model; a pipeline stage may lack what a rule is for."""
+
+    assignments: tuple[Assignment, ...]
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self.model_parts = model_parts
+        self.optimizers: list[Optimizer] = []
+        self.names: list[str] = []
+        self.groups: list[Group] = []
+        self.assignments = ()
+        for part in model_parts:
+            self._add_part(config, part)
+        everything = [p for part in model_parts for p in part.parameters() if p.requires_grad]
+        self._validate_params(everything)
+        self._post_init(everything)
+
+    def _add_part(self, config: Config, part: nn.Module) -> None:
+        trained = {canonical_fqn(name): p for name, p in part.named_parameters() if p.requires_grad}
+        assigned = assignments(config, {name: tuple(p.shape) for name, p in trained.items()})
+        self.assignments += assigned
+        for name, groups in grouped(config, assigned).items():
+            shared = registry.shared_options(name, config.tables.get(name, {}))
+            built = [
+                {"params": [trained[n] for n in group.names], "param_names": list(group.names), **group.options}
+                for group in groups
+            ]
+            self.optimizers.append(registry.optimizers.get(name).build(built, **shared))
+            self.names.append(name)
+            self.groups += groups
+
+    def parameters(self, name: str) -> list[nn.Parameter]:
+        """The parameters of the optimizers registered as `name`."""
+        return [
+            parameter
+            for registered, optimizer in zip(self.names, self.optimizers, strict=True)
+            if registered == name
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each group now, by its tag."""
+        live = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return {group.tag: float(now["lr"]) for group, now in zip(self.groups, live, strict=True)}
+
+
+def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
+    """The container that a recipe asks for. Raises RecipeError for an optimizer that is not registered."""
+    section = recipe.optimizer
+    for index, rule in enumerate(section.rule):
+        if rule.optimizer not in registry.optimizers.names():
+            known = ", ".join(registry.optimizers.names())
+            raise RecipeError(
+                f"optimizer.rule[{index}].optimizer = {rule.optimizer!r} is unknown; choose from: {known}"
+            )
+    implementation = {"foreach": False, "fused": False}
+    if section.implementation == "auto":
+        implementation["fused" if torch.accelerator.is_available() else "foreach"] = True
+    elif section.implementation != "for-loop":
+        implementation[section.implementation] = True
+    return HybridOptimizers.Config(
+        rules=tuple(Rule(r.match, r.optimizer, f"optimizer.rule[{i}] {r.match!r}") for i, r in enumerate(section.rule)),
+        rule_options=tuple(rule.options for rule in section.rule),
+        defaults=default_rules(section.router) if section.defaults else None,
+        tables={
+            "muon": _muon_table(recipe.muon),
+            "adamw": {**asdict(recipe.adamw), **implementation},
+            "adam": {**asdict(recipe.adam), **implementation},
+        },
+        whole_model=recipe.parallelism.pipeline_parallel_degree == 1,
+    )
+
+
+def _muon_table(section: sections.Muon) -> dict[str, Any]:
+    table = asdict(section)
+    gib = table.pop("buffer_gib")
+    return {**table, "buffer_bytes": None if gib is None else int(gib * 2**30)}
+
+
+def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Assignment, ...]:
+    """Who takes which parameter of a model, or of a pipeline stage. Raises RecipeError as the container does."""
+    try:
+        assigned = assign(shapes.items(), config.rules, config.defaults, all_rules=config.whole_model)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    by_default = [a for a in assigned if a.rule is None]
+    if config.whole_model and by_default and not any(a.optimizer == "muon" for a in assigned):
+        raise RecipeError(
+            "optimizer.rule: Muon takes no parameter of this model. If that is meant, say so with a last rule "
+            "(match = '*', optimizer = 'adamw'); if not, correct the rules"
+        )
+    return assigned
+
+
+def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[Group]]:
+    """Groups of equal options by optimizer: one for the defaults, one for each rule that has options of its own."""
+    names: dict[str, dict[int | None, list[str]]] = {}
+    for a in assigned:
+        rule = a.rule if a.rule is not None and config.rule_options[a.rule] else None
+        names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
+    return {
+        optimizer: [_group(config, optimizer, rule, fqns) for rule, fqns in by_rule.items()]
+        for optimizer, by_rule in names.items()
+    }
+
+
+def _group(config: HybridOptimizers.Config, optimizer: str, rule: int | None, fqns: list[str]) -> Group:
+    table, shared = config.tables.get(optimizer, {}), registry.optimizers.get(optimizer).shared
+    own = {} if rule is None else config.rule_options[rule]
+    for key in own:
+        if key in shared:
+            raise RecipeError(
+                f"optimizer.rule[{rule}].options.{key}: {key} holds for all of {optimizer}; set {optimizer}.{key}"
+            )
+    options = {key: value for key, value in {**table, **own}.items() if key not in shared}
+    tag = optimizer if rule is None else f"{optimizer}/{config.rules[rule].match}"
+    return Group(optimizer, tag, tuple(fqns), options)
