@@ -46,7 +46,10 @@ def write_run(folder: Path, records: list[dict], *, lr: float = 0.01, optimizer:
 
 
 def validation(end: float, steps=(50, 100)) -> list[dict]:
-    return [{"step": s, "val_loss": end + 1 / s, "bits_per_byte": (end + 1 / s) / math.log(2)} for s in steps]
+    return [
+        {"step": s, "val_loss": end + 1 / s, "bits_per_byte": (end + 1 / s) / math.log(2), "seconds": 99.0}
+        for s in steps
+    ]
 
 
 @pytest.fixture
@@ -168,6 +171,9 @@ def test_a_run_that_ended_in_nan_sets_no_threshold(tmp_path):
 
 
 def test_speed_section_has_medians_and_ratios_to_the_first(pair):
+    slow_start = {"step": 0, "tokens_per_second": 1.0, "time": {"optimizer": 9.0, "clip": 0.0}}
+    with (pair[0] / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(slow_start) + "\n")
     table = cells(report(pair)["Speed"])
     assert table["tokens/s"] == ["100", "50 (0.50x)"]
     assert table["step, ms"] == ["40.0", "40.0 (1.00x)"]
@@ -179,16 +185,16 @@ def test_speed_section_has_medians_and_ratios_to_the_first(pair):
 
 
 def test_smoothing_is_the_mean_of_the_last_steps_and_shorter_at_the_start():
-    series = {step: float(step) for step in (1, 5, 10, 50, 58, 60)}
+    series = {step: float(step) for step in (1, 5, 10, 18, 19, 20, 50, 58, 60)}
     smoothed = run_folder.smooth(series, window=10)
-    assert smoothed == {1: 1, 5: 5, 10: 10, 50: 50, 58: 54, 60: 59}
+    assert smoothed == {1: 1, 5: 5, 10: 10, 18: 18, 19: 18.5, 20: 19, 50: 50, 58: 54, 60: 59}
     assert run_folder.smooth(series, window=1) == series
     assert [run_folder.smoothing_window([1, last]) for last in (3, 400, 10**6)] == [1, 20, 100]
 
 
 def test_series_keep_the_last_record_of_a_step_in_order(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    records = [{"step": s, "loss": s} for s in (10, 20, 30)] + [{"step": 20, "val_loss": 7, "loss": 5}]
+    records = [{"step": s, "loss": s} for s in (30, 10, 20)] + [{"step": 20, "val_loss": 7, "loss": 5}]
     records += [{"step": 20, "loss": 6, "done": True, "note": "text", "lr": None}]
     file.write_text("\n".join(map(json.dumps, records)))
     series = run_folder.read_series(file)
