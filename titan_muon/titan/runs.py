@@ -5,7 +5,7 @@ Rank 0 decides and touches the disk; the other ranks are told (`agree`).
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -28,12 +28,14 @@ class Run:
         checkpoint: checkpoint to load, absolute; None for a new run.
         step: steps already done.
         seconds: that those steps took.
+        is_new: whether the folder was made for it.
     """
 
     folder: str
     checkpoint: str | None = None
     step: int = 0
     seconds: float = 0.0
+    is_new: bool = False
 
 
 def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
@@ -66,8 +68,19 @@ def open_run(recipe: Recipe) -> Run:
     source = _source(recipe, runs)
     run = _new_run(runs) if source is None else _continued(recipe, *source, runs)
     _write_recipe(Path(run.folder), to_toml(recipe), run.step)
-    (runs / LATEST_FILE).write_text(Path(run.folder).name + "\n", encoding="utf-8")
     return run
+
+
+def begin(run: Run) -> None:
+    """Name the run's folder in the file `latest` beside it; called on rank 0 when training begins."""
+    folder = Path(run.folder)
+    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+
+
+def discard(run: Run) -> None:
+    """Remove the folder of a new run that could not begin; called on rank 0. A continued run is left alone."""
+    if run.is_new:
+        shutil.rmtree(run.folder, ignore_errors=True)
 
 
 def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
@@ -142,7 +155,7 @@ def _new_run(runs: Path) -> Run:
         folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
-            return Run(str(folder))
+            return Run(str(folder), is_new=True)
         except FileExistsError:
             number += 1
 
@@ -156,15 +169,15 @@ def _continued(recipe: Recipe, folder: Path, step: int, runs: Path) -> Run:
     source = checkpoint_path(checkpoints, step)
     later = [other for other in saved_steps(checkpoints) if other > step]
     if "train_state" in recipe.checkpoint.exclude_from_loading:
-        return Run(_new_run(runs).folder, str(source))
+        return replace(_new_run(runs), checkpoint=str(source))
     if any(flaw(checkpoint_path(checkpoints, other)) is None for other in later):
-        fork = Path(_new_run(runs).folder)
+        fork = _new_run(runs)
+        metrics = Path(fork.folder) / METRICS_FILE
         if (folder / METRICS_FILE).is_file():
-            shutil.copy(folder / METRICS_FILE, fork / METRICS_FILE)
-        folder = fork
-    else:
-        for other in later:
-            _set_aside(checkpoint_path(checkpoints, other), other)
+            shutil.copy(folder / METRICS_FILE, metrics)
+        return replace(fork, checkpoint=str(source), step=step, seconds=cut_after(metrics, step))
+    for other in later:
+        _set_aside(checkpoint_path(checkpoints, other), other)
     return Run(str(folder), str(source), step, cut_after(folder / METRICS_FILE, step))
 
 

@@ -51,7 +51,9 @@ class StopSignals:
             self.name, self._first = signal.Signals(number).name, time.monotonic()
             if self.announce:
                 # print() is not safe here: the signal may have interrupted another print().
-                os.write(1, f"{self.name}: this step is finished first; another one ends at once\n".encode())
+                os.write(
+                    1, f"{self.name}: the run ends after this step or the next; another one ends it at once\n".encode()
+                )
         elif time.monotonic() - self._first > SAME_PRESS_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

@@ -3,6 +3,7 @@
 `compat.install()` must have run before this module is imported.
 """
 
+import gc
 import math
 import traceback
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ from titan_muon.titan.clip import GradientClip
 from titan_muon.titan.console import say, say_error, set_up_logging
 from titan_muon.titan.metrics import Metrics, StepReport
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
-from titan_muon.titan.runs import Run, agree
+from titan_muon.titan.runs import Run, agree, begin, discard
 from titan_muon.titan.signals import StopSignals
 from titan_muon.titan.step_timer import StepTimer
 from titan_muon.titan.trainer_config import comm_config, trainer_fields
@@ -198,6 +199,8 @@ def run(recipe: Recipe) -> int:
         say_error(error)
         code = 2
     dist.destroy_process_group()
+    # Without this the interpreter walks every object of PyTorch once more while it exits, which takes seconds.
+    gc.freeze()
     return code
 
 
@@ -233,10 +236,14 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
             trainer.close()
+        if dist.get_rank() == 0:
+            discard(run)
         if isinstance(error, RecipeError):
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
+    if dist.get_rank() == 0:
+        begin(run)
     _say_start(trainer, run)
     return trainer
 

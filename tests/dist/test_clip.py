@@ -1,0 +1,101 @@
+"""Gradient clipping must be that of one process on the whole model, however the parameters are laid out."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.dist.harness import run_ranks
+from titan_muon.titan.clip import GradientClip
+
+SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8))
+
+
+def whole_gradients() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def expected(clipped: list[int], max_norm: float) -> tuple[float, list[torch.Tensor]]:
+    """One process: the norm of all gradients, and the gradients after torch's own clipping of `clipped`."""
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
+        parameter.grad = gradient.clone()
+    norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in whole_gradients()))
+    if clipped:
+        nn.utils.clip_grad_norm_([parameters[i] for i in clipped], max_norm)
+    return norm, [parameter.grad for parameter in parameters]
+
+
+def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradient: torch.Tensor) -> nn.Parameter:
+    if mesh is None:
+        parameter = nn.Parameter(torch.zeros_like(gradient))
+        parameter.grad = gradient.clone()
+        return parameter
+    parameter = nn.Parameter(distribute_tensor(torch.zeros_like(gradient), mesh, placements))
+    parameter.grad = distribute_tensor(gradient, mesh, placements)
+    return parameter
+
+
+def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm: float) -> tuple[float, list]:
+    dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    layouts = [
+        (dense["tp"], (Shard(1),)),
+        (dense, (_StridedShard(0, split_factor=2), Shard(0))),
+        (experts, (Shard(1), Shard(0))),
+        (None, ()),
+        (replicated, (Replicate(), Shard(0))),
+    ]
+    parameters = [
+        laid_out(mesh, placements, gradient)
+        for (mesh, placements), gradient in zip(layouts, whole_gradients(), strict=True)
+    ]
+    clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
+    norm = float(clip())
+    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+    return norm, [gradient.numpy() for gradient in gradients]
+
+
+@pytest.mark.parametrize(("clipped", "max_norm"), [([0, 1, 2, 3, 4], 0.5), ([0, 3], 0.5), ([1], 1e6), ([], 0.5)])
+def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None:
+    """Dense, strided, expert, plain and replicated parameters on 4 ranks must clip as in one process."""
+    norm, gradients = expected(clipped, max_norm)
+    for found_norm, found in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
+        assert found_norm == pytest.approx(norm, rel=1e-6)
+        for got, want in zip(found, gradients, strict=True):
+            torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-5, atol=1e-7)
+
+
+def clip_two_stages(rank: int, world_size: int) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "fsdp"))["fsdp"]
+    held = whole_gradients()[:2] if rank < 2 else whole_gradients()[2:]
+    parameters = [laid_out(mesh, (Shard(0),), gradient) for gradient in held]
+    parameters.append(nn.Parameter(torch.zeros(3)))
+    return float(GradientClip(parameters, parameters, max_norm=1.0, stage_ranks=world_size // 2)())
+
+
+def test_norm_sums_over_pipeline_stages() -> None:
+    """Stages hold different parameters, some without a gradient; the norm on every rank must be the whole model's."""
+    norm, _ = expected([], 1.0)
+    assert run_ranks(clip_two_stages, 4) == pytest.approx([norm] * 4, rel=1e-6)
+
+
+def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
+    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
+    parameter.grad = torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    norm = GradientClip([parameter], [parameter], max_norm=1.0, stage_ranks=dist.get_world_size())()
+    return float(norm), float(parameter.grad.double().norm())
+
+
+def test_norm_of_bfloat16_gradients_is_taken_in_float32() -> None:
+    """Norms of bf16 gradients must not be rounded to bf16, whose steps are 0.4 %."""
+    norm, clipped = run_ranks(clip_half_precision, 2)[0]
+    assert norm == pytest.approx(64.0, rel=1e-6)
+    assert clipped == pytest.approx(1.0, rel=4e-3)

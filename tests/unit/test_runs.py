@@ -1,0 +1,160 @@
+"""Which run folder and checkpoint a recipe continues, with checkpoints whole, torn and exported. No processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests import tiny
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError, load
+
+compat.install()
+
+from titan_muon.titan.checkpoints import flaw, saved_steps  # noqa: E402
+from titan_muon.titan.runs import Run, discard, open_run  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(folder: Path, *steps: int, full: bool = True) -> None:
+    for step in steps:
+        state = {"layer.weight": torch.ones(1000)} | ({"train_state": {"step": step}} if full else {})
+        dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
+
+
+def finished_run(folder: Path, *steps: int) -> Path:
+    """A run folder of the tiny recipe with checkpoints and a metrics file of 9 steps."""
+    run = Path(open_run(tiny.recipe(folder)).folder)
+    save(run, *steps)
+    lines = [json.dumps({"step": step, "loss": 1.0, "seconds": 2.0 * step}) for step in range(1, 10)]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 10, "lo')
+    return run
+
+
+def shard(checkpoint: Path) -> Path:
+    return next(checkpoint.glob("*.distcp"))
+
+
+def test_whole_checkpoint_has_no_flaw(tmp_path: Path) -> None:
+    """What PyTorch has saved must be accepted."""
+    save(tmp_path, 3)
+    assert flaw(tmp_path / "checkpoint" / "step-3") is None
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (lambda path: (path / ".metadata").unlink(), ".metadata"),
+        (lambda path: (path / ".metadata").write_bytes(b""), ".metadata cannot be read"),
+        (lambda path: (path / ".metadata").write_bytes(b"garbage"), ".metadata cannot be read"),
+        (lambda path: shard(path).unlink(), "__0_0.distcp is missing"),
+        (lambda path: shard(path).write_bytes(shard(path).read_bytes()[:-1]), "__0_0.distcp has"),
+    ],
+)
+def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str) -> None:
+    """A save that was cut off at any file must be refused, naming the file."""
+    save(tmp_path, 3)
+    checkpoint = tmp_path / "checkpoint" / "step-3"
+    damage(checkpoint)  # type: ignore[operator]
+    assert named in (flaw(checkpoint) or "no flaw")
+
+
+def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
+    """A checkpoint of the model alone must be refused with the key that made it so."""
+    save(tmp_path, 3, full=False)
+    assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
+
+
+def test_other_folders_are_no_steps(tmp_path: Path) -> None:
+    """Only `step-N` is a checkpoint, not what was set aside or lies around."""
+    save(tmp_path, 3, 10)
+    (tmp_path / "checkpoint" / "torn-12").mkdir()
+    (tmp_path / "checkpoint" / "step-11.bak").mkdir()
+    (tmp_path / "checkpoint" / "step-13").write_text("a file")
+    assert saved_steps(tmp_path / "checkpoint") == [10, 3]
+    assert saved_steps(tmp_path / "nothing") == []
+
+
+def test_new_runs_never_share_a_folder(tmp_path: Path) -> None:
+    """Two runs begun in the same second must get two folders, each with the recipe."""
+    runs = [open_run(tiny.recipe(tmp_path)) for _ in range(3)]
+    assert len({run.folder for run in runs}) == 3
+    for run in runs:
+        assert load(Path(run.folder) / "recipe.toml") == tiny.recipe(tmp_path)
+        assert (run.checkpoint, run.step) == (None, 0)
+
+
+def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The torn newest must be named, set aside and passed over, and metrics after the step taken out."""
+    run = finished_run(tmp_path, 3, 6, 9)
+    open_run(tiny.recipe(tmp_path))
+    shard(run / "checkpoint" / "step-9").unlink()
+    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert found == Run(str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
+    assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
+    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-3", "step-6", "torn-9"]
+    assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first start of a job that always asks for `latest` must be a new run."""
+    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert found.is_new
+    assert "starting anew" in capsys.readouterr().out
+
+
+def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
+    """Going back to a step must not overwrite what the run computed after it."""
+    run = finished_run(tmp_path, 3, 6, 9)
+    found = open_run(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
+    assert found.folder != str(run)
+    assert (found.checkpoint, found.step, found.seconds) == (str(run / "checkpoint" / "step-3"), 3, 6.0)
+    assert list(tiny.records(found.folder, "loss")) == [1, 2, 3]
+    assert saved_steps(run / "checkpoint") == [9, 6, 3]
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 10
+
+
+def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
+    """A run continued with another recipe must keep the one that it had."""
+    run = finished_run(tmp_path, 3)
+    changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=12)
+    open_run(changed)
+    assert load(run / "recipe.toml") == changed
+    assert load(run / "recipe-until-step-3.toml") == tiny.recipe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"checkpoint__load": "nowhere"}, "no such folder"),
+        ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "steps saved: 9, 6, 3"),
+        ({"checkpoint__load": "RUN", "checkpoint__load_step": 9}, "step-9 cannot be used: __0_0.distcp is missing"),
+        ({"checkpoint__load": "latest", "checkpoint__load_step": 5}, "no run in"),
+        ({"checkpoint__load_step": 5}, 'needs checkpoint.load = "latest"'),
+        ({"checkpoint__load": "latest", "checkpoint__enable": "false"}, "needs checkpoint.enable = true"),
+        ({"checkpoint__load": "CORPUS"}, "has no whole checkpoint"),
+    ],
+)
+def test_what_cannot_be_continued_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
+    """A folder or a step that is not there, or torn when it was asked for, must be refused with the key."""
+    run = finished_run(tmp_path, 3, 6, 9)
+    shard(run / "checkpoint" / "step-9").unlink()
+    real = {"RUN": str(run), "CORPUS": str(tmp_path / "corpus")}
+    values = {key: real.get(str(value), value) for key, value in values.items()}
+    with pytest.raises(RecipeError, match=r"checkpoint\.load") as error:
+        open_run(tiny.recipe(tmp_path, **values))
+    assert named in str(error.value)
+    assert (run / "checkpoint" / "step-9").is_dir(), "an error must leave the run as it was"
+
+
+def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
+    """A run that cannot begin must take its new folder away, and leave a continued one."""
+    run = finished_run(tmp_path, 3)
+    discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest")))
+    assert run.is_dir()
+    new = open_run(tiny.recipe(tmp_path))
+    discard(new)
+    assert not Path(new.folder).exists()
