@@ -8,6 +8,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -24,7 +25,7 @@ def families() -> tuple[str, ...]:
 
 
 def flavors(name: str) -> tuple[str, ...]:
-    """Names for `model.flavor` of the family `name`. Raises ValueError if there is no such family."""
+    """Names for `model.flavor` of the family `name`. Raises RecipeError if there is no such family."""
     _check("model.name", name, _FAMILIES)
     return tuple(importlib.import_module(f"models.{name}").FLAVORS)
 
@@ -41,7 +42,7 @@ def model_spec(
 
     `vocab_size` replaces the flavour's own, for a tokenizer that is not the model's. `attention` is a
     choice of `model.attention`, for the CPU if `on_cpu`, which is this machine's device unless given. q, k
-    and v are parameters of their own, so each is one matrix. Raises ValueError if the family, the flavour
+    and v are parameters of their own, so each is one matrix. Raises RecipeError if the family, the flavour
     or the attention is unknown, or if the attention cannot run on the device.
     """
     from titan_muon.titan.attention import use_attention
@@ -56,4 +57,4 @@ def _check(key: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         near = difflib.get_close_matches(value, choices, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"{key} = {value!r} is unknown{hint} Choose from: {', '.join(choices)}")
+        raise RecipeError(f"{key} = {value!r} is unknown{hint} Choose from: {', '.join(choices)}")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import models
+from titan_muon.titan.recipe import RecipeError
 
 # (rows, columns, matrices in one parameter) of every matrix inside the layers, the router's apart, to the number of
 # parameters of that shape. Published sizes; see the sources in each family's module.
@@ -185,7 +186,7 @@ def test_two_specifications_share_no_configuration() -> None:
     ],
 )
 def test_unknown_name_is_refused_with_the_choices(name: str, flavor: str, words: list[str]) -> None:
-    with pytest.raises(ValueError, match=r"model\.") as error:
+    with pytest.raises(RecipeError, match=r"model\.") as error:
         models.model_spec(name, flavor)
     for word in words:
         assert word in str(error.value)

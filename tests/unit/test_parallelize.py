@@ -34,6 +34,25 @@ def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
     assert spec.pipelining_fn is _spec().pipelining_fn
 
 
+@pytest.mark.parametrize(
+    ("name", "flavor", "degrees", "message"),
+    [
+        ("qwen3", "tiny", {"tensor_parallel_degree": 8}, "degree = 8 must divide the model's 8 query heads and 4"),
+        ("deepseek_v3", "tiny", {"tensor_parallel_degree": 3}, "degree = 3 must divide the model's 8 query heads"),
+        ("qwen3", "moe_tiny", {"expert_parallel_degree": 3}, "degree = 3 must divide the model's 16 experts"),
+        ("llama3", "tiny", {"expert_parallel_degree": 2}, "degree = 2, but the model has no experts"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(name, flavor, degrees, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        with_placement(models.model_spec(name, flavor), Placement(), Parallelism(**degrees))
+
+
+def test_degrees_that_divide_the_model_are_taken() -> None:
+    degrees = Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16)
+    with_placement(models.model_spec("deepseek_v3", "tiny"), Placement(), degrees)
+
+
 def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
     spec = with_placement(_spec(), Placement(), Parallelism())
     training = SimpleNamespace(seq_len=384)

@@ -22,11 +22,14 @@ MASK_BLOCK = 128
 def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Parallelism) -> "ModelSpec":
     """`spec` with a parallelize_fn that also places the Muon matrices and suits the backend.
 
-    Raises RecipeError for a placement that is not there, and for pipeline parallelism before torch 2.14. The
-    parallelize_fn raises it for a sequence that context parallelism cannot cut.
+    Raises RecipeError for a placement that is not there, for heads or experts that the degrees do not divide,
+    and for pipeline parallelism before torch 2.14. The parallelize_fn raises it for a sequence that context
+    parallelism cannot cut.
     """
     _check_placement(placement.muon)
     _check_pipeline(parallelism.pipeline_parallel_degree)
+    _check_heads(spec.model, parallelism.tensor_parallel_degree)
+    _check_experts(spec.model, parallelism.expert_parallel_degree)
     return dataclasses.replace(spec, parallelize_fn=_then_ours(spec.parallelize_fn))
 
 
@@ -54,6 +57,26 @@ def _check_placement(name: str) -> None:
         raise RecipeError("placement.muon = 'owned' is not available yet; use 'shard0'")
     if name != "shard0":
         raise RecipeError(f"placement.muon = {name!r} is unknown; choose from: shard0, owned")
+
+
+def _check_heads(model: Any, degree: int) -> None:
+    attention = model.first_attention
+    # Latent attention (MLA) has no key-value heads of its own.
+    kv_heads = getattr(attention, "n_kv_heads", attention.n_heads)
+    if attention.n_heads % degree or kv_heads % degree:
+        raise RecipeError(
+            f"parallelism.tensor_parallel_degree = {degree} must divide the model's {attention.n_heads} query heads "
+            f"and {kv_heads} key-value heads"
+        )
+
+
+def _check_experts(model: Any, degree: int) -> None:
+    experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
+    if degree > 1 and not experts:
+        raise RecipeError(f"parallelism.expert_parallel_degree = {degree}, but the model has no experts; set it to 1")
+    for number in experts:
+        if number % degree:
+            raise RecipeError(f"parallelism.expert_parallel_degree = {degree} must divide the model's {number} experts")
 
 
 def _check_sequence(length: int, context_parallel: int) -> None:
