@@ -15,7 +15,7 @@ from datetime import timedelta
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.tensor", "torch.distributed.fsdp"])
+_context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "models", "torchtitan.trainer"])
 
 
 def _worker(
@@ -41,6 +41,8 @@ def _worker(
         dist.destroy_process_group()
     except BaseException:
         results.put((rank, False, traceback.format_exc()))
+        results.close()
+        results.join_thread()
         os._exit(1)
 
 

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .owners import Task
+from .owners import Groups, Task
 from .types import Bucket, Matrix
 
 
-def rounds(tasks: Sequence[Task], group_count: int, count: int) -> list[list[Task]]:
-    """Tasks in `count` rounds: in each group consecutive tasks of about the same bytes; empty rounds are left out."""
-    result: list[list[Task]] = [[] for _ in range(count)]
-    total, seen = [0] * group_count, [0] * group_count
+def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
+    """Tasks in at most `count` rounds of consecutive tasks; in a round each group has one bucket.
+
+    Buckets are of about the same bytes on every rank: the group with most bytes per rank has `count` of them, the
+    others fewer, in the first rounds.
+    """
+    total, seen = [0] * len(groups), [0] * len(groups)
     for task in tasks:
         total[task.group] += task.bytes
+    shares = [t / len(group) for t, group in zip(total, groups, strict=True)]
+    counts = [max(1, round(count * share / max(shares))) for share in shares]
+    result: list[list[Task]] = [[] for _ in range(count)]
     for task in tasks:
         middle = seen[task.group] + task.bytes / 2
-        result[min(count - 1, int(count * middle / max(1, total[task.group])))].append(task)
+        result[int(counts[task.group] * middle / total[task.group])].append(task)
         seen[task.group] += task.bytes
     return [chosen for chosen in result if chosen]
 
@@ -53,17 +59,22 @@ def longest_path(
         for rank in bucket.group:
             ready = max(ready, _launched(runs[rank], position[rank], done[rank], ends, slots))
         for rank in bucket.group:
-            i = position[rank]
-            freed = i + prefetch(slots, len(runs[rank])) - slots
-            start = max(done[rank][-1], ready, ends[runs[rank][freed]] if freed >= 0 else 0)
+            freed = _freed(len(runs[rank]), position[rank], slots)
+            start = max(done[rank][-1], ready, 0 if freed is None else ends[runs[rank][freed]])
             done[rank].append(start + work.get(rank, 0))
-            position[rank] = i + 1
+            position[rank] += 1
         ends.append(max(done[rank][-1] for rank in bucket.group))
     total = {rank: load.get(rank, 0) for rank in {*load, *runs}}
     for bucket in buckets:
         for rank, flops in _work(bucket, matrices).items():
             total[rank] += flops
     return max([*ends, *load.values()], default=0), total
+
+
+def _freed(count: int, i: int, slots: int) -> int | None:
+    """The bucket that a rank finishes before it orthogonalizes its i-th, to gather another into its slot."""
+    gathered = i + prefetch(slots, count)
+    return gathered - slots if slots <= gathered < count else None
 
 
 def _launched(run: Sequence[int], i: int, done: Sequence[int], ends: Sequence[int], slots: int) -> int:

@@ -27,8 +27,8 @@ def meetings(geometry: Geometry, split: bool) -> tuple[Meeting, ...]:
     is the whole mesh: ranks without a row of a small parameter can orthogonalize it too.
     """
     blocks = range(len(geometry.stack.blocks))
-    holders = geometry.holders()
-    whole = [_whole(geometry, block, holders[block], split) for block in blocks]
+    holders = [tuple(geometry.elements(block)) for block in blocks]
+    whole = [_whole(geometry, block, split) for block in blocks]
     parts = [() if whole[block] else _by_replica(geometry, holders[block], split) for block in blocks]
     components = _Components(ranks for copies in parts for ranks in copies)
     meshes = _by_replica(geometry, geometry.layout.mesh.ranks, split)
@@ -39,10 +39,10 @@ def meetings(geometry: Geometry, split: bool) -> tuple[Meeting, ...]:
     )
 
 
-def _whole(geometry: Geometry, block: int, holders: Sequence[int], split: bool) -> bool:
+def _whole(geometry: Geometry, block: int, split: bool) -> bool:
     """Whether every holder has all of the block, and none of them could leave it to another."""
-    numel = geometry.numel(block)
-    return all(geometry.pieces[r][block].numel == numel for r in holders) and (len(holders) == 1 or not split)
+    elements = geometry.elements(block)
+    return set(elements.values()) == {geometry.numel(block)} and (len(elements) == 1 or not split)
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:

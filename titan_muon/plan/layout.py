@@ -126,6 +126,7 @@ class Geometry:
         self._in_order = all(
             a.rows[-1].stop <= b.rows[0].start for a, b in zip(stack.blocks, stack.blocks[1:], strict=False)
         )
+        self._elements: list[dict[int, int]] = []
         self.replica: dict[int, tuple[int, ...]] = {}
         self.pieces: dict[int, dict[int, Piece]] = {}
         self.local_shape: dict[int, tuple[int, ...]] = {}
@@ -159,10 +160,11 @@ class Geometry:
         """Elements of a block."""
         return self.col_count * sum(stop - start for start, stop in self.stack.blocks[block].rows)
 
-    def holders(self) -> dict[int, tuple[int, ...]]:
-        """For each block the ranks that hold a piece of it, in mesh order."""
-        found: dict[int, list[int]] = {index: [] for index in range(len(self.stack.blocks))}
-        for rank, held in self.pieces.items():
-            for index in held:
-                found[index].append(rank)
-        return {index: tuple(ranks) for index, ranks in found.items()}
+    def elements(self, block: int) -> dict[int, int]:
+        """Elements of a block that each of its holders stores, in mesh order."""
+        if not self._elements:
+            self._elements = [{} for _ in self.stack.blocks]
+            for rank, held in self.pieces.items():
+                for index, piece in held.items():
+                    self._elements[index][rank] = piece.numel
+        return self._elements[block]

@@ -18,7 +18,7 @@ SMALLEST_BUCKET_BYTES = 32 * 2**20
 WITHIN_BEST = 1.02
 BUCKET_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FEW_BUCKETS = 4
-SLOT_COUNTS = (2, 3, 4)
+SLOT_COUNTS = (2, 3, 4, 8)
 EXCHANGES = ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto")
 
 
@@ -149,20 +149,21 @@ def _gathered(work: _Work, options: PlanOptions) -> tuple[tuple[Bucket, ...], in
     for task in work.tasks:
         total[task.group] += task.bytes
     count = max(1, -(-2 * max(total, default=0) // budget))
-    return _buckets(rounds(work.tasks, len(work.groups), count), work, None, "all_gather"), 2
+    return _buckets(rounds(work.tasks, work.groups, count), work, None, "all_gather"), 2
 
 
 def _owned(work: _Work, matrices: Sequence[Matrix], options: PlanOptions) -> tuple[tuple[Bucket, ...], int]:
     """The smallest buffers whose longest path is within 2 % of the best that the byte budget allows."""
     budget = AUTO_BUFFER_BYTES if options.buffer_bytes is None else options.buffer_bytes
     load = work.load(matrices)
+    sizes = _Sizes(work)
     tried = []
     for count, slots in _candidates(work, budget):
-        grouped = rounds(work.tasks, len(work.groups), count)
+        grouped = rounds(work.tasks, work.groups, count)
         for assign in OWNERS[options.owners]:
             buckets = _buckets(grouped, work, assign(grouped, work.groups, load), options.exchange)
             path, _ = longest_path(buckets, matrices, load, slots)
-            tried.append((path, _buffer_bytes(work, count, slots), slots, buckets))
+            tried.append((path, sizes.buffers(count, slots), slots, buckets))
             if count == 1:
                 break
     best = min(path for path, *_ in tried)
@@ -175,34 +176,50 @@ def _candidates(work: _Work, budget: int) -> list[tuple[int, int]]:
 
     Raises ValueError when even one matrix at a time does not fit the budget.
     """
-    per_rank = max(
-        (sum(t.bytes for t in tasks) // len(work.groups[g]) for g, tasks in _tasks_by_group(work).items()), default=0
-    )
-    tried = [(count, min(count, slots)) for count in BUCKET_COUNTS for slots in SLOT_COUNTS]
-    fitting = [c for c in dict.fromkeys(tried) if _buffer_bytes(work, *c) <= budget]
+    sizes = _Sizes(work)
+    tried = dict.fromkeys((c, min(slots, c * sizes.overlap)) for c in BUCKET_COUNTS for slots in SLOT_COUNTS)
+    fitting = [candidate for candidate in tried if sizes.buffers(*candidate) <= budget]
     if not fitting:
-        least = min(_buffer_bytes(work, *c) for c in tried)
+        least = min(sizes.buffers(*candidate) for candidate in tried)
         raise ValueError(
             f"muon.buffer_gib = {budget / GIB:.3g} is too small: these matrices need at least {least / GIB:.3g} GiB"
         )
-    few = [c for c in fitting if c[0] == 1 or (c[0] <= FEW_BUCKETS and per_rank >= c[0] * SMALLEST_BUCKET_BYTES)]
-    return few if few else [c for c in fitting if c[0] == fitting[0][0]]
+    few = [c for c in fitting if c[0] == 1 or (c[0] <= FEW_BUCKETS and sizes.share >= c[0] * SMALLEST_BUCKET_BYTES)]
+    return few if few else [candidate for candidate in fitting if candidate[0] == fitting[0][0]]
 
 
-def _tasks_by_group(work: _Work) -> dict[int, list[Task]]:
-    found: dict[int, list[Task]] = {}
-    for task in work.tasks:
-        found.setdefault(task.group, []).append(task)
-    return found
+class _Sizes:
+    """Bytes of the tasks, to estimate buffers before owners are known.
 
+    Attributes:
+        share: a rank's share of the bytes of its largest group.
+        overlap: groups that a rank is part of, at most.
+    """
 
-def _buffer_bytes(work: _Work, count: int, slots: int) -> int:
-    """Estimate of the buffers of the busiest rank: a share of pieces and one of matrices for each slot."""
-    largest = 0
-    for group, tasks in _tasks_by_group(work).items():
-        share = sum(task.bytes for task in tasks) / len(work.groups[group]) / count
-        largest = max(largest, int(share) + max(int(share), max(task.bytes for task in tasks)))
-    return slots * largest
+    def __init__(self, work: _Work) -> None:
+        self._total, self._largest = [0] * len(work.groups), [0] * len(work.groups)
+        for task in work.tasks:
+            self._total[task.group] += task.bytes
+            self._largest[task.group] = max(self._largest[task.group], task.bytes)
+        self._shares = [total // len(group) for total, group in zip(self._total, work.groups, strict=True)]
+        groups_of: dict[int, list[int]] = {}
+        for index, group in enumerate(work.groups):
+            for rank in group:
+                groups_of.setdefault(rank, []).append(index)
+        self._memberships = {tuple(indices) for indices in groups_of.values()}
+        self.share = max(self._shares, default=0)
+        self.overlap = max((len(indices) for indices in self._memberships), default=1)
+
+    def buffers(self, count: int, slots: int) -> int:
+        """Estimate of the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
+        return max((self._buffers(indices, count, slots) for indices in self._memberships), default=0)
+
+    def _buffers(self, groups: Sequence[int], count: int, slots: int) -> int:
+        bucket = self.share // count
+        buckets = [min(self._shares[g], bucket) + max(min(self._shares[g], bucket), self._largest[g]) for g in groups]
+        counts = [max(1, round(count * self._shares[g] / self.share)) for g in groups]
+        everything = sum(n * size for n, size in zip(counts, buckets, strict=True))
+        return everything if slots >= sum(counts) else slots * max(buckets)
 
 
 def _buckets(
