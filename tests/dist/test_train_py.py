@@ -104,10 +104,18 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
     assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
 
 
-def test_mistake_on_two_ranks_is_said_once(tmp_path: Path) -> None:
-    """Both ranks find the mistake while they build the run; one of them must say it."""
-    process = start(TORCHRUN, tiny.write_recipe(tmp_path), "--checkpoint.load=no/such/folder")
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--checkpoint.load=no/such/folder", "no such folder"),
+        ("--training.seq_len=60000", "Training sequence length 60000 exceeds"),
+    ],
+)
+def test_mistake_on_two_ranks_is_said_once(word: str, expected: str, tmp_path: Path) -> None:
+    """A mistake of both ranks, before TorchTitan's trainer or inside it, must be said once, without traceback."""
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), word)
     shown = process.communicate(timeout=120)[0]
     assert process.returncode != 0
-    assert shown.count("no such folder") == 1
+    assert shown.count(expected) == 1
     assert "exitcode  : 2" in shown
+    assert "RecipeError" not in shown

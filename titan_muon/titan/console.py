@@ -1,8 +1,10 @@
 """What a run says on the console: rank 0's own words, and of TorchTitan's log what helps a user."""
 
 import logging
+import os
 import sys
 import warnings
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -39,7 +41,12 @@ def say(text: str) -> None:
 
 
 def say_error(error: Exception) -> None:
-    """Print an error on stderr once: by the first rank that meets it, which need not be rank 0."""
+    """Print an error of the user on stderr once: by the first rank that meets it, which need not be rank 0.
+
+    TorchTitan's trainer leaves its traceback for torchrun to print; that is withdrawn.
+    """
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
     try:
         first = dist.distributed_c10d._get_default_store().add("titan_muon/errors", 1) == 1
     except RuntimeError:

@@ -55,8 +55,12 @@ class StopSignals:
                     1, f"{self.name}: the run ends after this step or the next; another one ends it at once\n".encode()
                 )
         elif time.monotonic() - self._first > SAME_PRESS_SECONDS:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
+            self._end_now(number)
+
+    @staticmethod
+    def _end_now(number: int) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
     def begin_step(self) -> None:
         """Start asking the other ranks; called by every rank when a step begins."""

@@ -24,6 +24,7 @@ from titan_muon.titan.checkpoints import RunCheckpoints
 from titan_muon.titan.clip import GradientClip
 from titan_muon.titan.console import say, say_error, set_up_logging
 from titan_muon.titan.metrics import Metrics, StepReport
+from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.runs import Run, agree, begin, discard
 from titan_muon.titan.signals import StopSignals
@@ -39,9 +40,10 @@ class MuonTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-        """Whose gradients `training.max_norm` clips."""
+        """Whose gradients `training.max_norm` clips; `adamw` is also Adam."""
 
     config: Config
+    optimizers: HybridOptimizers
     checkpointer: RunCheckpoints
     metrics_processor: Metrics
 
@@ -49,7 +51,8 @@ class MuonTrainer(Trainer):
         super().__init__(config)
         self.timer = StepTimer(self.device)
         parameters = [p for part in self.model_parts for p in part.parameters()]
-        chosen = {"all": parameters, "none": [], "adamw": self.optimizers.parameters("adamw")}
+        adam = [*self.optimizers.parameters("adamw"), *self.optimizers.parameters("adam")]
+        chosen = {"all": parameters, "none": [], "adamw": adam}
         self.clip = GradientClip(
             parameters,
             chosen[config.clip],

@@ -1,11 +1,8 @@
-"""The loss on held-out documents, measured so that the training around it does not notice."""
+"""The loss on held-out documents. Its batches are the same at every validation and under every rank layout."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
@@ -13,11 +10,9 @@ from torchtitan.components.validate import Validator
 from titan_muon.titan.data import bytes_per_token, validation_steps
 from titan_muon.titan.metrics import Metrics
 
-ROUTER_STATISTIC = "tokens_per_expert_E"
-
 
 class HeldOutValidator(Validator):
-    """TorchTitan's validator at every `freq` steps, without its traces in the training."""
+    """TorchTitan's validator at every `freq` steps, kept out of the training's tokens and time."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
@@ -44,21 +39,5 @@ class HeldOutValidator(Validator):
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
         """Measure and report the loss. Every rank calls it."""
-        with self.metrics_processor.paused(), router_statistics_kept(model_parts):
+        with self.metrics_processor.paused():
             super().validate(model_parts, step)
-
-
-@contextmanager
-def router_statistics_kept(model_parts: list[nn.Module]) -> Iterator[None]:
-    """Restore afterwards what MoE routers counted so far.
-
-    Every forward adds to the counts, in evaluation too, and the next optimizer step moves the experts' biases by them.
-    """
-    buffers = [b for part in model_parts for name, b in part.named_buffers() if name.endswith(ROUTER_STATISTIC)]
-    before = [buffer.clone() for buffer in buffers]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, kept in zip(buffers, before, strict=True):
-                buffer.copy_(kept)

@@ -1,0 +1,163 @@
+"""Records, their file after a crash, and the lines on the console. No processes."""
+
+import json
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan import metrics  # noqa: E402
+from titan_muon.titan.metrics import JsonLines, Metrics, StepReport, cut_after, flatten  # noqa: E402
+from titan_muon.titan.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
+from titan_muon.titan.step_timer import StepTimer  # noqa: E402
+
+REPORT = StepReport(
+    step=10,
+    loss=2.5,
+    grad_norm=1.25,
+    tokens=5120,
+    lr={"muon": 2e-3, "adamw": 1e-3},
+    seconds={"data": 0.1, "forward_backward": 5.0, "clip": 0.4, "optimizer": 2.0},
+    memory=3 * 2**30,
+)
+
+
+@pytest.fixture
+def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    """The metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, as its first rank has them."""
+    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
+    config = Metrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
+    dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
+    built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})
+    built.num_flops_per_token = 100
+    built.start(5)
+    built.time_last_log -= 10.0
+    built.ntokens_since_last_log = 1280
+    return built
+
+
+def record(folder: Path) -> dict:
+    return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_step_is_recorded_and_shown(reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
+    reporter.log_step(REPORT)
+    found = record(tmp_path)
+    assert (found["step"], found["loss"], found["grad_norm"], found["tokens"]) == (10, 2.5, 1.25, 5120)
+    assert found["lr"] == {"muon": 2e-3, "adamw": 1e-3}
+    assert found["tokens_per_second"] == pytest.approx(256, rel=0.02)
+    assert found["time"]["step"] == pytest.approx(2.0, rel=0.02)
+    assert found["time"]["optimizer"] == 0.4
+    assert found["memory_gib"] == 3
+    assert "mfu" not in found, "there is no peak to compare a CPU with"
+    line = capsys.readouterr().out
+    assert line.startswith("step 10/20  loss 2.5000  grad 1.250  lr muon 2.00e-03 adamw 1.00e-03")
+    assert "3.00 GiB" in line
+    assert "0:00:20 left" in line
+
+
+def test_mfu_is_shown_on_gpus(reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """MFU is FLOPs done over those that all ranks could do."""
+    reporter.gpu_peak_flops = 12_800.0
+    reporter.log_step(REPORT)
+    assert record(tmp_path)["mfu"] == pytest.approx(256 * 100 / (4 * 12_800), rel=0.02)
+    assert "mfu 50" in capsys.readouterr().out
+
+
+def test_validation_is_recorded_in_bits_per_byte(
+    reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nats per token become bits per byte; where bytes are not counted the number must be absent, not wrong."""
+    reporter.log_validation(1.0, 10)
+    assert "bits_per_byte" not in record(tmp_path)
+    reporter.bytes_per_token = 2.0
+    reporter.log_validation(1.0, 10)
+    assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
+    assert "0.7213 bits per byte" in capsys.readouterr().out
+
+
+def test_pause_is_left_out_of_the_speed(reporter: Metrics) -> None:
+    """Time and tokens of a validation must not count as training."""
+    before = reporter.time_last_log
+    with reporter.paused():
+        reporter.ntokens_since_last_log += 999
+        time.sleep(0.05)
+    assert reporter.ntokens_since_last_log == 1280
+    assert reporter.time_last_log - before >= 0.05
+
+
+def test_first_and_last_steps_are_always_reported(reporter: Metrics) -> None:
+    """A run shorter than `log_freq` must still show its loss at both ends."""
+    assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20]
+    reporter.config.total_steps = 13
+    assert reporter.should_log(13)
+
+
+def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
+    """A process that dies must lose no record, so a record is in the file before it is closed."""
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.log({"loss": 1.0}, 7)
+    assert record(tmp_path) == {"step": 7, "loss": 1.0}
+    lines.close()
+
+
+def test_cut_keeps_what_came_before(tmp_path: Path) -> None:
+    """Later records and a torn last line must go; the seconds of the last record kept are where time goes on."""
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"step": 1, "loss": 2.0, "seconds": 1.5}, {"step": 2, "val_loss": 3.0}, {"step": 3, "seconds": 9.0}]
+    file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "l')
+    assert cut_after(file, 2) == 1.5
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2]
+    assert cut_after(tmp_path / "absent", 2) == 0.0
+
+
+def test_flatten_joins_paths() -> None:
+    """Nested metrics must become TensorBoard's tags."""
+    assert dict(flatten({"loss": 1, "lr": {"muon": 2}})) == {"loss": 1, "lr/muon": 2}
+
+
+def test_timer_adds_up_each_phase_and_forgets() -> None:
+    """Phases of several steps must be summed by name, and start from zero after they were read."""
+    timer = StepTimer(torch.device("cpu"))
+    for _ in range(2):
+        with timer.phase("clip"):
+            time.sleep(0.01)
+        with timer.phase("data"):
+            pass
+    seconds = timer.drain()
+    assert seconds["clip"] >= 0.02
+    assert seconds["data"] < seconds["clip"]
+    assert timer.drain() == {}
+
+
+def test_signal_stops_after_the_step_and_handlers_come_back() -> None:
+    """A signal inside the context must only be remembered; after it Python's own handling must be back."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals(None, announce=False) as stop:
+        stop.begin_step()
+        assert not stop.stop_after_step()
+        signal.raise_signal(signal.SIGTERM)
+        assert stop.stop_after_step()
+        assert stop.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_second_ctrl_c_ends_at_once_but_not_its_echo() -> None:
+    """What torchrun passes on within the same press must not kill; a press later must."""
+    with StopSignals(None, announce=False) as stop:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        stop._first -= SAME_PRESS_SECONDS
+        killed: list[int] = []
+        stop._end_now = killed.append  # type: ignore[method-assign]
+        signal.raise_signal(signal.SIGINT)
+    assert killed == [signal.SIGINT]
