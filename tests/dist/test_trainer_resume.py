@@ -43,6 +43,24 @@ def test_resumed_run_has_the_same_losses_to_the_last_digit(tmp_path: Path) -> No
     assert {s: validated[0][s] for s in shared} == {s: validated[1][s] for s in shared}
 
 
+def resumed_on_one_rank(rank: int, world_size: int, folder: Path) -> str:
+    batch = {"training__local_batch_size": 4 // world_size, "training__global_batch_size": 4}
+    steps = {2: 3, 1: 6}[world_size]
+    return train(tiny.recipe(folder, checkpoint__load="latest", training__steps=steps, **batch))
+
+
+def test_run_is_continued_on_another_number_of_ranks(tmp_path: Path) -> None:
+    """A checkpoint of 2 ranks must go on in 1 process with the next batch, and follow the run of 1 process."""
+    tiny.write_recipe(tmp_path)
+    folder = run_ranks(resumed_on_one_rank, 2, tmp_path)[0]
+    assert run_ranks(resumed_on_one_rank, 1, tmp_path)[0] == folder
+    (tmp_path / "runs").rename(tmp_path / "first_runs")
+    straight = run_ranks(resumed_on_one_rank, 1, tmp_path)[0]
+    resumed = tmp_path / "first_runs" / "tiny" / Path(folder).name
+    assert tiny.records(resumed, "loss") == pytest.approx(tiny.records(straight, "loss"), abs=2e-3)
+    assert tiny.records(resumed, "tokens") == tiny.records(straight, "tokens")
+
+
 def with_and_without_validation(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
     shared = {"training__steps": 4, "checkpoint__enable": "false", "lr_scheduler__warmup_steps": 0}
     return (
@@ -103,7 +121,7 @@ def test_torn_checkpoint_is_passed_over_and_a_garbled_one_is_named(tmp_path: Pat
     assert "step-6 is passed over: __0_0.distcp has" in shown
     assert "using step 3 instead" in shown
     run = next(path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
-    assert (run / "checkpoint" / "torn-6").is_dir(), "a torn checkpoint must be kept"
+    assert (run / "checkpoint" / "aside-6").is_dir(), "a torn checkpoint must be kept"
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5]
     assert "step-5" in message
     assert "cannot be loaded" in message

@@ -14,7 +14,7 @@ from titan_muon.titan import compat
 compat.install()
 
 from titan_muon.titan import metrics  # noqa: E402
-from titan_muon.titan.metrics import JsonLines, Metrics, StepReport, cut_after, flatten  # noqa: E402
+from titan_muon.titan.metrics import JsonLines, Metrics, StepReport, flatten, read_until  # noqa: E402
 from titan_muon.titan.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.step_timer import StepTimer  # noqa: E402
 
@@ -103,21 +103,18 @@ def test_first_and_last_steps_are_always_reported(reporter: Metrics) -> None:
 
 
 def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
-    """A process that dies must lose no record, so a record is in the file before it is closed."""
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.log({"loss": 1.0}, 7)
+    """A process that dies must lose no record, so a record is in the file as soon as it is logged."""
+    JsonLines(tmp_path / "metrics.jsonl").log({"loss": 1.0}, 7)
     assert record(tmp_path) == {"step": 7, "loss": 1.0}
-    lines.close()
 
 
-def test_cut_keeps_what_came_before(tmp_path: Path) -> None:
-    """Later records and a torn last line must go; the seconds of the last record kept are where time goes on."""
+def test_lines_until_a_step(tmp_path: Path) -> None:
+    """Later records and a torn last line must be left out; the seconds of the last record are where time goes on."""
     file = tmp_path / "metrics.jsonl"
     lines = [{"step": 1, "loss": 2.0, "seconds": 1.5}, {"step": 2, "val_loss": 3.0}, {"step": 3, "seconds": 9.0}]
     file.write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 4, "l')
-    assert cut_after(file, 2) == 1.5
-    assert [json.loads(line) for line in file.read_text().splitlines()] == lines[:2]
-    assert cut_after(tmp_path / "absent", 2) == 0.0
+    assert read_until(file, 2) == ([json.dumps(line) + "\n" for line in lines[:2]], 1.5)
+    assert read_until(tmp_path / "absent", 2) == ([], 0.0)
 
 
 def test_flatten_joins_paths() -> None:

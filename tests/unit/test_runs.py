@@ -9,12 +9,12 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon.titan import compat
-from titan_muon.titan.recipe import RecipeError, load
+from titan_muon.titan.recipe import Recipe, RecipeError, load
 
 compat.install()
 
 from titan_muon.titan.checkpoints import flaw, saved_steps  # noqa: E402
-from titan_muon.titan.runs import Run, discard, open_run  # noqa: E402
+from titan_muon.titan.runs import Run, begin, discard, open_run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,9 +25,15 @@ def save(folder: Path, *steps: int, full: bool = True) -> None:
         dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
+def start(recipe: Recipe) -> Run:
+    run = open_run(recipe)
+    begin(run, recipe)
+    return run
+
+
 def finished_run(folder: Path, *steps: int) -> Path:
     """A run folder of the tiny recipe with checkpoints and a metrics file of 9 steps."""
-    run = Path(open_run(tiny.recipe(folder)).folder)
+    run = Path(start(tiny.recipe(folder)).folder)
     save(run, *steps)
     lines = [json.dumps({"step": step, "loss": 1.0, "seconds": 2.0 * step}) for step in range(1, 10)]
     (run / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 10, "lo')
@@ -71,7 +77,7 @@ def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
 def test_other_folders_are_no_steps(tmp_path: Path) -> None:
     """Only `step-N` is a checkpoint, not what was set aside or lies around."""
     save(tmp_path, 3, 10)
-    (tmp_path / "checkpoint" / "torn-12").mkdir()
+    (tmp_path / "checkpoint" / "aside-12").mkdir()
     (tmp_path / "checkpoint" / "step-11.bak").mkdir()
     (tmp_path / "checkpoint" / "step-13").write_text("a file")
     assert saved_steps(tmp_path / "checkpoint") == [10, 3]
@@ -80,7 +86,7 @@ def test_other_folders_are_no_steps(tmp_path: Path) -> None:
 
 def test_new_runs_never_share_a_folder(tmp_path: Path) -> None:
     """Two runs begun in the same second must get two folders, each with the recipe."""
-    runs = [open_run(tiny.recipe(tmp_path)) for _ in range(3)]
+    runs = [start(tiny.recipe(tmp_path)) for _ in range(3)]
     assert len({run.folder for run in runs}) == 3
     for run in runs:
         assert load(Path(run.folder) / "recipe.toml") == tiny.recipe(tmp_path)
@@ -92,24 +98,24 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     run = finished_run(tmp_path, 3, 6, 9)
     open_run(tiny.recipe(tmp_path))
     shard(run / "checkpoint" / "step-9").unlink()
-    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert found == Run(str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
+    found = start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0)
     assert "step-9 is passed over: __0_0.distcp is missing; using step 6 instead" in capsys.readouterr().out
-    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["step-3", "step-6", "torn-9"]
+    assert sorted(path.name for path in (run / "checkpoint").iterdir()) == ["aside-9", "step-3", "step-6"]
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first start of a job that always asks for `latest` must be a new run."""
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
-    assert found.is_new
+    assert found == Run(found.folder)
     assert "starting anew" in capsys.readouterr().out
 
 
 def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
     """Going back to a step must not overwrite what the run computed after it."""
     run = finished_run(tmp_path, 3, 6, 9)
-    found = open_run(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
+    found = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3))
     assert found.folder != str(run)
     assert (found.checkpoint, found.step, found.seconds) == (str(run / "checkpoint" / "step-3"), 3, 6.0)
     assert list(tiny.records(found.folder, "loss")) == [1, 2, 3]
@@ -121,7 +127,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     """A run continued with another recipe must keep the one that it had."""
     run = finished_run(tmp_path, 3)
     changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=12)
-    open_run(changed)
+    start(changed)
     assert load(run / "recipe.toml") == changed
     assert load(run / "recipe-until-step-3.toml") == tiny.recipe(tmp_path)
 
@@ -151,10 +157,12 @@ def test_what_cannot_be_continued_is_one_clear_error(tmp_path: Path, values: dic
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
-    """A run that cannot begin must take its new folder away, and leave a continued one."""
+    """A run that cannot begin must take its new folder away, and leave a continued one as it was."""
     run = finished_run(tmp_path, 3)
-    discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest")))
-    assert run.is_dir()
+    kept = (run / "metrics.jsonl").read_text()
+    discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=12)))
+    assert (run / "metrics.jsonl").read_text() == kept
+    assert load(run / "recipe.toml") == tiny.recipe(tmp_path)
     new = open_run(tiny.recipe(tmp_path))
     discard(new)
     assert not Path(new.folder).exists()

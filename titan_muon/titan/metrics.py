@@ -55,18 +55,15 @@ class StepReport:
 
 
 class JsonLines(BaseLogger):
-    """Appends records to a file, one JSON object a line."""
+    """Appends records to a file, one JSON object a line, and closes it after each."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = path.open("a", encoding="utf-8")
+        self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
-        self.file.flush()
-
-    def close(self) -> None:
-        self.file.close()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class TensorBoard(BaseLogger):
@@ -106,26 +103,29 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield prefix + key, value
 
 
-def cut_after(path: Path, step: int) -> float:
-    """Take the records of later steps than `step`, and a torn last line, out of a metrics file.
+def read_until(path: Path, step: int) -> tuple[list[str], float]:
+    """The lines of a metrics file up to `step`, and the seconds that the run had taken at the last of them.
 
-    Returns the seconds that the run had taken at the last record kept, 0 if there is none.
+    Nothing if there is no file. A line that a crash has torn is left out.
     """
-    if not path.is_file():
-        return 0.0
-    kept, seconds = [], 0.0
-    for line in path.read_text(encoding="utf-8").splitlines():
+    lines: list[str] = []
+    seconds = 0.0
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
             continue
         if record["step"] <= step:
-            kept.append(line + "\n")
+            lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
+    return lines, seconds
+
+
+def write_lines(path: Path, lines: list[str]) -> None:
+    """Replace a metrics file in one stroke."""
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.write_text("".join(lines), encoding="utf-8")
     os.replace(temporary, path)
-    return seconds
 
 
 class Metrics(MetricsProcessor):

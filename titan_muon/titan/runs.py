@@ -5,13 +5,13 @@ Rank 0 decides and touches the disk; the other ranks are told (`agree`).
 
 import shutil
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titan_muon.titan.checkpoints import checkpoint_path, flaw, saved_steps
-from titan_muon.titan.metrics import METRICS_FILE, cut_after
+from titan_muon.titan.metrics import METRICS_FILE, read_until, write_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
 RECIPE_FILE = "recipe.toml"
@@ -25,17 +25,17 @@ class Run:
 
     Attributes:
         folder: its folder, absolute.
-        checkpoint: checkpoint to load, absolute; None for a new run.
+        source: the run folder that it continues, `folder` itself or another; None if it starts anew.
+        checkpoint: checkpoint to load, in `source`.
         step: steps already done.
         seconds: that those steps took.
-        is_new: whether the folder was made for it.
     """
 
     folder: str
+    source: str | None = None
     checkpoint: str | None = None
     step: int = 0
     seconds: float = 0.0
-    is_new: bool = False
 
 
 def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
@@ -60,26 +60,47 @@ def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
 
 
 def open_run(recipe: Recipe) -> Run:
-    """Make or reopen the folder that `checkpoint.load` asks for, with the recipe in it.
+    """The run that `checkpoint.load` asks for. A new run's folder is made; nothing else is touched.
 
     Raises RecipeError if `checkpoint.load` names a folder or a step from which no run can be continued.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
-    source = _source(recipe, runs)
-    run = _new_run(runs) if source is None else _continued(recipe, *source, runs)
-    _write_recipe(Path(run.folder), to_toml(recipe), run.step)
-    return run
+    found = _source(recipe, runs)
+    if found is None:
+        return Run(str(_new_folder(runs)))
+    source, step = found
+    checkpoints = source / recipe.checkpoint.folder
+    checkpoint = checkpoint_path(checkpoints, step)
+    if "train_state" in recipe.checkpoint.exclude_from_loading:
+        return Run(str(_new_folder(runs)), str(source), str(checkpoint))
+    # After an earlier step a run goes on in a new folder, so what it computed after that step is not overwritten.
+    goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
+    folder = _new_folder(runs) if goes_back else source
+    _, seconds = read_until(source / METRICS_FILE, step)
+    return Run(str(folder), str(source), str(checkpoint), step, seconds)
 
 
-def begin(run: Run) -> None:
-    """Name the run's folder in the file `latest` beside it; called on rank 0 when training begins."""
+def begin(run: Run, recipe: Recipe) -> None:
+    """Ready the folder for the first step; called on rank 0 when nothing can be refused any more.
+
+    Writes the recipe and the file `latest`, takes over the metrics up to `run.step`, and sets aside what was saved for
+    later steps but cannot be continued.
+    """
     folder = Path(run.folder)
+    _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    if run.source is not None:
+        lines, _ = read_until(Path(run.source) / METRICS_FILE, run.step)
+        write_lines(folder / METRICS_FILE, lines)
+    if run.source == run.folder:
+        checkpoints = folder / recipe.checkpoint.folder
+        for step in _later(checkpoints, run.step):
+            _set_aside(checkpoint_path(checkpoints, step), step)
 
 
 def discard(run: Run) -> None:
-    """Remove the folder of a new run that could not begin; called on rank 0. A continued run is left alone."""
-    if run.is_new:
+    """Remove the folder of a run that could not begin; called on rank 0. A folder that is continued is left alone."""
+    if run.source != run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
 
 
@@ -148,43 +169,26 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
     return step
 
 
-def _new_run(runs: Path) -> Run:
+def _new_folder(runs: Path) -> Path:
     """A folder named after the time, or with a number behind it if that one is taken."""
     name, number = time.strftime(FORMAT), 1
     while True:
         folder = runs / (name if number == 1 else f"{name}-{number}")
         try:
             folder.mkdir(parents=True)
-            return Run(str(folder), is_new=True)
+            return folder
         except FileExistsError:
             number += 1
 
 
-def _continued(recipe: Recipe, folder: Path, step: int, runs: Path) -> Run:
-    """The same folder again after its newest whole checkpoint; a new one beside it after an earlier one.
-
-    So what a run has computed after the step that is loaded is never overwritten.
-    """
-    checkpoints = folder / recipe.checkpoint.folder
-    source = checkpoint_path(checkpoints, step)
-    later = [other for other in saved_steps(checkpoints) if other > step]
-    if "train_state" in recipe.checkpoint.exclude_from_loading:
-        return replace(_new_run(runs), checkpoint=str(source))
-    if any(flaw(checkpoint_path(checkpoints, other)) is None for other in later):
-        fork = _new_run(runs)
-        metrics = Path(fork.folder) / METRICS_FILE
-        if (folder / METRICS_FILE).is_file():
-            shutil.copy(folder / METRICS_FILE, metrics)
-        return replace(fork, checkpoint=str(source), step=step, seconds=cut_after(metrics, step))
-    for other in later:
-        _set_aside(checkpoint_path(checkpoints, other), other)
-    return Run(str(folder), str(source), step, cut_after(folder / METRICS_FILE, step))
+def _later(checkpoints: Path, step: int) -> list[int]:
+    return [other for other in saved_steps(checkpoints) if other > step]
 
 
 def _set_aside(checkpoint: Path, step: int) -> None:
-    """Rename a torn checkpoint, so that its step can be saved into an empty folder."""
+    """Rename a checkpoint that is no use for going on, so that its step can be saved into an empty folder."""
     number = 1
-    while (target := checkpoint.with_name(f"torn-{step}" + (f"-{number}" if number > 1 else ""))).exists():
+    while (target := checkpoint.with_name(f"aside-{step}" + (f"-{number}" if number > 1 else ""))).exists():
         number += 1
     checkpoint.rename(target)
 

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,7 @@ class MuonTrainer(Trainer):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.timer = StepTimer(self.device)
+        self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
         adam = [*self.optimizers.parameters("adamw"), *self.optimizers.parameters("adam")]
         chosen = {"all": parameters, "none": [], "adamw": adam}
@@ -63,6 +64,20 @@ class MuonTrainer(Trainer):
     def init_distributed(self) -> ParallelDims:
         """The degrees on the process group that is already there."""
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
+
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on since the run began, over all ranks; each rank of a step takes equally many."""
+        dims = self.parallel_dims
+        return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts that mean the same on any number of ranks."""
+        return {"step": self.step, "ntokens_seen": self.tokens}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the counts."""
+        self.step, self.tokens_before, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"], 0
 
     def train(self, stop: StopSignals) -> None:
         """Train until the last step, or until `stop` was asked for; then save."""
@@ -152,13 +167,12 @@ class MuonTrainer(Trainer):
 
         Raises RuntimeError if the loss or the gradient is not finite.
         """
-        sums = torch.stack([loss.double(), loss.new_tensor(self.ntokens_seen, dtype=torch.float64)])
+        loss = loss.double()
         if self.parallel_dims.dp_cp_enabled:
-            sums = dist_utils.dist_sum_tensor(sums, self.parallel_dims.get_mesh("loss"))
+            loss = dist_utils.dist_sum_tensor(loss, self.parallel_dims.get_mesh("loss"))
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        mean_loss, tokens = sums.tolist()
-        norm = float(grad_norm.item())
+        mean_loss, norm = float(loss.item()), float(grad_norm.item())
         if not math.isfinite(mean_loss + norm):
             raise RuntimeError(
                 f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
@@ -169,7 +183,7 @@ class MuonTrainer(Trainer):
                 step=self.step,
                 loss=mean_loss,
                 grad_norm=norm,
-                tokens=int(tokens),
+                tokens=self.tokens,
                 lr=rates,
                 seconds=self.timer.drain(),
                 memory=int(peak.item()),
@@ -246,7 +260,7 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
     if dist.get_rank() == 0:
-        begin(run)
+        begin(run, recipe)
     _say_start(trainer, run)
     return trainer
 
