@@ -122,7 +122,8 @@ class Muon(Optimizer):
         if not self._members:
             raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
         self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
-        self.plan = make_plan([planned(m.fqn, m.parameter) for m in self._members], self._flops, self._options)
+        steps = [m.group["ns_steps"] for m in self._members]
+        self.plan = plan_step([(m.fqn, m.parameter) for m in self._members], steps, self._options)
         geometries = Geometries(self.plan.parameters)
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, member in enumerate(self._members):
@@ -148,9 +149,6 @@ class Muon(Optimizer):
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 yield Member(fqn, parameter, state["momentum_buffer"], group)
-
-    def _flops(self, parameter: int, rows: int, cols: int) -> int:
-        return standard_flops(rows, cols, self._members[parameter].group["ns_steps"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -261,6 +259,15 @@ class Muon(Optimizer):
         """Elements of the largest matrix that this rank orthogonalizes."""
         mine = [item.matrix for item in self._program.home] + [m for run in self._program.runs for m in run.matrices]
         return max((self.plan.matrices[matrix].numel for matrix in mine), default=0)
+
+
+def plan_step(named: Sequence[tuple[str, Tensor]], ns_steps: Sequence[int], options: PlanOptions) -> Plan:
+    """The plan of a Muon step on these (name, parameter) pairs, each with its number of Newton-Schulz steps.
+
+    Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated.
+    """
+    parameters = [planned(fqn, tensor) for fqn, tensor in named]
+    return make_plan(parameters, lambda index, rows, cols: standard_flops(rows, cols, ns_steps[index]), options)
 
 
 def _check_group(group: dict[str, Any]) -> None:

@@ -430,15 +430,16 @@ def test_hf_tokenizer_marks_both_ends_of_every_document(data, tmp_path, marks):
     ids = tokenizer.document("0707")
     assert (ids[0], ids[-1]) == (opening, closing)
     assert tokenizer.decode(ids[1:-1]) == "0707"
-    assert vocab_size(hf) == max(opening, closing) + 1
+    assert tokenizer.get_vocab_size() == max(opening, closing) + 1
+    assert vocab_size(hf) is None, "the model brings its own"
     assert isinstance(build(hf), PackedDataLoader)
 
 
 def test_hf_tokenizer_needs_its_file_and_a_mark(data, tmp_path):
     with pytest.raises(RecipeError, match=r"data\.tokenizer_path.*tokenizer\.json"):
-        vocab_size(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path)))
+        tokenizer_config(dataclasses.replace(data, tokenizer="hf", tokenizer_path=str(tmp_path))).build()
     with pytest.raises(RecipeError, match="neither bos_token nor eos_token"):
-        vocab_size(save_hf_tokenizer(data, tmp_path / "hf", {}))
+        tokenizer_config(save_hf_tokenizer(data, tmp_path / "hf", {})).build()
 
 
 def test_hf_source_is_torchtitans_own_loader():

@@ -73,6 +73,7 @@ CONSTRAINTS: Mapping[str, Constraint] = {
     "data.dataset": TEXT,
     "data.validation_fraction": DECAY,
     "data.vocab_size": at_least(258),
+    "model.vocab_size": at_least(1),
     "data.seed": NOT_NEGATIVE,
     "data.cache": TEXT,
     "training.local_batch_size": COUNT,

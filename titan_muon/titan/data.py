@@ -126,13 +126,9 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
     return PackedDataLoader.Config(dataset=data.source, corpus=CorpusSource(Documents(data)), validation=validation)
 
 
-def vocab_size(data: Data) -> int:
-    """Token ids that the model must embed, marks included. Trains nothing; reads a file for tokenizer `hf` only."""
-    if data.tokenizer == "bytes":
-        return BYTES + MARKS
-    if data.tokenizer == "bpe":
-        return data.vocab_size
-    return tokenizer_config(data).build().get_vocab_size()
+def vocab_size(data: Data) -> int | None:
+    """Token ids that the model must embed, marks included; None for `hf`, whose model brings its own vocabulary."""
+    return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
 def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer) -> float | None:

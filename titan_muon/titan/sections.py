@@ -19,6 +19,9 @@ class Model:
     flavor: str = "moe_tiny"
     """Size of the family, by its name in that module."""
 
+    vocab_size: int | None = None
+    """Rows of embedding and head; absent, the tokenizer's for `bytes` and `bpe` and the flavor's own for `hf`."""
+
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
     """Inner attention. `auto` is `flex` on GPUs and `dense` (SDPA with the packed documents' mask) on the CPU."""
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools import utils as device_utils
 from torchtitan.trainer import Trainer
 
@@ -49,6 +50,7 @@ class MuonTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        self._check_vocabulary()
         self.timer = StepTimer(self.device)
         self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -60,6 +62,14 @@ class MuonTrainer(Trainer):
             max_norm=config.training.max_norm,
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
         )
+
+    def _check_vocabulary(self) -> None:
+        """Raise RecipeError if the tokenizer has tokens that the model cannot embed."""
+        tokens, rows = self.tokenizer.get_vocab_size(), decoder_vocab_size(self.config.model_spec)
+        if tokens > rows:
+            raise RecipeError(
+                f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
+            )
 
     def init_distributed(self) -> ParallelDims:
         """The degrees on the process group that is already there."""
@@ -165,7 +175,7 @@ class MuonTrainer(Trainer):
     def _report(self, loss: torch.Tensor, grad_norm: torch.Tensor, rates: dict[str, float]) -> None:
         """Gather the step's numbers from all ranks and report them. Waits for the device.
 
-        Raises RuntimeError if the loss or the gradient is not finite.
+        Raises FloatingPointError if the loss or the gradient is not finite.
         """
         loss = loss.double()
         if self.parallel_dims.dp_cp_enabled:
@@ -173,11 +183,6 @@ class MuonTrainer(Trainer):
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         mean_loss, norm = float(loss.item()), float(grad_norm.item())
-        if not math.isfinite(mean_loss + norm):
-            raise RuntimeError(
-                f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
-                "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
-            )
         self.metrics_processor.log_step(
             StepReport(
                 step=self.step,
@@ -189,6 +194,11 @@ class MuonTrainer(Trainer):
                 memory=int(peak.item()),
             )
         )
+        if not math.isfinite(mean_loss + norm):
+            raise FloatingPointError(
+                f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
+                "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
+            )
 
 
 def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
@@ -202,8 +212,8 @@ def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
 def run(recipe: Recipe) -> int:
     """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
 
-    0 if training ended or was asked to, 2 if the user has to correct something, which is said once. Anything else
-    raises.
+    0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
+    once. Anything else raises.
     """
     compat.single_process_environment()
     set_up_logging()
@@ -212,9 +222,9 @@ def run(recipe: Recipe) -> int:
     code = 0
     try:
         train(recipe)
-    except RecipeError as error:
+    except (RecipeError, FloatingPointError) as error:
         say_error(error)
-        code = 2
+        code = 2 if isinstance(error, RecipeError) else 1
     dist.destroy_process_group()
     # Without this the interpreter walks every object of PyTorch once more while it exits, which takes seconds.
     gc.freeze()
@@ -230,7 +240,6 @@ def train(recipe: Recipe) -> str:
     check_degrees(recipe, world)
     group = dist.new_group(backend="gloo") if world > 1 else None
     run = agree(recipe, group)
-    say(f"run {run.folder}")
     trainer = _prepare(recipe, run)
     try:
         with StopSignals(group, announce=dist.get_rank() == 0) as stop:
@@ -267,6 +276,7 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
 
 def _say_start(trainer: MuonTrainer, run: Run) -> None:
     steps = trainer.config.training.steps
+    say(f"run {run.folder}")
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:

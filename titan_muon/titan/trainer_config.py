@@ -14,6 +14,7 @@ from torchtitan.config.configs import (
     TrainingConfig,
 )
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.profiler import Profiler
 
 from models import model_spec
@@ -43,8 +44,9 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
-    vocabulary = vocab_size(recipe.data)
-    spec = model_spec(recipe.model.name, recipe.model.flavor, vocab_size=vocabulary, attention=recipe.model.attention)
+    model = recipe.model
+    vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
+    spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     return {
         "model_spec": with_placement(spec, recipe.placement, recipe.parallelism),
         "dump_folder": run.folder,
@@ -66,7 +68,7 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
         "validator": validator_config(recipe),
         "profiler": _same_keys(Profiler.Config, recipe.profiler),
         "debug": _same_keys(DebugConfig, recipe.debug, enable_structured_logging=False),
-        "loss": loss_config(recipe.training, recipe.parallelism, vocabulary),
+        "loss": loss_config(recipe.training, recipe.parallelism, decoder_vocab_size(spec)),
     }
 
 
