@@ -104,6 +104,18 @@ def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: s
     assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
 
 
+def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
+    """A loss that is no number must end the run with what to do, after that step is recorded."""
+    words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
+    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, shown
+    assert "Lower the learning rates" in shown
+    assert shown.count("error: ") == 1
+    assert "Traceback" not in shown
+    assert max(tiny.records(run_folder(tmp_path), "loss")) < 6
+
+
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
