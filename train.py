@@ -14,9 +14,9 @@ def main(command: Command) -> int:
 
     compat.install()
     if command.dry_run:
-        from titan_muon.titan import dry_run
+        from titan_muon.titan.dry_run import report
 
-        dry_run.report(command.recipe, command.world_size, full=command.full, json=command.json)
+        report(command.recipe, command.world_size, full=command.full, json=command.json)
         return 0
     from titan_muon.titan import trainer
 

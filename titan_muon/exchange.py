@@ -61,10 +61,11 @@ class Load:
         self.packed = {parked.matrix: parked.view for parked in _parked(gathering.home, slot.home)}
         own = run.bucket.exchange == "all_to_all"
         self.sources = self._by_matrix(gathering, slot.inbox, slot.home, rank, own)
-        if returning is None:
-            self.targets = {parked.matrix: (parked,) for parked in self.stored}
-        else:
-            self.targets = self._by_matrix(returning, slot.outbox, slot.home, rank, own)
+        self.targets: dict[int, tuple[Parked, ...]] = (
+            {parked.matrix: (parked,) for parked in self.stored}
+            if returning is None
+            else self._by_matrix(returning, slot.outbox, slot.home, rank, own)
+        )
         self.cleared = slot.outbox if run.bucket.exchange == "all_gather_reduce_scatter" else None
 
     def _by_matrix(self, leg: Leg, buffer: Tensor, home: Tensor, rank: int, own: bool) -> dict[int, tuple[Parked, ...]]:
@@ -206,11 +207,19 @@ def _groups(program: Program) -> dict[tuple[int, ...], dist.ProcessGroup]:
         ranks = run.bucket.group
         if ranks in groups:
             continue
-        if len(ranks) == dist.get_world_size():
-            groups[ranks] = dist.group.WORLD
-        else:
-            groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        groups[ranks] = _world() if len(ranks) == dist.get_world_size() else _subgroup(ranks)
     return groups
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default process group is there when ranks meet"
+    return world
+
+
+def _subgroup(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A group that only its own ranks take part in making."""
+    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
 
 
 def _host_group(plan: Plan, program: Program) -> dist.ProcessGroup | None:
@@ -219,8 +228,8 @@ def _host_group(plan: Plan, program: Program) -> dist.ProcessGroup | None:
         return None
     ranks = sorted({rank for bucket in plan.buckets for rank in bucket.group})
     if dist.get_backend() == "gloo" and len(ranks) == dist.get_world_size():
-        return dist.group.WORLD
-    return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return _world()
+    return _subgroup(ranks, "gloo")
 
 
 def _compare_digests(plan: Plan, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:

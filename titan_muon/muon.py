@@ -7,7 +7,8 @@ gather, orthogonalize, return, apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,18 +17,24 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import update
-from .exchange import Exchange
+from .exchange import Exchange, Load, Parked
 from .layouts import local
-from .matrices import planned
+from .matrices import Split, check_splits, planned
 from .orthogonalize import coefficients, reference
 from .plan.buckets import prefetch
-from .plan.cost import standard_flops
-from .plan.planner import Geometries, PlanOptions, make_plan
+from .plan.cost import Link, standard_flops
+from .plan.layout import Geometries
+from .plan.planner import PlanOptions, make_plan
 from .plan.program import Home, make_program
 from .plan.types import Piece, Plan
 from .storage import Member, Storage, check_storage, spans, storage_of
 
-WIRE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WIRE_DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+STATE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Muon(Optimizer):
@@ -53,6 +60,11 @@ class Muon(Optimizer):
         replicas: whether copies `split` the work, repeat it (`redundant`), or `auto`.
         buffer_bytes: most bytes of exchange buffers on this rank, or None for the smallest that cost no balance.
         wire_dtype: of the elements in transit; `bfloat16` loses nothing, since Newton-Schulz starts and ends in it.
+        split: which parameters are cut into several matrices (heads, fused projections), see `matrices.Split`.
+        missing_grad: a parameter without a gradient on some rank is an `error` on all, or all `skip` it in this step.
+        release_grads: set each gradient to None once it is packed, to free its memory within the step.
+        state_dtype: of the momentum, `float32` or `bfloat16`.
+        link: what communication costs, for `auto`.
 
     Raises:
         ValueError: at construction, for parameters without names, that are no matrices, on the meta device, or given
@@ -80,6 +92,11 @@ class Muon(Optimizer):
         replicas: str = "split",
         buffer_bytes: int | None = None,
         wire_dtype: str = "bfloat16",
+        split: Sequence[Split] = (),
+        missing_grad: str = "error",
+        release_grads: bool = False,
+        state_dtype: str = "float32",
+        link: Link | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -93,10 +110,19 @@ class Muon(Optimizer):
         }
         if orthogonalize != "reference":
             raise ValueError(f"muon.orthogonalize = {orthogonalize!r} is not known; the only algorithm is 'reference'")
-        if wire_dtype not in WIRE_DTYPES:
-            raise ValueError(f"muon.wire_dtype = {wire_dtype!r} is not one of {', '.join(WIRE_DTYPES)}")
-        self._wire_dtype = WIRE_DTYPES[wire_dtype]
-        self._options = PlanOptions(exchange, owners, replicas, buffer_bytes, self._wire_dtype.itemsize)
+        for name, value, known in (
+            ("wire_dtype", wire_dtype, WIRE_DTYPES),
+            ("state_dtype", state_dtype, STATE_DTYPES),
+            ("missing_grad", missing_grad, ("error", "skip")),
+        ):
+            if value not in known:
+                raise ValueError(f"muon.{name} = {value!r} is not one of {', '.join(known)}")
+        self._wire_dtype, self._state_dtype = WIRE_DTYPES[wire_dtype], STATE_DTYPES[state_dtype]
+        self._splits = tuple(split)
+        self._skips_missing, self._releases = missing_grad == "skip", release_grads
+        self._options = PlanOptions(
+            exchange, owners, replicas, buffer_bytes, self._wire_dtype.itemsize, Link() if link is None else link
+        )
         self._built = False
         super().__init__(params, defaults)
         self._build()
@@ -123,7 +149,8 @@ class Muon(Optimizer):
             raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
         self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
         steps = [m.group["ns_steps"] for m in self._members]
-        self.plan = plan_step([(m.fqn, m.parameter) for m in self._members], steps, self._options)
+        named = [(m.fqn, m.parameter) for m in self._members]
+        self.plan = plan_step(named, steps, self._options, self._splits)
         geometries = Geometries(self.plan.parameters)
         rank = dist.get_rank() if dist.is_initialized() else 0
         for index, member in enumerate(self._members):
@@ -132,7 +159,16 @@ class Muon(Optimizer):
         device = local(self._members[0].parameter).device
         self.exchange = Exchange(self.plan, self._program, device, self._wire_dtype)
         self._workspace = torch.empty(self._largest(), device=device, dtype=self._wire_dtype)
+        self._last_bucket = self._last_buckets()
         self._built = True
+
+    def _last_buckets(self) -> dict[int, int]:
+        """The last of this rank's buckets that has a piece of each parameter."""
+        return {
+            self.plan.matrices[parked.matrix].parameter: index
+            for index, load in enumerate(self.exchange.loads)
+            for parked in load.stored
+        }
 
     def _make_members(self) -> Iterable[Member]:
         seen: set[str] = set()
@@ -147,7 +183,9 @@ class Muon(Optimizer):
                     raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                    state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self._state_dtype)
+                # Optimizer.load_state_dict gives state the parameter's dtype.
+                state["momentum_buffer"] = state["momentum_buffer"].to(self._state_dtype)
                 yield Member(fqn, parameter, state["momentum_buffer"], group)
 
     @torch.no_grad()
@@ -171,6 +209,7 @@ class Muon(Optimizer):
             self._gather(index, storage)
         for item in self._program.home:
             self._at_home(item, storage)
+        self._release(self._program.home, storage, index=-1)
         for index in range(count):
             if index + ahead < count:
                 if index + ahead >= slots:
@@ -181,25 +220,38 @@ class Muon(Optimizer):
             self._apply(index, storage)
         return loss
 
-    def _check(self) -> tuple[Storage, ...]:
-        """Stage 1: a gradient for every parameter, on all ranks, or a ValueError on all of them."""
+    def _check(self) -> list[Storage | None]:
+        """Stage 1: all gradients. A missing one is an error on all ranks, or skipped on all of them (None)."""
         missing = [member.parameter.grad is None for member in self._members]
         anywhere = self.exchange.any_rank(missing)
-        if any(anywhere):
+        if any(anywhere) and not self._skips_missing:
             names = [member.fqn for member, flag in zip(self._members, anywhere, strict=True) if flag]
             raise ValueError(
                 f"no gradient for {', '.join(names[:5])}{' ...' if len(names) > 5 else ''} on "
                 f"{'this' if any(missing) else 'another'} rank: use the parameter in the loss, freeze it "
-                "before building Muon (requires_grad = False), or give it to another optimizer"
+                "(requires_grad = False) before building Muon, give it to another optimizer, or skip it in such steps "
+                "(muon.missing_grad = 'skip')"
             )
-        return tuple(storage_of(m, p) for m, p in zip(self._members, self.plan.parameters, strict=True))
+        members = zip(self._members, self.plan.parameters, anywhere, strict=True)
+        return [None if absent else storage_of(member, planned_as) for member, planned_as, absent in members]
 
-    def _gather(self, index: int, storage: Sequence[Storage]) -> None:
+    def _gather(self, index: int, storage: list[Storage | None]) -> None:
         """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
         load = self.exchange.loads[index]
         for parked in load.stored:
             self._momentum(parked.matrix, parked.piece, storage, load.packed.get(parked.matrix))
+        self._release(load.stored, storage, index)
         self.exchange.gather(index)
+
+    def _release(self, read: Sequence[Parked | Home], storage: list[Storage | None], index: int) -> None:
+        """Drop the gradients whose last piece was read in bucket `index`, or at home (-1)."""
+        if not self._releases:
+            return
+        for parameter in {self.plan.matrices[item.matrix].parameter for item in read}:
+            stored = storage[parameter]
+            if stored is not None and self._last_bucket.get(parameter, -1) == index:
+                storage[parameter] = replace(stored, grad=None)
+                self._members[parameter].parameter.grad = None
 
     def _orthogonalize(self, index: int) -> None:
         """Stages 4 and 5: make each owned matrix whole, orthogonalize it, and send its pieces back."""
@@ -208,44 +260,52 @@ class Muon(Optimizer):
         if load.cleared is not None:
             load.cleared.zero_()
         for matrix in load.matrices:
-            whole = self._whole(matrix)
-            for source in load.sources[matrix]:
-                for span in spans(source.piece):
-                    whole[span.whole].copy_(source.view[span.piece])
-            result = self._newton_schulz(matrix, whole)
-            for target in load.targets[matrix]:
-                for span in spans(target.piece):
-                    target.view[span.piece].copy_(result[span.whole])
+            self._orthogonalize_one(matrix, load)
         self.exchange.return_(index)
 
-    def _apply(self, index: int, storage: Sequence[Storage]) -> None:
+    def _orthogonalize_one(self, matrix: int, load: Load) -> None:
+        whole = self._whole(matrix)
+        for source in load.sources[matrix]:
+            for span in spans(source.piece):
+                whole[span.whole].copy_(source.view[span.piece])
+        result = self._newton_schulz(matrix, whole)
+        for target in load.targets[matrix]:
+            for span in spans(target.piece):
+                target.view[span.piece].copy_(result[span.whole])
+
+    def _apply(self, index: int, storage: Sequence[Storage | None]) -> None:
         """Stage 6: decay each stored piece and add its update."""
         self.exchange.wait(index)
         for parked in self.exchange.loads[index].stored:
             self._update(parked.matrix, parked.piece, parked.view, storage)
 
-    def _at_home(self, item: Home, storage: Sequence[Storage]) -> None:
+    def _at_home(self, item: Home, storage: Sequence[Storage | None]) -> None:
         """Stages 2, 4 and 6 of a matrix that is whole here."""
         whole = self._whole(item.matrix)
         self._momentum(item.matrix, item.piece, storage, whole)
         self._update(item.matrix, item.piece, self._newton_schulz(item.matrix, whole), storage)
 
-    def _momentum(self, matrix: int, piece: Piece, storage: Sequence[Storage], into: Tensor | None) -> None:
+    def _momentum(self, matrix: int, piece: Piece, storage: Sequence[Storage | None], into: Tensor | None) -> None:
         parameter = self.plan.matrices[matrix].parameter
         group, stored = self._members[parameter].group, storage[parameter]
+        if stored is None:
+            return
+        assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in spans(piece):
             average, grad = stored.average[span.local], stored.grad[span.local]
             blended = update.momentum(average, grad, group["momentum"], group["nesterov"])
             if into is not None:
                 into[span.piece].copy_(blended)
 
-    def _update(self, matrix: int, piece: Piece, delta: Tensor, storage: Sequence[Storage]) -> None:
+    def _update(self, matrix: int, piece: Piece, delta: Tensor, storage: Sequence[Storage | None]) -> None:
         shape = self.plan.matrices[matrix]
         group = self._members[shape.parameter].group
         scale = update.lr_scale(group["lr_scale"], shape.rows, shape.cols)
+        stored = storage[shape.parameter]
+        if stored is None:
+            return
         for span in spans(piece):
-            param = storage[shape.parameter].param[span.local]
-            update.apply(param, delta[span.piece], group["lr"], scale, group["weight_decay"])
+            update.apply(stored.param[span.local], delta[span.piece], group["lr"], scale, group["weight_decay"])
 
     def _whole(self, matrix: int) -> Tensor:
         shape = self.plan.matrices[matrix]
@@ -261,12 +321,19 @@ class Muon(Optimizer):
         return max((self.plan.matrices[matrix].numel for matrix in mine), default=0)
 
 
-def plan_step(named: Sequence[tuple[str, Tensor]], ns_steps: Sequence[int], options: PlanOptions) -> Plan:
+def plan_step(
+    named: Sequence[tuple[str, Tensor]],
+    ns_steps: Sequence[int],
+    options: PlanOptions,
+    splits: Sequence[Split] = (),
+) -> Plan:
     """The plan of a Muon step on these (name, parameter) pairs, each with its number of Newton-Schulz steps.
 
-    Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated.
+    Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
+    ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
     """
-    parameters = [planned(fqn, tensor) for fqn, tensor in named]
+    check_splits((fqn for fqn, _ in named), splits)
+    parameters = [planned(fqn, tensor, splits) for fqn, tensor in named]
     return make_plan(parameters, lambda index, rows, cols: standard_flops(rows, cols, ns_steps[index]), options)
 
 

@@ -82,7 +82,19 @@ def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
     return torch.optim.Adam(groups, **options)
 
 
-MUON_SHARED = ("orthogonalize", "exchange", "owners", "replicas", "buffer_bytes", "wire_dtype")
+MUON_SHARED = (
+    "orthogonalize",
+    "exchange",
+    "owners",
+    "replicas",
+    "buffer_bytes",
+    "wire_dtype",
+    "state_dtype",
+    "missing_grad",
+    "release_grads",
+    "split",
+    "link",
+)
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
 optimizers.register("muon", OptimizerEntry(_muon, MUON_SHARED))

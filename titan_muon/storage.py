@@ -56,11 +56,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Storage:
-    """This rank's part of a parameter as 2D views: values, momentum and gradient."""
+    """This rank's part of a parameter as 2D views: values, momentum, and gradient (None once released)."""
 
     param: Tensor
     average: Tensor
-    grad: Tensor
+    grad: Tensor | None
 
 
 def check_storage(member: Member, geometry: Geometry, rank: int) -> None:

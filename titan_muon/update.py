@@ -28,11 +28,16 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
 def momentum(average: Tensor, grad: Tensor, decay: float, nesterov: bool) -> Tensor:
     """Advance the exponential moving average in place and give what Muon orthogonalizes.
 
-    With `nesterov` that is a new tensor, the gradient blended with its average; otherwise it is `average` itself, which
-    the caller must not write to. torch.optim.Muon's convention: the gradient enters with weight 1 - decay.
+    With `nesterov` that is a new tensor, the gradient blended with its average; otherwise it may be `average` itself,
+    which the caller must not write to. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. An
+    average of another dtype than the gradient is advanced in the gradient's, then rounded.
     """
-    average.lerp_(grad, 1 - decay)
-    return grad.lerp(average, decay) if nesterov else average
+    if average.dtype == grad.dtype:
+        advanced = average.lerp_(grad, 1 - decay)
+    else:
+        advanced = average.to(grad.dtype).lerp_(grad, 1 - decay)
+        average.copy_(advanced)
+    return grad.lerp(advanced, decay) if nesterov else advanced
 
 
 def apply(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float) -> None:

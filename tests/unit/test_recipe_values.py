@@ -49,7 +49,7 @@ BAD_VALUES = [
         )
     ],
     ("[parallelism]\npipeline_parallel_schedule = ''", 'pipeline_parallel_schedule = ""', "not empty"),
-    ("[parallelism]\ncontext_parallel_load_balancer = 'x'", 'context_parallel_load_balancer = "x"', "headtail, ptrr"),
+    ("[parallelism]\ncontext_parallel_load_balancer = 'x'", 'context_parallel_load_balancer = "x"', '"headtail", "ptrr", "none"'),
     (
         "[training]\nlocal_batch_size = 3\n[parallelism]\npipeline_parallel_degree = 2\n"
         "pipeline_parallel_microbatch_size = 2",

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from math import prod
 
-from .types import Interval, Layout, Piece, Placement, Replicate, Segment, Shard, Stack, StridedShard
+from .types import Interval, Layout, Parameter, Piece, Placement, Replicate, Segment, Shard, Stack, StridedShard
 
 Intervals = tuple[Interval, ...]
 
@@ -168,3 +168,21 @@ class Geometry:
                 for index, piece in held.items():
                     self._elements[index][rank] = piece.numel
         return self._elements[block]
+
+
+class Geometries:
+    """The pieces of every parameter; parameters of equal layout and stack share their Geometry."""
+
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
+        self.shared: list[Geometry] = []
+        self.index: list[int] = []
+        known: dict[tuple[Layout, Stack], int] = {}
+        for parameter in parameters:
+            key = (parameter.layout, parameter.stack)
+            if key not in known:
+                known[key] = len(self.shared)
+                self.shared.append(Geometry(*key))
+            self.index.append(known[key])
+
+    def __getitem__(self, parameter: int) -> Geometry:
+        return self.shared[self.index[parameter]]

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .buckets import longest_path, rounds
+from .choice import fastest
 from .cost import Link
 from .groups import Meeting, meetings
-from .layout import Geometry
+from .layout import Geometries
 from .owners import OWNERS, Owners, Task
-from .types import Bucket, Layout, Matrix, Parameter, Plan, Stack
+from .types import Bucket, Matrix, Parameter, Plan
 
 GIB = 2**30
 AUTO_BUFFER_BYTES = 4 * GIB
@@ -50,24 +51,6 @@ class PlanOptions:
                 raise ValueError(f"muon.{name} = {value!r} is not known; choose one of {', '.join(known)}")
 
 
-class Geometries:
-    """The pieces of every parameter; parameters of equal layout and stack share their Geometry."""
-
-    def __init__(self, parameters: Sequence[Parameter]) -> None:
-        self.shared: list[Geometry] = []
-        self.index: list[int] = []
-        known: dict[tuple[Layout, Stack], int] = {}
-        for parameter in parameters:
-            key = (parameter.layout, parameter.stack)
-            if key not in known:
-                known[key] = len(self.shared)
-                self.shared.append(Geometry(*key))
-            self.index.append(known[key])
-
-    def __getitem__(self, parameter: int) -> Geometry:
-        return self.shared[self.index[parameter]]
-
-
 FlopCount = Callable[[int, int, int], int]
 """Newton-Schulz FLOPs of (index of the parameter, rows, columns)."""
 
@@ -81,6 +64,8 @@ def make_plan(parameters: Sequence[Parameter], flops: FlopCount, options: PlanOp
         buckets, slots = _gathered(work, options)
     else:
         buckets, slots = _owned(work, matrices, options)
+    if options.exchange == "auto":
+        buckets = tuple(fastest(bucket, matrices, geometries, options.link, options.wire_bytes) for bucket in buckets)
     return Plan(tuple(parameters), matrices, work.home, buckets, slots, options.wire_bytes)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .layout import Geometry
-from .planner import Geometries
+from .layout import Geometries, Geometry
 from .types import Bucket, Piece, Plan
 
 

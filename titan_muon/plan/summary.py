@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .buckets import longest_path
-from .planner import Geometries
+from .layout import Geometries
 from .types import Bucket, Plan
 
 
@@ -35,7 +35,8 @@ class Summary:
         bytes_sent_max: of the rank that sends most.
         bytes_sent_lower_bound: mean over ranks if each matrix went to the rank that has most of it.
         padding_bytes: sent and not part of any matrix.
-        collectives_per_step: launched by the rank that launches most.
+        collectives_per_step: launched by the rank that launches most. On gloo, which gathers equal parts only, an
+            all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most.
         fallbacks: matrices that run otherwise than asked for.
     """
@@ -64,8 +65,9 @@ def summarize(plan: Plan) -> Summary:
     for index, rank in home:
         load[rank] += plan.matrices[index].flops
         ledger.matrices[rank] += 1
-    path, flops = longest_path(plan.buckets, plan.matrices, load, plan.slots)
-    ranks = tuple(ledger.cost(rank, flops[rank]) for rank in ledger.ranks)
+        ledger.flops[rank] += plan.matrices[index].flops
+    path, _ = longest_path(plan.buckets, plan.matrices, load, plan.slots)
+    ranks = tuple(ledger.cost(rank) for rank in ledger.ranks)
     once = sum(matrix.flops for matrix in plan.matrices)
     return Summary(
         ranks=ranks,
@@ -90,12 +92,13 @@ class _Ledger:
         self.geometries = geometries
         self.ranks = sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})
         self.matrices = dict.fromkeys(self.ranks, 0)
+        self.flops = dict.fromkeys(self.ranks, 0)
         self.sent = dict.fromkeys(self.ranks, 0)
         self.received = dict.fromkeys(self.ranks, 0)
         self.collectives = dict.fromkeys(self.ranks, 0)
         self.buffers: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in self.ranks}
 
-    def cost(self, rank: int, flops: int) -> RankCost:
+    def cost(self, rank: int) -> RankCost:
         slots = min(self.plan.slots, len(self.buffers[rank]))
         # A slot has three buffers, each as large as the largest of the buckets that take turns in it.
         in_turn = [zip(*self.buffers[rank][slot::slots], strict=True) for slot in range(slots)]
@@ -103,7 +106,7 @@ class _Ledger:
         return RankCost(
             rank,
             self.matrices[rank],
-            flops,
+            self.flops[rank],
             self.sent[rank] * self.plan.wire_bytes,
             self.received[rank] * self.plan.wire_bytes,
             largest * self.plan.wire_bytes,
@@ -128,7 +131,7 @@ class _Ledger:
         home, gathered, inbox, outbox = (dict.fromkeys(bucket.group, 0) for _ in range(4))
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
             replica = self.geometries[self.plan.matrices[matrix].parameter].replica
-            self.matrices[owner] += 1
+            self._orthogonalize(matrix, owner)
             for rank, elements in self.pieces(matrix, bucket):
                 home[rank] += elements
                 sent = replica[rank] == replica[owner]
@@ -148,9 +151,10 @@ class _Ledger:
         for matrix in bucket.matrices:
             for rank, elements in self.pieces(matrix, bucket):
                 stored[rank] += elements
-                self.matrices[rank] += 0 if bucket.owners else 1
-        for owner in bucket.owners:
-            self.matrices[owner] += 1
+                if not bucket.owners:
+                    self._orthogonalize(matrix, rank)
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=False):
+            self._orthogonalize(matrix, owner)
         total, others = sum(stored.values()), len(bucket.group) - 1
         for rank in bucket.group:
             self.sent[rank] += stored[rank] * others
@@ -159,6 +163,10 @@ class _Ledger:
                 self.sent[rank] += total - stored[rank]
                 self.received[rank] += stored[rank] * others
             self._close(rank, (stored[rank], total, total if bucket.owners else 0), 2 if bucket.owners else 1)
+
+    def _orthogonalize(self, matrix: int, rank: int) -> None:
+        self.matrices[rank] += 1
+        self.flops[rank] += self.plan.matrices[matrix].flops
 
     def _move(self, source: int, target: int, elements: int) -> None:
         self.sent[source] += elements

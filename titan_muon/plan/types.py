@@ -154,12 +154,14 @@ class Bucket:
 
     `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
     rank `owners[i]`; with exchange `all_gather` there are no owners: every rank does what it holds a piece of.
+    `reason` says why an automatic choice fell on this exchange.
     """
 
     exchange: str
     group: tuple[int, ...]
     matrices: tuple[int, ...]
     owners: tuple[int, ...]
+    reason: str = ""
 
 
 @dataclass(frozen=True)

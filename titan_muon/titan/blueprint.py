@@ -63,7 +63,9 @@ def draw(recipe: Recipe, world_size: int) -> Blueprint:
     config = trainer_config(recipe, Run(folder=recipe.dump_folder))
     with _fake_world(world_size):
         model = _sharded_model(config, world_size)
-        parameters = {canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad}
+        parameters: dict[str, Tensor] = {
+            canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad
+        }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
         assigned = assignments(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
@@ -107,11 +109,13 @@ def _plan(parameters: dict[str, Tensor], groups: list[Group], config: HybridOpti
     if not named:
         return None
     steps = [group.options["ns_steps"] for group in groups for _ in group.names]
-    return plan_step(named, steps, plan_options(config))
+    return plan_step(named, steps, plan_options(config), config.tables["muon"]["split"])
 
 
 def plan_options(config: HybridOptimizers.Config) -> PlanOptions:
     """The planner's options in the `muon` table."""
     table = config.tables["muon"]
     wire_bytes = TORCH_DTYPE_MAP[table["wire_dtype"]].itemsize
-    return PlanOptions(table["exchange"], table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes)
+    return PlanOptions(
+        table["exchange"], table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"]
+    )

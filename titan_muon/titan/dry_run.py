@@ -123,6 +123,8 @@ def _plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank, padding 0"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
+    for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
+        yield f"  exchange        {reason}"
 
 
 @dataclass(frozen=True)

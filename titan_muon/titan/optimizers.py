@@ -13,7 +13,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import registry
-from titan_muon.matrices import Assignment, Rule, assign, default_rules
+from titan_muon.matrices import Assignment, Rule, Split, assign, default_rules
+from titan_muon.plan.cost import Link
 from titan_muon.titan import sections
 from titan_muon.titan.recipe import Recipe, RecipeError
 
@@ -109,7 +110,7 @@ def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
         rule_options=tuple(rule.options for rule in section.rule),
         defaults=default_rules(section.router) if section.defaults else None,
         tables={
-            "muon": _muon_table(recipe.muon),
+            "muon": _muon_table(recipe.muon, recipe.link),
             "adamw": {**asdict(recipe.adamw), **implementation},
             "adam": {**asdict(recipe.adam), **implementation},
         },
@@ -117,10 +118,15 @@ def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
     )
 
 
-def _muon_table(section: sections.Muon) -> dict[str, Any]:
+def _muon_table(section: sections.Muon, link: sections.Link) -> dict[str, Any]:
     table = asdict(section)
     gib = table.pop("buffer_gib")
-    return {**table, "buffer_bytes": None if gib is None else int(gib * 2**30)}
+    return {
+        **table,
+        "buffer_bytes": None if gib is None else int(gib * 2**30),
+        "split": tuple(Split(**asdict(split)) for split in section.split),
+        "link": Link(link.bandwidth_gb * 1e9, link.latency_us * 1e-6, link.tflops * 1e12),
+    }
 
 
 def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Assignment, ...]:

@@ -36,6 +36,7 @@ class Recipe:
     parallelism: sections.Parallelism = field(default_factory=sections.Parallelism)
     placement: sections.Placement = field(default_factory=sections.Placement)
     muon: sections.Muon = field(default_factory=sections.Muon)
+    link: sections.Link = field(default_factory=sections.Link)
     adamw: sections.AdamW = field(default_factory=sections.AdamW)
     adam: sections.Adam = field(default_factory=sections.Adam)
     optimizer: sections.Optimizer = field(default_factory=sections.Optimizer)
@@ -162,7 +163,8 @@ def to_toml(recipe: Recipe) -> str:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {name: item for name, item in inner.items() if item is not None}
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
 
 

@@ -118,8 +118,8 @@ class Parallelism:
     context_parallel_degree: int = 1
     """Ranks that share each sequence (CP)."""
 
-    context_parallel_load_balancer: str | None = "headtail"
-    """How CP deals out the sequence: `headtail` or `ptrr`."""
+    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
+    """How CP deals out the sequence, so that every rank has as much attention to compute."""
 
     expert_parallel_degree: int = 1
     """Ranks that share the experts (EP), taken out of FSDP and TP: it divides shard x CP x TP."""
@@ -146,6 +146,37 @@ class Placement:
 
     muon: str = "shard0"
     """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One `[[muon.split]]`: how parameters whose name matches are cut into matrices."""
+
+    match: str
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+
+    rows: tuple[int, ...] = ()
+    """Rows of the matrices in order; the pattern repeats. One number cuts heads, three cut fused q, k and v."""
+
+    joined: bool = False
+    """Rows at the same place of the repeated pattern are one matrix, as TorchTitan fuses q, k and v."""
+
+    row_dims: int | None = None
+    """Leading dims that are flattened to rows; absent, all but the last. 1 makes matrices of convolutions."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What communication costs, for the choices that are `auto`."""
+
+    bandwidth_gb: float = 45.0
+    """Gigabytes per second that one rank sends."""
+
+    latency_us: float = 15.0
+    """Microseconds of one collective before the first byte."""
+
+    tflops: float = 700.0
+    """TFLOP/s at which one rank orthogonalizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +224,18 @@ class Muon:
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
+
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the momentum."""
+
+    missing_grad: Literal["error", "skip"] = "error"
+    """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
+
+    release_grads: bool = False
+    """Free each gradient as soon as it is packed."""
+
+    split: tuple[Split, ...] = ()
+    """Which parameters are cut into several matrices; the first that matches counts."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
-    model = recipe.model
+    model, balancer = recipe.model, recipe.parallelism.context_parallel_load_balancer
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     return {
@@ -59,6 +59,7 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
             ParallelismConfig,
             recipe.parallelism,
             spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend),
+            context_parallel_load_balancer=None if balancer == "none" else balancer,
         ),
         "checkpoint": checkpoint_config(recipe, run),
         "activation_checkpoint": ACTIVATION_CHECKPOINT[recipe.activation_checkpoint.mode],
