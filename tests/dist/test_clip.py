@@ -88,8 +88,8 @@ def test_norm_sums_over_pipeline_stages() -> None:
 
 
 def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
-    parameter = nn.Parameter(torch.zeros(4096, dtype=torch.bfloat16))
-    parameter.grad = torch.full((4096,), 1.0, dtype=torch.bfloat16)
+    parameter = nn.Parameter(torch.zeros(4128, dtype=torch.bfloat16))
+    parameter.grad = torch.full((4128,), 1.0, dtype=torch.bfloat16)
     norm = GradientClip([parameter], [parameter], max_norm=1.0, stage_ranks=dist.get_world_size())()
     return float(norm), float(parameter.grad.double().norm())
 
@@ -97,5 +97,5 @@ def clip_half_precision(rank: int, world_size: int) -> tuple[float, float]:
 def test_norm_of_bfloat16_gradients_is_taken_in_float32() -> None:
     """Norms of bf16 gradients must not be rounded to bf16, whose steps are 0.4 %."""
     norm, clipped = run_ranks(clip_half_precision, 2)[0]
-    assert norm == pytest.approx(64.0, rel=1e-6)
+    assert norm == pytest.approx(4128**0.5, rel=1e-6)
     assert clipped == pytest.approx(1.0, rel=4e-3)
