@@ -1,0 +1,289 @@
+"""What Muon cannot do is an error on every rank, that says what to do, and never a hang."""
+
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tests.dist.c10d_counter import CollectiveCounter
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
+from titan_muon import Muon
+
+
+def message(fn: Callable[[], object]) -> str:
+    """The text of the ValueError that `fn` raises; empty if it raises nothing."""
+    try:
+        fn()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# --- construction that no rank accepts ---
+
+
+def unnamed(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(params.values())
+
+
+def on_meta(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    local = torch.empty(8, 24, device="meta")
+    return Muon([("layers.0.weight", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))])
+
+
+def all_frozen(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    for param in params.values():
+        param.requires_grad_(False)
+    return Muon(named(params))
+
+
+def no_parameters(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon([{"params": [], "param_names": []}])
+
+
+def same_name(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon([("layers.0.weight", param) for param in params.values()])
+
+
+def partial_sum(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    tensor = DTensor.from_local(torch.ones(16, 24), mesh, [Partial()], run_check=False)
+    return Muon([("layers.0.weight", nn.Parameter(tensor))])
+
+
+def strided(mesh: DeviceMesh) -> nn.Parameter:
+    tensor = DTensor.from_local(torch.ones(24, 8).t(), mesh, [Shard(0)], run_check=False)
+    assert not tensor.to_local().is_contiguous()
+    return nn.Parameter(tensor)
+
+
+def not_contiguous(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon([("layers.0.weight", strided(mesh))])
+
+
+def vector(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon([*named(params), ("norm.weight", nn.Parameter(placed(torch.ones(16), mesh)))])
+
+
+REFUSED = {
+    unnamed: "needs the names of its parameters",
+    on_meta: "layers.0.weight: on the meta device",
+    all_frozen: "no parameter to train",
+    no_parameters: "no parameter to train",
+    same_name: "layers.0.weight: given to Muon twice",
+    partial_sum: "layers.0.weight: Muon cannot read a parameter placed as P",
+    not_contiguous: "layers.0.weight: its storage is not contiguous",
+    vector: "norm.weight: Muon takes matrices",
+}
+
+# --- construction that differs between the ranks ---
+
+
+def another_order(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    pairs = named(params)
+    return Muon(pairs if rank == 0 else pairs[::-1])
+
+
+def another_name(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon([(f"{name}.{rank}", param) for name, param in params.items()])
+
+
+def another_shape(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    params["layers.0.weight"] = nn.Parameter(placed(torch.ones(16, 24 + 8 * rank), mesh))
+    return Muon(named(params))
+
+
+def one_more(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params)[rank:])
+
+
+def one_frozen(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    params["layers.1.weight"].requires_grad_(rank == 0)
+    return Muon(named(params))
+
+
+def another_ns_steps(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params), ns_steps=5 - rank)
+
+
+def another_exchange(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params), exchange=("all_to_all", "all_gather")[rank])
+
+
+def another_polynomial(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params), ns_coefficients=[(3.0 + rank, -4.0, 2.0)] * 5)
+
+
+def another_momentum(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params), momentum=(0.95, 0.9)[rank])
+
+
+def another_wire_dtype(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
+    return Muon(named(params), wire_dtype=("bfloat16", "float16")[rank])
+
+
+DIFFERENT = (
+    another_order,
+    another_name,
+    another_shape,
+    one_more,
+    one_frozen,
+    another_ns_steps,
+    another_exchange,
+    another_polynomial,
+    another_momentum,
+    another_wire_dtype,
+)
+
+
+def strided_on_one_rank(rank: int, world_size: int) -> str:
+    mesh = init_device_mesh("cpu", (world_size,))
+    param = strided(mesh) if rank == 1 else nn.Parameter(placed(torch.ones(16, 24), mesh))
+    return message(lambda: Muon([("layers.0.weight", param)]))
+
+
+# --- steps that no rank takes ---
+
+
+def gradient_missing_here(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    if rank == 1:
+        params["layers.1.weight"].grad = None
+
+
+def gradient_missing_everywhere(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    params["layers.1.weight"].grad = None
+
+
+def gradient_elsewhere(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    params["layers.1.weight"].grad = placed(full("layers.1.weight", 1), mesh, Replicate())
+
+
+def gradient_elsewhere_on_one_rank(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    if rank == 1:
+        gradient_elsewhere(rank, params, mesh)
+
+
+def parameter_resharded(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    """As an in-place conversion of a module does it: the parameter object stays, and all it stores is new."""
+    param = params["layers.1.weight"]
+    moved = nn.Parameter(placed(full("layers.1.weight", 0), mesh, Shard(1)))
+    torch.utils.swap_tensors(param, moved)
+    param.grad = placed(full("layers.1.weight", 1), mesh, Shard(1))
+
+
+def parameter_replaced(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    """The model has a new parameter; the one that Muon knows gets no gradient any more."""
+    params["layers.1.weight"].grad = None
+
+
+STOPPED = {
+    gradient_missing_here: "no gradient for layers.1.weight",
+    gradient_missing_everywhere: "no gradient for layers.1.weight",
+    gradient_elsewhere: "layers.1.weight: its gradient rests as",
+    gradient_elsewhere_on_one_rank: "layers.1.weight: its gradient rests",
+    parameter_resharded: "layers.1.weight",
+    parameter_replaced: "no gradient for layers.1.weight",
+}
+
+
+def refuse(rank: int, world_size: int) -> dict[str, str]:
+    """Messages of the constructions in REFUSED and DIFFERENT, and of a late group."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    messages = {fn.__name__: message(partial(fn, parameters(mesh), mesh)) for fn in REFUSED}
+    messages |= {fn.__name__: message(partial(fn, rank, parameters(mesh), mesh)) for fn in DIFFERENT}
+    late = nn.Parameter(placed(torch.ones(16, 16), mesh))
+    optimizer = Muon(named(parameters(mesh)))
+    group = {"params": [late], "param_names": ["late"]}
+    messages["late_group"] = message(partial(optimizer.add_param_group, group))
+    return messages
+
+
+@cache
+def refusals() -> list[dict[str, str]]:
+    return run_ranks(refuse, 2, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
+def test_what_cannot_be_planned_is_refused_at_construction(fn: Callable[..., object]) -> None:
+    for messages in refusals():
+        assert REFUSED[fn] in messages[fn.__name__]
+
+
+@pytest.mark.parametrize("fn", DIFFERENT, ids=lambda fn: fn.__name__)
+def test_ranks_that_plan_differently_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
+    for messages in refusals():
+        assert "ranks [1] planned another Muon step than rank 0" in messages[fn.__name__]
+
+
+def test_a_group_added_after_construction_is_refused() -> None:
+    for messages in refusals():
+        assert "build a new optimizer with the new group" in messages["late_group"]
+
+
+def stop(rank: int, world_size: int, name: str) -> tuple[str, bool, bool]:
+    """The step's message after a change; whether it left all as it was; whether a step with gradients then works."""
+    change = next(fn for fn in STOPPED if fn.__name__ == name)
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = parameters(mesh)
+    optimizer = Muon(named(params))
+    optimizer.step()
+    change(rank, params, mesh)
+    before = [param.to_local().clone() for param in params.values()]
+    text = message(optimizer.step)
+    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, params.values(), strict=True))
+    if change is parameter_resharded:
+        return text, same, True
+    set_gradients(params, mesh, 2)
+    return text, same, message(optimizer.step) == ""
+
+
+@pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
+def test_a_step_that_cannot_be_taken_is_an_error_on_every_rank_and_changes_nothing(fn: Callable[..., object]) -> None:
+    for text, same, goes_on in run_ranks(stop, 2, fn.__name__, timeout=SECONDS):
+        assert STOPPED[fn] in text
+        assert same
+        assert goes_on
+
+
+def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
+    for text in run_ranks(strided_on_one_rank, 2, timeout=SECONDS):
+        assert "layers.0.weight: its storage is not contiguous" in text
+
+
+# --- a rank that dies ---
+
+
+class Dying(CollectiveCounter):
+    """Ends its process when it comes to its second exchange of pieces."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if sum(call.name == "alltoall_base" for call in self.calls) == 2:
+            os._exit(1)
+        return super().run(func, args, kwargs)
+
+
+def die_in_step(rank: int, world_size: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world_size,))
+    optimizer = Muon(named(parameters(mesh)))
+    optimizer.step()
+    if rank == 1:
+        with Dying():
+            optimizer.step()
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        Path(folder, str(rank)).write_text(str(error))
+
+
+def test_when_a_rank_dies_in_a_step_the_others_stop_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank"):
+        run_ranks(die_in_step, 4, str(tmp_path), timeout=SECONDS)
+    stopped = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert stopped.keys() == {"0", "2", "3"}
