@@ -49,7 +49,11 @@ BAD_VALUES = [
         )
     ],
     ("[parallelism]\npipeline_parallel_schedule = ''", 'pipeline_parallel_schedule = ""', "not empty"),
-    ("[parallelism]\ncontext_parallel_load_balancer = 'x'", 'context_parallel_load_balancer = "x"', '"headtail", "ptrr", "none"'),
+    (
+        "[parallelism]\ncontext_parallel_load_balancer = 'x'",
+        'context_parallel_load_balancer = "x"',
+        '"headtail", "ptrr", "none"',
+    ),
     (
         "[training]\nlocal_batch_size = 3\n[parallelism]\npipeline_parallel_degree = 2\n"
         "pipeline_parallel_microbatch_size = 2",
@@ -68,6 +72,12 @@ BAD_VALUES = [
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "not empty"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
+    ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", "more than 0"),
+    ("[link]\nbandwidth_gb = 0", "link.bandwidth_gb = 0.0", "more than 0"),
+    ("[link]\nlatency_us = -1", "link.latency_us = -1.0", "0 or more"),
+    ("[link]\ntflops = 0", "link.tflops = 0.0", "more than 0"),
+    ("[model]\nvocab_size = 0", "model.vocab_size = 0", "1 or more"),
+    ("[data]\nvalidation_fraction = 0", "data.validation_fraction = 0.0", "more than 0"),
     *[
         (f"[{table}]\n{key} = {value}", f"{table}.{key} = {value}", accepted)
         for table in ("adamw", "adam")
