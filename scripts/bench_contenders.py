@@ -1,0 +1,156 @@
+"""Optimizers that bench_step.py compares: torch.optim.Muon on gathered matrices, ours, and torchtitan's DistMuon."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
+from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as reshard_runtime
+from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+from titan_muon import Muon
+
+HYPERPARAMETERS = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.1, "ns_steps": 5}
+INITIAL, GRADIENT = 0, 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """Shapes of the matrices of one layer, by name, and the number of layers."""
+
+    layers: int
+    shapes: Mapping[str, tuple[int, int]]
+
+    def full(self, kind: int) -> dict[str, Tensor]:
+        """Whole parameters (`INITIAL`) or gradients (`GRADIENT`) by name, in fp32, the same on every rank."""
+        generator = torch.Generator().manual_seed(kind)
+        return {
+            f"layers.{layer}.{name}": torch.randn(shape, generator=generator)
+            for layer in range(self.layers)
+            for name, shape in self.shapes.items()
+        }
+
+
+def transformer(layers: int, width: int, kv: int, ffn: int) -> Model:
+    """Attention with `kv` columns of keys and values, and a gated feed-forward of width `ffn`."""
+    shapes = {"q": (width, width), "k": (kv, width), "v": (kv, width), "o": (width, width)}
+    return Model(layers, {**shapes, "gate": (ffn, width), "up": (ffn, width), "down": (width, ffn)})
+
+
+MODELS = {
+    "peers": transformer(layers=4, width=256, kv=128, ffn=704),
+    "dense12": transformer(layers=12, width=512, kv=128, ffn=1408),
+    "tiny": transformer(layers=1, width=16, kv=8, ffn=40),
+}
+
+
+class Steps(Protocol):
+    """What is timed."""
+
+    def step(self) -> Any:
+        """One update of the parameters."""
+
+
+Parameters = dict[str, nn.Parameter]
+Builder = Callable[[Parameters, DeviceMesh], Steps]
+
+
+def sharded(model: Model, mesh: DeviceMesh) -> Parameters:
+    """The model's parameters in rows over the mesh, with their gradients."""
+    gradients = model.full(GRADIENT)
+    params = {}
+    for name, whole in model.full(INITIAL).items():
+        params[name] = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        params[name].grad = distribute_tensor(gradients[name], mesh, [Shard(0)], src_data_rank=None)
+    return params
+
+
+class Gathered:
+    """torch.optim.Muon as it is: every rank gathers every gradient and trains whole copies of the parameters."""
+
+    def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
+        self.params = params
+        self.whole = {name: nn.Parameter(param.detach().full_tensor()) for name, param in params.items()}  # type: ignore[attr-defined]
+        self.optimizer = torch_muon(self.whole.values())
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Gather, step, and copy this rank's rows back."""
+        for name, param in self.params.items():
+            self.whole[name].grad = param.grad.full_tensor()  # type: ignore[union-attr]
+        self.optimizer.step()
+        for name, param in self.params.items():
+            mesh = param.device_mesh  # type: ignore[attr-defined]
+            rows = distribute_tensor(self.whole[name].detach(), mesh, [Shard(0)], src_data_rank=None)
+            param.to_local().copy_(rows.to_local())  # type: ignore[attr-defined]
+            self.whole[name].grad = None
+
+
+def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """torch.optim.Muon with the settings of all contenders."""
+    return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **HYPERPARAMETERS)  # type: ignore[arg-type]
+
+
+def ours(exchange: str, params: Parameters, mesh: DeviceMesh) -> Muon:
+    """Titan Muon with one of its exchanges."""
+    return Muon(list(params.items()), exchange=exchange, **HYPERPARAMETERS)  # type: ignore[arg-type]
+
+
+class CpuDistMuon(DistMuon):
+    """DistMuon without its test for CUDA."""
+
+    def _validate_parameter_storage(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def dist_muon(params: Parameters, mesh: DeviceMesh) -> DistMuon:
+    """torchtitan's DistMuon, one layer in a bucket."""
+    replace_streams()
+    layers = dict.fromkeys(name.rsplit(".", 1)[0] for name in params)
+    (axis,) = mesh.mesh_dim_names or ()
+    return CpuDistMuon(
+        [{"params": list(params.values()), "param_names": list(params)}],
+        compute_sharding_by_fqn={name: ComputeLayout({axis: Owned()}) for name in params},
+        bucket_configs=[BucketConfig((f"{layer}.*",), layer) for layer in layers],
+        adjust_lr_fn="match_rms_adamw",
+        **HYPERPARAMETERS,
+    )
+
+
+class NoStream:
+    """A stream or event of a device that has none: all that is asked of it is done already."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def replace_streams() -> None:
+    """Give torchtitan's runtime, in this process, streams and events for the CPU, which PyTorch has none of."""
+    device = types.SimpleNamespace(
+        Stream=NoStream,
+        Event=NoStream,
+        current_stream=NoStream,
+        stream=lambda _: contextlib.nullcontext(),
+        device=lambda _: contextlib.nullcontext(),
+    )
+    with_streams = types.ModuleType("torch")
+    with_streams.__dict__.update(torch.__dict__, get_device_module=lambda _: device)
+    reshard_runtime.torch = with_streams
+
+
+CONTENDERS: Mapping[str, Builder] = {
+    "torch.optim.Muon, gathered": Gathered,
+    "all_gather": partial(ours, "all_gather"),
+    "all_to_all": partial(ours, "all_to_all"),
+    "all_gather_reduce_scatter": partial(ours, "all_gather_reduce_scatter"),
+    "DistMuon": dist_muon,
+}
