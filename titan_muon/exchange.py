@@ -33,6 +33,14 @@ class Traffic:
     calls: int = 0
     bytes_sent: int = 0
 
+    def add(self, sent: int) -> None:
+        """Count one collective."""
+        self.calls += 1
+        self.bytes_sent += sent
+
+
+Splits = Sequence[int]
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -84,110 +92,114 @@ def _parked(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[Parked, ...]:
     )
 
 
+class Collectives:
+    """The three collectives of exchanges; a package may register a subclass that runs them otherwise.
+
+    Buffers are flat, on one device and of one dtype. Splits are elements for each rank of the group, in its order.
+    Every method starts its collective and returns what there is to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_to_all(
+        self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
+        """Send the parts of `input` to the ranks of the group and fill `output` with what they send."""
+        received, sent = sum(output_splits), sum(input_splits)
+        self.traffic.add(sent * input.element_size())
+        work = dist.all_to_all_single(
+            output[:received], input[:sent], list(output_splits), list(input_splits), group=group, async_op=True
+        )
+        return [work]
+
+    def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Fill `output` with the inputs of all ranks, this one's included; `splits` may differ."""
+        sent = input.numel() * input.element_size() * (len(splits) - 1)
+        if len(set(splits)) == 1:
+            self.traffic.add(sent)
+            return [dist.all_gather_into_tensor(output[: sum(splits)], input, group=group, async_op=True)]
+        parts = list(output[: sum(splits)].split(list(splits)))
+        if dist.get_backend(group) != "gloo":
+            self.traffic.add(sent)
+            return [dist.all_gather(parts, input, group=group, async_op=True)]
+        # gloo gathers equal parts only; a broadcast from each rank is its ragged all-gather.
+        me = dist.get_rank(group)
+        parts[me].copy_(input)
+        works = []
+        for source, part in enumerate(parts):
+            if part.numel() > 0:
+                self.traffic.add(sent if source == me else 0)
+                works.append(dist.broadcast(part, group_src=source, group=group, async_op=True))
+        return works
+
+    def reduce_scatter(
+        self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
+        """Fill `output` with the sum over all ranks of the part of `input` that is this rank's."""
+        self.traffic.add((sum(splits) - splits[dist.get_rank(group)]) * input.element_size())
+        if len(set(splits)) == 1:
+            return [dist.reduce_scatter_tensor(output, input[: sum(splits)], group=group, async_op=True)]
+        parts = list(input[: sum(splits)].split(list(splits)))
+        return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
+
+
 class Exchange:
     """Runs the collectives of a program.
 
     Args:
-        plan: the plan that `program` is this rank's part of.
         program: what this rank does.
         device: of the buffers.
         dtype: of the elements in transit.
-
-    Raises:
-        ValueError: on every rank of a group whose ranks made different plans.
+        collectives: what carries the buffers.
+        groups: where process groups come from.
     """
 
-    def __init__(self, plan: Plan, program: Program, device: torch.device, dtype: torch.dtype) -> None:
-        self.traffic = Traffic()
+    def __init__(
+        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, groups: Groups
+    ) -> None:
+        self._groups = tuple(groups.of(run.bucket.group) for run in program.runs)
+        self._collectives = collectives
+        self._pending: dict[int, list[dist.Work]] = {}
         self._runs = program.runs
         slots = tuple(_slot(program, index, device, dtype) for index in range(program.slots))
         self._slots = tuple(slots[index % program.slots] for index in range(len(program.runs)))
         self.loads = tuple(Load(run, program.rank, slot) for run, slot in zip(self._runs, self._slots, strict=True))
-        self._groups = _groups(program)
-        self._pending: dict[int, list[dist.Work]] = {}
-        self._everyone = _host_group(plan, program)
-        _compare_digests(plan, self._groups)
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """For each flag whether it is set on any rank of the plan. All ranks pass the same number of flags."""
-        if self._everyone is None:
-            return list(flags)
-        tensor = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._everyone)
-        return [bool(flag) for flag in tensor.tolist()]
+    @property
+    def traffic(self) -> Traffic:
+        """What has been sent from this rank."""
+        return self._collectives.traffic
 
     def gather(self, index: int) -> None:
         """Send the pieces in the home buffer to where they are orthogonalized."""
         run, slot = self._runs[index], self._slots[index]
-        leg, group = run.gathering, self._groups[run.bucket.group]
+        leg, group = run.gathering, self._groups[index]
         if run.bucket.exchange == "all_to_all":
-            works = self._all_to_all(slot.inbox, leg.owned_splits, slot.home[leg.kept :], leg.home_splits, group)
+            sent = slot.home[leg.kept :]
+            works = self._collectives.all_to_all(slot.inbox, leg.owned_splits, sent, leg.home_splits, group)
         else:
-            works = self._all_gather(slot.inbox, leg, slot.home[: leg.home_numel], group)
+            works = self._collectives.all_gather(slot.inbox, leg.owned_splits, slot.home[: leg.home_numel], group)
         self._pending[index] = works
 
     def return_(self, index: int) -> None:
         """Send the orthogonalized pieces back to the home buffers of all that store them."""
         run, slot = self._runs[index], self._slots[index]
-        leg, group = run.returning, self._groups[run.bucket.group]
+        leg, group = run.returning, self._groups[index]
         if leg is None:
             return
         if run.bucket.exchange == "all_to_all":
-            works = self._all_to_all(slot.home[leg.kept :], leg.home_splits, slot.outbox, leg.owned_splits, group)
+            received = slot.home[leg.kept :]
+            works = self._collectives.all_to_all(received, leg.home_splits, slot.outbox, leg.owned_splits, group)
         else:
-            works = self._reduce_scatter(slot.home[: leg.home_numel], slot.outbox, leg, group)
+            received = slot.home[: leg.home_numel]
+            works = self._collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)
         self._pending[index] = works
 
     def wait(self, index: int) -> None:
         """Wait for the last collective of run number `index`."""
         for work in self._pending.pop(index, []):
             work.wait()
-
-    def _all_to_all(
-        self,
-        output: Tensor,
-        output_splits: Sequence[int],
-        input: Tensor,
-        input_splits: Sequence[int],
-        group: dist.ProcessGroup,
-    ) -> list[dist.Work]:
-        received, sent = sum(output_splits), sum(input_splits)
-        self._count(sent * input.element_size())
-        work = dist.all_to_all_single(
-            output[:received], input[:sent], list(output_splits), list(input_splits), group=group, async_op=True
-        )
-        return [work]
-
-    def _all_gather(self, inbox: Tensor, leg: Leg, home: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        splits = leg.owned_splits
-        sent = home.numel() * home.element_size() * (len(splits) - 1)
-        if len(set(splits)) == 1:
-            self._count(sent)
-            return [dist.all_gather_into_tensor(inbox[: sum(splits)], home, group=group, async_op=True)]
-        parts = list(inbox[: sum(splits)].split(list(splits)))
-        if dist.get_backend(group) == "nccl":
-            self._count(sent)
-            return [dist.all_gather(parts, home, group=group, async_op=True)]
-        # gloo gathers equal parts only; a broadcast from each rank is its ragged all-gather.
-        parts[dist.get_rank(group)].copy_(home)
-        works = []
-        for source, part in enumerate(parts):
-            if part.numel() > 0:
-                self._count(sent if source == dist.get_rank(group) else 0)
-                works.append(dist.broadcast(part, group_src=source, group=group, async_op=True))
-        return works
-
-    def _reduce_scatter(self, home: Tensor, outbox: Tensor, leg: Leg, group: dist.ProcessGroup) -> list[dist.Work]:
-        splits = leg.owned_splits
-        self._count((sum(splits) - splits[dist.get_rank(group)]) * outbox.element_size())
-        if len(set(splits)) == 1:
-            return [dist.reduce_scatter_tensor(home, outbox[: sum(splits)], group=group, async_op=True)]
-        parts = list(outbox[: sum(splits)].split(list(splits)))
-        return [dist.reduce_scatter(home, parts, group=group, async_op=True)]
-
-    def _count(self, sent: int) -> None:
-        self.traffic.calls += 1
-        self.traffic.bytes_sent += sent
 
 
 def _slot(program: Program, index: int, device: torch.device, dtype: torch.dtype) -> Slot:
@@ -200,47 +212,63 @@ def _slot(program: Program, index: int, device: torch.device, dtype: torch.dtype
     return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox)
 
 
-def _groups(program: Program) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for each set of ranks that the program's buckets meet in, made once."""
-    groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    for run in program.runs:
-        ranks = run.bucket.group
-        if ranks in groups:
-            continue
-        groups[ranks] = _world() if len(ranks) == dist.get_world_size() else _subgroup(ranks)
-    return groups
+class Groups:
+    """Process groups by their ranks, each made once, when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of these ranks, all of which must ask for it."""
+        if ranks not in self._known:
+            self._known[ranks] = _new_group(ranks, None)
+        return self._known[ranks]
+
+    def of_hosts(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The same for words between hosts, which must not wait for a device: NCCL's groups do."""
+        if dist.get_backend() != "nccl":
+            return self.of(ranks)
+        if ranks not in self._hosts:
+            self._hosts[ranks] = _new_group(ranks, "gloo")
+        return self._hosts[ranks]
 
 
-def _world() -> dist.ProcessGroup:
+def _new_group(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "the default process group is there when ranks meet"
-    return world
-
-
-def _subgroup(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
-    """A group that only its own ranks take part in making."""
+    if backend is None and len(ranks) == dist.get_world_size():
+        return world
     return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
 
 
-def _host_group(plan: Plan, program: Program) -> dist.ProcessGroup | None:
-    """A group of all ranks that meet anywhere in the plan, for words between hosts; None if nobody meets."""
-    if not program.runs:
-        return None
-    ranks = sorted({rank for bucket in plan.buckets for rank in bucket.group})
-    if dist.get_backend() == "gloo" and len(ranks) == dist.get_world_size():
-        return _world()
-    return _subgroup(ranks, "gloo")
+class Council:
+    """All ranks that meet anywhere in a plan, agreeing on their hosts before they exchange anything."""
 
+    def __init__(self, plan: Plan, rank: int, groups: Groups) -> None:
+        self._ranks = tuple(sorted({member for bucket in plan.buckets for member in bucket.group}))
+        self._group = groups.of_hosts(self._ranks) if rank in self._ranks else None
 
-def _compare_digests(plan: Plan, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-    """Raise ValueError on every rank of a group whose ranks made different plans."""
-    mine = plan.digest()
-    for ranks, group in groups.items():
-        digests: list[str] = [""] * len(ranks)
-        dist.all_gather_object(digests, mine, group=group)
-        different = [rank for rank, digest in zip(ranks, digests, strict=True) if digest != digests[0]]
+    def check(self, signature: str, fault: str | None) -> None:
+        """Raise ValueError on every rank if one has a fault, or if their signatures of the same step differ."""
+        said: list[tuple[str, str | None]] = [(signature, fault)]
+        ranks: Sequence[int] = (0,)
+        if self._group is not None:
+            ranks, said = self._ranks, [("", None)] * len(self._ranks)
+            dist.all_gather_object(said, (signature, fault), group=self._group)
+        for rank, (_, wrong) in zip(ranks, said, strict=True):
+            if wrong is not None:
+                raise ValueError(wrong if fault is not None else f"on rank {rank}: {wrong}")
+        different = [rank for rank, (other, _) in zip(ranks, said, strict=True) if other != said[0][0]]
         if different:
             raise ValueError(
                 f"ranks {different} planned another Muon step than rank {ranks[0]}: build the optimizer on every rank "
                 "from the same parameters, in the same order, with the same hyperparameters"
             )
+
+    def worst(self, codes: Sequence[int]) -> list[int]:
+        """The largest of each code, 0 to 255, over all ranks, which pass as many of them."""
+        tensor = torch.tensor(codes, dtype=torch.uint8)
+        if self._group is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return [int(code) for code in tensor.tolist()]

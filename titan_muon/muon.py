@@ -16,18 +16,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from . import update
-from .exchange import Exchange, Load, Parked
-from .layouts import local
+from . import registry, update
+from .exchange import Council, Exchange, Groups, Load, Parked
+from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
-from .orthogonalize import coefficients, reference
+from .orthogonalize import algorithm, coefficients
 from .plan.buckets import prefetch
 from .plan.cost import Link, standard_flops
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
 from .plan.program import Home, make_program
 from .plan.types import Piece, Plan
-from .storage import Member, Storage, check_storage, spans, storage_of
+from .storage import (
+    Fault,
+    Member,
+    Storage,
+    check_faults,
+    fault_of,
+    placing,
+    spans,
+    storage_fault,
+    storage_of,
+)
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
@@ -55,7 +65,7 @@ class Muon(Optimizer):
         eps: smallest Frobenius norm that a matrix is divided by.
         lr_scale: factor on lr from the shape of a matrix, see `update.lr_scale`.
         orthogonalize: the algorithm; `reference` is torch.optim.Muon's arithmetic.
-        exchange: how pieces meet, see `plan.planner.PlanOptions`.
+        exchange: how pieces meet, a name in `registry.exchanges`.
         owners: who orthogonalizes what, see `plan.owners`.
         replicas: whether copies `split` the work, repeat it (`redundant`), or `auto`.
         buffer_bytes: most bytes of exchange buffers on this rank, or None for the smallest that cost no balance.
@@ -108,8 +118,7 @@ class Muon(Optimizer):
             "eps": eps,
             "lr_scale": lr_scale,
         }
-        if orthogonalize != "reference":
-            raise ValueError(f"muon.orthogonalize = {orthogonalize!r} is not known; the only algorithm is 'reference'")
+        self._algorithm = algorithm(orthogonalize)
         for name, value, known in (
             ("wire_dtype", wire_dtype, WIRE_DTYPES),
             ("state_dtype", state_dtype, STATE_DTYPES),
@@ -120,9 +129,13 @@ class Muon(Optimizer):
         self._wire_dtype, self._state_dtype = WIRE_DTYPES[wire_dtype], STATE_DTYPES[state_dtype]
         self._splits = tuple(split)
         self._skips_missing, self._releases = missing_grad == "skip", release_grads
+        chosen = registry.exchanges.get(exchange)
+        self._collectives = chosen.collectives
         self._options = PlanOptions(
-            exchange, owners, replicas, buffer_bytes, self._wire_dtype.itemsize, Link() if link is None else link
+            chosen.pattern, owners, replicas, buffer_bytes, self._wire_dtype.itemsize, Link() if link is None else link
         )
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._groups = Groups()
         self._built = False
         super().__init__(params, defaults)
         self._build()
@@ -152,12 +165,12 @@ class Muon(Optimizer):
         named = [(m.fqn, m.parameter) for m in self._members]
         self.plan = plan_step(named, steps, self._options, self._splits)
         geometries = Geometries(self.plan.parameters)
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        for index, member in enumerate(self._members):
-            check_storage(member, geometries[index], rank)
-        self._program = make_program(self.plan, rank, geometries)
+        self._council = Council(self.plan, self._rank, self._groups)
+        faults = [storage_fault(fqn, parameter, geometries[i], self._rank) for i, (fqn, parameter) in enumerate(named)]
+        self._council.check(self._signature(), next((fault for fault in faults if fault is not None), None))
+        self._program = make_program(self.plan, self._rank, geometries)
         device = local(self._members[0].parameter).device
-        self.exchange = Exchange(self.plan, self._program, device, self._wire_dtype)
+        self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._groups)
         self._workspace = torch.empty(self._largest(), device=device, dtype=self._wire_dtype)
         self._last_bucket = self._last_buckets()
         self._built = True
@@ -186,7 +199,13 @@ class Muon(Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self._state_dtype)
                 # Optimizer.load_state_dict gives state the parameter's dtype.
                 state["momentum_buffer"] = state["momentum_buffer"].to(self._state_dtype)
-                yield Member(fqn, parameter, state["momentum_buffer"], group)
+                here = self._rank in layout_of(fqn, parameter).mesh.ranks
+                yield Member(fqn, parameter, state["momentum_buffer"], group, placing(parameter), here)
+
+    def _signature(self) -> str:
+        """What must be equal on all ranks for the step to be one."""
+        groups = [{key: value for key, value in g.items() if key != "params"} for g in self.param_groups]
+        return f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}"
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -221,19 +240,11 @@ class Muon(Optimizer):
         return loss
 
     def _check(self) -> list[Storage | None]:
-        """Stage 1: all gradients. A missing one is an error on all ranks, or skipped on all of them (None)."""
-        missing = [member.parameter.grad is None for member in self._members]
-        anywhere = self.exchange.any_rank(missing)
-        if any(anywhere) and not self._skips_missing:
-            names = [member.fqn for member, flag in zip(self._members, anywhere, strict=True) if flag]
-            raise ValueError(
-                f"no gradient for {', '.join(names[:5])}{' ...' if len(names) > 5 else ''} on "
-                f"{'this' if any(missing) else 'another'} rank: use the parameter in the loss, freeze it "
-                "(requires_grad = False) before building Muon, give it to another optimizer, or skip it in such steps "
-                "(muon.missing_grad = 'skip')"
-            )
-        members = zip(self._members, self.plan.parameters, anywhere, strict=True)
-        return [None if absent else storage_of(member, planned_as) for member, planned_as, absent in members]
+        """Stage 1: all gradients. What is wrong on one rank is an error on all, or skipped on all (None)."""
+        faults = [Fault(code) for code in self._council.worst([fault_of(member) for member in self._members])]
+        check_faults(self._members, faults, Fault.NO_GRADIENT if self._skips_missing else Fault.NONE)
+        members = zip(self._members, self.plan.parameters, faults, strict=True)
+        return [storage_of(m, parameter) if m.here and not fault else None for m, parameter, fault in members]
 
     def _gather(self, index: int, storage: list[Storage | None]) -> None:
         """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
@@ -313,7 +324,7 @@ class Muon(Optimizer):
 
     def _newton_schulz(self, matrix: int, whole: Tensor) -> Tensor:
         parameter = self.plan.matrices[matrix].parameter
-        return reference(whole, self._coefficients[parameter], self._members[parameter].group["eps"])
+        return self._algorithm(whole, self._coefficients[parameter], self._members[parameter].group["eps"])
 
     def _largest(self) -> int:
         """Elements of the largest matrix that this rank orthogonalizes."""

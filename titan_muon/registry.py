@@ -102,6 +102,37 @@ optimizers.register("adamw", OptimizerEntry(_adamw, ("foreach", "fused")))
 optimizers.register("adam", OptimizerEntry(_adam, ("foreach", "fused")))
 
 
+@dataclass(frozen=True)
+class ExchangeEntry:
+    """How the pieces of matrices meet.
+
+    Attributes:
+        pattern: how it is planned: `all_to_all`, `all_gather`, `all_gather_reduce_scatter` or `auto`.
+        collectives: called without arguments; returns the `exchange.Collectives` that carry the buffers.
+    """
+
+    pattern: str
+    collectives: Callable[[], Any]
+
+
+def _collectives() -> Any:
+    from .exchange import Collectives
+
+    return Collectives()
+
+
+exchanges: Registry[ExchangeEntry] = Registry("muon.exchange", "titan_muon.exchanges")
+for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"):
+    exchanges.register(_pattern, ExchangeEntry(_pattern, _collectives))
+
+Parallelize = Callable[..., Any]
+"""TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
+
+placements: Registry[Callable[[Parallelize], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
+"""A placement changes how a model is parallelized: it is given a parallelize_fn and returns another."""
+placements.register("shard0", lambda parallelize: parallelize)
+
+
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Those of `options` that hold for the whole optimizer `name`."""
     return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from math import prod
 from typing import Any
 
@@ -46,12 +47,23 @@ def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
 
 @dataclass(frozen=True)
 class Member:
-    """A trained parameter: its name, the tensor, its momentum, and the group with its hyperparameters."""
+    """A trained parameter.
+
+    Attributes:
+        fqn: its name.
+        parameter: the tensor.
+        average: its momentum.
+        group: the hyperparameters.
+        placing: how it rested when the step was planned.
+        here: whether this rank is on its mesh, and so has a gradient of it.
+    """
 
     fqn: str
     parameter: Tensor
     average: Tensor
     group: dict[str, Any]
+    placing: object
+    here: bool
 
 
 @dataclass(frozen=True)
@@ -63,30 +75,68 @@ class Storage:
     grad: Tensor | None
 
 
-def check_storage(member: Member, geometry: Geometry, rank: int) -> None:
-    """Raise ValueError unless the rank stores what the parameter's layout says, contiguously."""
-    stored, shape = local(member.parameter), geometry.local_shape.get(rank)
+class Fault(IntEnum):
+    """What keeps a parameter from being updated in this step; of several ranks' faults the largest counts."""
+
+    NONE = 0
+    NO_GRADIENT = 1
+    GRADIENT_ELSEWHERE = 2
+    RESHARDED = 3
+
+
+REMEDIES: Mapping[Fault, str] = {
+    Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
+    "(requires_grad = False), give it to another optimizer, or skip it in such steps (muon.missing_grad = 'skip')",
+    Fault.GRADIENT_ELSEWHERE: "{names}: its gradient rests otherwise than the parameter; redistribute the gradient",
+    Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
+}
+
+
+def fault_of(member: Member) -> Fault:
+    """What is wrong with a parameter on this rank now."""
+    grad = member.parameter.grad
+    if not member.here:
+        return Fault.NONE
+    if placing(member.parameter) != member.placing:
+        return Fault.RESHARDED
+    if grad is None:
+        return Fault.NO_GRADIENT
+    if placing(grad) != member.placing:
+        return Fault.GRADIENT_ELSEWHERE
+    return Fault.NONE
+
+
+def check_faults(members: Sequence[Member], faults: Sequence[Fault], allowed: Fault) -> None:
+    """Raise ValueError naming the parameters whose fault is worse than `allowed`, and what to do."""
+    for fault, remedy in REMEDIES.items():
+        names = [member.fqn for member, found in zip(members, faults, strict=True) if found == fault]
+        if names and fault > allowed:
+            shown = f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+            raise ValueError(remedy.format(names=shown))
+
+
+def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) -> str | None:
+    """What keeps this rank's storage from being what the parameter's layout says, or None."""
+    stored, shape = local(parameter), geometry.local_shape.get(rank)
     if shape is None:
-        return
+        return None
     if tuple(stored.shape) != shape:
-        raise ValueError(f"{member.fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}")
+        return f"{fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}"
     if not stored.is_contiguous():
-        raise ValueError(f"{member.fqn}: its storage is not contiguous; call contiguous() before building Muon")
+        return f"{fqn}: its storage is not contiguous; call contiguous() before building Muon"
+    return None
 
 
 def storage_of(member: Member, planned: Parameter) -> Storage:
-    """The views of a parameter with a gradient. Raises ValueError if the gradient rests elsewhere."""
+    """The views of a parameter that has a gradient."""
     grad = member.parameter.grad
     assert grad is not None, f"{member.fqn}: checked for a gradient before"
-    if _placing(grad) != _placing(member.parameter) or local(grad).shape != local(member.parameter).shape:
-        raise ValueError(
-            f"{member.fqn}: its gradient rests as {_placing(grad)} and the parameter as {_placing(member.parameter)}; "
-            "redistribute the gradient"
-        )
     shape, split = local(member.parameter).shape, planned.stack.row_dims
     rows, cols = prod(shape[:split]), prod(shape[split:])
     return Storage(*(local(tensor).reshape(rows, cols) for tensor in (member.parameter, member.average, grad)))
 
 
-def _placing(tensor: Tensor) -> object:
-    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else "a plain tensor"
+def placing(tensor: Tensor) -> object:
+    """How a tensor rests, to compare: mesh, placements and local shape."""
+    where = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+    return where, tuple(local(tensor).shape)

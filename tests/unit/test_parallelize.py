@@ -17,7 +17,7 @@ def _spec():
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("owned", "not available yet; use 'shard0'"), ("shard1", "unknown; choose from: shard0")]
+    ("name", "message"), [("owned", "not available yet; use 'shard0'"), ("shard1", "unknown; did you mean 'shard0'")]
 )
 def test_a_placement_that_is_not_there_is_refused(name: str, message: str) -> None:
     with pytest.raises(RecipeError, match=rf"placement\.muon = '{name}' is {message}"):

@@ -16,11 +16,13 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
+from titan_muon import registry
 from titan_muon.matrices import Assignment
 from titan_muon.muon import plan_step
+from titan_muon.orthogonalize import algorithm, coefficients
 from titan_muon.plan import Plan, PlanOptions
 from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
-from titan_muon.titan.recipe import Recipe, check_degrees
+from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.runs import Run
 from titan_muon.titan.trainer import MuonTrainer, trainer_config
 
@@ -109,13 +111,18 @@ def _plan(parameters: dict[str, Tensor], groups: list[Group], config: HybridOpti
     if not named:
         return None
     steps = [group.options["ns_steps"] for group in groups for _ in group.names]
-    return plan_step(named, steps, plan_options(config), config.tables["muon"]["split"])
+    try:
+        algorithm(config.tables["muon"]["orthogonalize"])
+        for group in groups:
+            coefficients(group.options["ns_coefficients"], group.options["ns_steps"])
+        return plan_step(named, steps, plan_options(config), config.tables["muon"]["split"])
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def plan_options(config: HybridOptimizers.Config) -> PlanOptions:
     """The planner's options in the `muon` table."""
     table = config.tables["muon"]
     wire_bytes = TORCH_DTYPE_MAP[table["wire_dtype"]].itemsize
-    return PlanOptions(
-        table["exchange"], table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"]
-    )
+    pattern = registry.exchanges.get(table["exchange"]).pattern
+    return PlanOptions(pattern, table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"])

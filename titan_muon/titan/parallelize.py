@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.attention import share_dense_mask
 from titan_muon.titan.recipe import RecipeError
@@ -26,11 +27,11 @@ def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Paralle
     and for pipeline parallelism before torch 2.14. The parallelize_fn raises it for a sequence that context
     parallelism cannot cut.
     """
-    _check_placement(placement.muon)
+    place = _placement(placement.muon)
     _check_pipeline(parallelism.pipeline_parallel_degree)
     _check_heads(spec.model, parallelism.tensor_parallel_degree)
     _check_experts(spec.model, parallelism.expert_parallel_degree)
-    return dataclasses.replace(spec, parallelize_fn=_then_ours(spec.parallelize_fn))
+    return dataclasses.replace(spec, parallelize_fn=_then_ours(place(spec.parallelize_fn)))
 
 
 def _then_ours(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -52,11 +53,13 @@ def reduce_by_plain_sum(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _check_placement(name: str) -> None:
+def _placement(name: str) -> Callable[[registry.Parallelize], registry.Parallelize]:
     if name == "owned":
         raise RecipeError("placement.muon = 'owned' is not available yet; use 'shard0'")
-    if name != "shard0":
-        raise RecipeError(f"placement.muon = {name!r} is unknown; choose from: shard0, owned")
+    try:
+        return registry.placements.get(name)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
 
 
 def _check_heads(model: Any, degree: int) -> None:
