@@ -120,7 +120,7 @@ class Collectives:
             self.traffic.add(sent)
             return [dist.all_gather_into_tensor(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
-        if dist.get_backend(group) != "gloo":
+        if dist.get_backend(group) == "nccl":
             self.traffic.add(sent)
             return [dist.all_gather(parts, input, group=group, async_op=True)]
         # gloo gathers equal parts only; a broadcast from each rank is its ragged all-gather.
