@@ -1,0 +1,206 @@
+"""Random parameters, layouts and plans for property tests, and what PyTorch's own placements make of a layout."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from random import Random
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from titan_muon.matrices import stack_of
+from titan_muon.plan.cost import Link, standard_flops
+from titan_muon.plan.planner import PlanOptions, make_plan
+from titan_muon.plan.types import (
+    Block,
+    Bucket,
+    Interval,
+    Layout,
+    Mesh,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    Stack,
+    StridedShard,
+)
+
+# The same examples in every run: a failure is never a matter of luck.
+PROPERTY = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter", "auto")
+# Links on which an automatic choice falls on each of the exchanges.
+LINKS = (Link(), Link(bandwidth=1e3, flops=1e3), Link(latency=1.0, flops=1e9), Link(bandwidth=1e12, latency=0, flops=1))
+OWNERS = ("balanced", "round_robin", "per_layer")
+REPLICAS = ("split", "redundant", "auto")
+
+
+def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
+    """All shapes of 1 to 4 axes, some of them of size 1, that `most` ranks can fill; `size` bounds an axis."""
+    shapes: list[tuple[int, ...]] = [()]
+    found = []
+    for _ in range(4):
+        shapes = [(*shape, n) for shape in shapes for n in range(1, size + 1) if prod(shape) * n <= most]
+        found += shapes
+    return found
+
+
+MESHES = {world: mesh_shapes(world, world) for world in (1, 2, 3, 4, 6, 8)}
+FULL_MESHES = {
+    world: [shape for shape in shapes if prod(shape) == world and (1 not in shape or world == 1)]
+    for world, shapes in MESHES.items()
+}
+LARGE_MESHES = mesh_shapes(8, 24)
+
+
+def placed(shape: Sequence[int], mesh: Mesh, dims: Sequence[int | None], strided: Sequence[bool]) -> Layout:
+    """A layout that cuts dim `dims[i]` over axis i (None: replicates), from right to left where `strided[i]`.
+
+    Right to left as FSDP2 cuts what tensor parallelism has cut before.
+    """
+    placements: list[Placement] = []
+    for axis, dim in enumerate(dims):
+        factor = prod(n for n, other in zip(mesh.shape[axis + 1 :], dims[axis + 1 :], strict=True) if other == dim)
+        if dim is None:
+            placements.append(Replicate())
+        else:
+            placements.append(StridedShard(dim, factor) if strided[axis] and factor > 1 else Shard(dim))
+    return Layout(tuple(shape), mesh, tuple(placements))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh) -> Layout:
+    axes = len(mesh.shape)
+    dim = st.sampled_from([None, *range(len(shape)), 0])
+    dims = draw(st.lists(dim, min_size=axes, max_size=axes))
+    strided = draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
+    return placed(shape, mesh, dims, strided)
+
+
+@st.composite
+def meshes(draw: st.DrawFn, world: int) -> Mesh:
+    """A mesh of some of the ranks of a world: from the first on, spread out, or in any order."""
+    shape = draw(st.sampled_from((FULL_MESHES if draw(st.integers(0, 3)) else MESHES)[world]))
+    count = prod(shape)
+    if count == world or draw(st.booleans()):
+        start, step = draw(st.integers(0, world - count)), 1
+    else:
+        start, step = 0, world // count
+    ranks = [start + i * step for i in range(count)]
+    if draw(st.integers(0, 3)) == 0:
+        ranks = list(draw(st.permutations(ranks)))
+    return Mesh(shape, tuple(ranks))
+
+
+@st.composite
+def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], Stack]:
+    """A whole matrix, experts, heads, or projections whose rows alternate."""
+    kind = draw(st.sampled_from(["matrix", "experts", "heads", "fused"]))
+    if kind == "experts":
+        experts = draw(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)))
+        return experts, stack_of(fqn, experts)
+    shape = draw(st.tuples(st.integers(1, 13), st.integers(1, 9)))
+    if kind == "matrix":
+        return shape, stack_of(fqn, shape)
+    cuts = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=4))})
+    parts = [Interval(a, b) for a, b in pairwise(cuts)]
+    if kind == "heads":
+        return shape, Stack(1, tuple(Block(str(i), (part,)) for i, part in enumerate(parts)))
+    projections = [rows for rows in (tuple(parts[0::2]), tuple(parts[1::2])) if rows]
+    return shape, Stack(1, tuple(Block(str(i), rows) for i, rows in enumerate(projections)))
+
+
+@st.composite
+def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
+    """Parameters of one optimizer, each on a mesh of its own or all on one."""
+    world = draw(st.sampled_from([4, 1, 2, 3, 4, 4, 6, 6, 8, 8]))
+    shared = draw(meshes(world))
+    found = []
+    for index in range(draw(st.sampled_from([1, 2, 3, 3, 4, 4, 5]))):
+        fqn = f"layers.{index // 2}.weight{index}"
+        shape, stack = draw(stacks(fqn))
+        plain = draw(st.integers(0, 7)) == 7
+        if plain:
+            layout = Layout(shape, Mesh((world,), tuple(range(world))), (Replicate(),))
+        else:
+            layout = draw(layouts(shape, draw(meshes(world)) if draw(st.booleans()) else shared))
+        found.append(Parameter(fqn, f"layers.{index // 2}", layout, stack, plain))
+    return found
+
+
+def flops(parameter: int, rows: int, cols: int) -> int:
+    return standard_flops(rows, cols, 5)
+
+
+def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
+    return make_plan(parameters, flops, PlanOptions(**options))  # type: ignore[arg-type]
+
+
+@st.composite
+def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True) -> Plan:
+    """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
+    parameters = draw(parameter_lists())
+    options = PlanOptions(
+        exchange=draw(st.sampled_from(exchanges)),
+        owners=draw(st.sampled_from(OWNERS)),
+        replicas=draw(st.sampled_from(REPLICAS)),
+        buffer_bytes=draw(st.sampled_from([None, 512, 2048, 8192])),
+        wire_bytes=8,
+        link=draw(st.sampled_from(LINKS)),
+    )
+    try:
+        plan = make_plan(parameters, flops, options)
+    except ValueError:
+        plan = make_plan(parameters, flops, replace(options, buffer_bytes=None))
+    if cut and draw(st.booleans()):
+        return recut(plan, Random(draw(st.integers(0, 10**6))))
+    return plan
+
+
+def recut(plan: Plan, random: Random) -> Plan:
+    """The plan with its matrices in random buckets, order, owners and slots: any such plan must run too."""
+    buckets = []
+    for bucket in plan.buckets:
+        matrices = list(bucket.matrices)
+        random.shuffle(matrices)
+        while matrices:
+            count = random.randint(1, min(3, len(matrices)))
+            chosen, matrices = tuple(matrices[:count]), matrices[count:]
+            owners = tuple(random.choice(bucket.group) for _ in chosen) if bucket.owners else ()
+            buckets.append(Bucket(bucket.exchange, bucket.group, chosen, owners))
+    random.shuffle(buckets)
+    return replace(plan, buckets=tuple(buckets), slots=random.randint(1, 5))
+
+
+def ranks_of(plan: Plan) -> list[int]:
+    return sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})
+
+
+def torch_local(layout: Layout, coordinate: Sequence[int], full: Tensor) -> Tensor:
+    """What PyTorch leaves of a full tensor on the rank at a coordinate, without a process group."""
+    local = full
+    for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
+        if isinstance(placement, Replicate):
+            continue
+        cut: TorchShard | _StridedShard = TorchShard(placement.dim)
+        if isinstance(placement, StridedShard):
+            cut = _StridedShard(placement.dim, split_factor=placement.split_factor)
+        local = cut._split_tensor(local, count, with_padding=False)[0][index]
+    return local
+
+
+def coordinates(mesh: Mesh) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Each rank of a mesh and its coordinate, by PyTorch's arithmetic."""
+    where = torch.arange(len(mesh.ranks)).view(mesh.shape)
+    for position, rank in enumerate(mesh.ranks):
+        yield rank, tuple((where == position).nonzero()[0].tolist())

@@ -1,0 +1,106 @@
+"""Newton-Schulz as torch.optim.Muon computes it, and its coefficients."""
+
+import math
+
+import pytest
+import torch
+from torch.optim._muon import _zeropower_via_newtonschulz
+
+from tests.reference_muon import newton_schulz
+from titan_muon.orthogonalize import COEFFICIENTS, coefficients, reference
+
+JORDAN = (3.4445, -4.7750, 2.0315)
+SHAPES = [(48, 20), (20, 48), (32, 32), (1, 40), (40, 1), (1, 1)]
+
+
+def drawn(shape: tuple[int, int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_it_is_torchs_bit_for_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = drawn(shape, dtype)
+    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    expected = _zeropower_via_newtonschulz(matrix.clone(), JORDAN, 5, 1e-7)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+    assert torch.equal(found, newton_schulz(matrix))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_input_is_never_written_to(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    matrix = drawn(shape, dtype)
+    before = matrix.clone()
+    found = reference(matrix, coefficients("keller_jordan", 5), 1e-7)
+    assert torch.equal(matrix, before)
+    assert found.untyped_storage().data_ptr() != matrix.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(48, 20), (20, 48), (32, 32)])
+def test_singular_values_come_near_one_and_vectors_stay(name: str, shape: tuple[int, int]) -> None:
+    matrix = drawn(shape)
+    found = reference(matrix, coefficients(name, 5), 1e-7).float()
+    values = torch.linalg.svdvals(found)
+    assert values.min() > 0.5
+    assert values.max() < 1.35
+    u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+    strong = s > 0.2 * s.max()
+    assert (u[:, strong].T @ found @ vh[strong].T).diagonal().min() > 0.5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_zero_matrix_stays_zero(shape: tuple[int, int]) -> None:
+    assert torch.equal(
+        reference(torch.zeros(shape), coefficients("keller_jordan", 5), 1e-7).float(), torch.zeros(shape)
+    )
+
+
+def test_the_size_of_a_matrix_does_not_matter() -> None:
+    matrix, steps = drawn((20, 48)), coefficients("keller_jordan", 5)
+    assert torch.equal(reference(matrix, steps, 1e-7), reference(1024 * matrix, steps, 1e-7))
+
+
+def test_a_set_of_one_step_is_repeated() -> None:
+    assert coefficients("keller_jordan", 3) == (JORDAN,) * 3
+
+
+def test_a_schedule_is_used_as_it_is() -> None:
+    assert coefficients("you_jiacheng", 5) == COEFFICIENTS["you_jiacheng"]
+    assert coefficients([[1, 2, 3], [4, 5, 6]], 2) == ((1.0, 2.0, 3.0), (4.0, 5.0, 6.0))
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps", "message"),
+    [
+        ("keller_jordon", 5, r"'keller_jordon' is not one of .*did you mean 'keller_jordan'\?"),
+        ("quintic!", 5, "is not one of keller_jordan, you_jiacheng"),
+        ("you_jiacheng", 4, "has 5 steps but ns_steps = 4"),
+        ([[1, 2, 3]], 5, "has 1 steps but ns_steps = 5"),
+        ([], 1, "has 0 steps but ns_steps = 1"),
+        ("keller_jordan", -1, "ns_steps = -1"),
+        ([[1, 2]], 1, "not three finite numbers"),
+        ([[1, 2, 3, 4]], 1, "not three finite numbers"),
+        ([[1, 2, math.nan]], 1, "not three finite numbers"),
+        ([[1, math.inf, 3]], 1, "not three finite numbers"),
+    ],
+)
+def test_wrong_coefficients_are_refused(choice: object, steps: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        coefficients(choice, steps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("choice", "steps"),
+    [
+        pytest.param([1.0, 2.0, 3.0], 3, id="one triple instead of a list of them"),
+        pytest.param([["a", 2, 3]], 1, id="a word"),
+        pytest.param("keller_jordan", 0, id="no steps"),
+    ],
+)
+@pytest.mark.xfail(strict=True, reason="coefficients raises TypeError, or takes 0 steps")
+def test_what_is_no_list_of_triples_is_refused(choice: object, steps: int) -> None:
+    with pytest.raises(ValueError, match=r"ns_coefficients|ns_steps"):
+        coefficients(choice, steps)  # type: ignore[arg-type]

@@ -1,0 +1,109 @@
+"""Optimizers by name: those there are, those that packages add, and clear errors for the rest."""
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titan_muon import Muon
+from titan_muon.registry import Registry, optimizers, shared_options
+
+
+@pytest.fixture
+def registry() -> Registry[int]:
+    found: Registry[int] = Registry("some.key", "titan_muon.tests")
+    found.register("one", 1)
+    found.register("three", 3)
+    return found
+
+
+def test_a_registered_value_is_found_by_its_name(registry: Registry[int]) -> None:
+    registry.register("two", 2)
+    assert registry.get("two") == 2
+    assert registry.names() == ("one", "three", "two")
+
+
+def test_a_false_value_is_a_value(registry: Registry[int]) -> None:
+    registry.register("zero", 0)
+    assert registry.get("zero") == 0
+
+
+def test_a_name_is_given_once(registry: Registry[int]) -> None:
+    with pytest.raises(ValueError, match=r"some\.key: 'one' is registered already; choose another name"):
+        registry.register("one", 2)
+    assert registry.get("one") == 1
+
+
+def test_an_unknown_name_suggests_a_near_one_and_lists_all(registry: Registry[int]) -> None:
+    with pytest.raises(ValueError, match=r"some\.key = 'thre' is unknown; did you mean 'three'\? .*: one, three"):
+        registry.get("thre")
+
+
+def test_a_name_far_from_all_gets_no_suggestion(registry: Registry[int]) -> None:
+    with pytest.raises(ValueError, match=r"some\.key = 'zzz' is unknown; choose from: one, three"):
+        registry.get("zzz")
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package with an optimizer, as pip would leave it."""
+    (tmp_path / "their_package.py").write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from titan_muon.registry import OptimizerEntry
+
+            entry = OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
+            """
+        )
+    )
+    info = tmp_path / "their_package-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[titan_muon.optimizers]\ntheir_sgd = their_package:entry\nbroken = their_package:nothing\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    sys.modules.pop("their_package", None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_adds_an_optimizer_by_name() -> None:
+    registry: Registry[Any] = Registry("optimizer", "titan_muon.optimizers")
+    assert "their_sgd" in registry.names()
+    built = registry.get("their_sgd").build([{"params": [torch.nn.Parameter(torch.ones(2))]}], lr=0.5)
+    assert isinstance(built, torch.optim.SGD)
+    assert registry.get("their_sgd").shared == ("foreach",)
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_is_imported_only_when_its_name_is_asked_for() -> None:
+    registry: Registry[Any] = Registry("optimizer", "titan_muon.optimizers")
+    registry.register("mine", 1)
+    assert registry.get("mine") == 1
+    assert registry.names()
+    assert "their_package" not in sys.modules
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_package_that_cannot_be_loaded_says_so() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        Registry("optimizer", "titan_muon.optimizers").get("broken")
+
+
+def test_the_optimizers_of_a_recipe() -> None:
+    group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
+    assert isinstance(optimizers.get("muon").build([dict(group)], exchange="all_gather"), Muon)
+    assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)
+    assert isinstance(optimizers.get("adam").build([dict(group)]), torch.optim.Adam)
+
+
+def test_shared_options_are_those_of_the_whole_optimizer() -> None:
+    options = {"lr": 0.1, "exchange": "auto", "fused": True}
+    assert shared_options("muon", options) == {"exchange": "auto"}
+    assert shared_options("adamw", options) == {"fused": True}
