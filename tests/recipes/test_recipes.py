@@ -1,0 +1,131 @@
+"""Every recipe that ships is accepted, and its dry run shows a plan in which each matrix is orthogonalized once."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan.blueprint import smallest_world  # noqa: E402
+from titan_muon.titan.dry_run import report  # noqa: E402
+from titan_muon.titan.recipe import RecipeError, load, to_toml  # noqa: E402
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
+SMALL = ["qwen_moe_muon", "qwen_moe_adamw", "qwen_moe_shard0", "llama_muon", "deepseek_muon"]
+WORLDS = [1, 2, 4, 8]
+
+
+def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict[str, object]:
+    file = folder / "plan.json"
+    loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(folder), *overrides])
+    report(loaded, world_size, full=False, json=str(file))
+    assert not dist.is_initialized(), "a dry run leaves no process group behind"
+    return json.loads(file.read_text())
+
+
+def test_the_recipes_asked_for_are_there() -> None:
+    full_size = ["qwen3_0.6b", "qwen3_8b", "qwen3_30b_a3b", "llama3_8b", "llama3_70b", "deepseek_v3", "kimi_k2"]
+    assert {*SMALL, "qwen_moe_owned", *(f"{name}_muon" for name in full_size)} <= set(RECIPES)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "qwen_moe_owned"])
+def test_every_recipe_dry_runs(
+    recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = dry_run(recipe, world_size, tmp_path)
+    printed = capsys.readouterr().out
+    assert f"on {world_size} ranks" in printed
+    assert to_toml(load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(tmp_path)])) in printed
+    optimizers = {parameter["optimizer"] for parameter in plan["parameters"]}
+    if recipe == "qwen_moe_adamw":
+        assert optimizers == {"adamw"}
+        return
+    assert optimizers == {"adamw", "muon"}
+    assert plan["orthogonalizations"] == plan["muon_matrices"] > 0
+    assert len(plan["ranks"]) == world_size
+    assert plan["padding_bytes"] == plan["fallbacks"] == 0
+
+
+def test_owned_is_refused_until_it_is_there(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="'owned' is not available yet"):
+        dry_run("qwen_moe_owned", 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "world_size"),
+    [
+        ({"tensor_parallel_degree": 2}, 8),
+        ({"expert_parallel_degree": 4}, 8),
+        ({"tensor_parallel_degree": 2, "expert_parallel_degree": 2, "data_parallel_replicate_degree": 2}, 8),
+        ({"context_parallel_degree": 2, "expert_parallel_degree": 2}, 4),
+    ],
+)
+def test_degrees_are_edited_in_the_recipe(degrees: dict[str, int], world_size: int, tmp_path: Path) -> None:
+    overrides = [word for key, value in degrees.items() for word in (f"--parallelism.{key}", str(value))]
+    plan = dry_run("qwen_moe_muon", world_size, tmp_path, *overrides)
+    assert plan["orthogonalizations"] == plan["muon_matrices"] == 208
+
+
+def test_the_smallest_world_fits_the_degrees() -> None:
+    for overrides, ranks in (
+        ([], 1),
+        (["--parallelism.expert_parallel_degree", "4"], 4),
+        (["--parallelism.tensor_parallel_degree", "2", "--parallelism.expert_parallel_degree", "4"], 4),
+        (["--parallelism.data_parallel_shard_degree", "2", "--parallelism.data_parallel_replicate_degree", "3"], 6),
+    ):
+        assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
+
+
+def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
+    report(recipe, 2, full=True, json=None)
+    printed = capsys.readouterr().out
+    assert "layers.0.attention.wo.weight" in printed
+    assert "layers.5.attention.wo.weight" in printed
+    assert "layers.*" not in printed
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--muon.exchange", "all_to_al"], r"muon\.exchange = 'all_to_al' is unknown; did you mean 'all_to_all'"),
+        (["--muon.orthogonalize", "gram"], r"muon\.orthogonalize = 'gram' is unknown"),
+        (["--muon.ns_coefficients", "keler_jordan"], r"did you mean 'keller_jordan'"),
+        (["--muon.buffer_gib", "1e-6"], r"muon\.buffer_gib = .* is too small"),
+        (["--model.flavor", "tinny"], r"model\.flavor = 'tinny' is unknown"),
+        (["--optimizer.rule", '{match = "nothing.*", optimizer = "adamw"}'], "'nothing.*' takes no parameter"),
+        (
+            ["--optimizer.rule", '{match = "*", optimizer = "lion"}'],
+            r"optimizer\.rule\[0\]\.optimizer = 'lion' is unknown",
+        ),
+        (
+            ["--muon.split", '{match = "nothing.*", rows = [2]}'],
+            r"muon\.split: 'nothing\.\*' matches no Muon parameter",
+        ),
+        (["--muon.split", '{match = "*.wq.weight", rows = [7]}'], r"muon\.split has rows = \[7\]"),
+        (["--parallelism.tensor_parallel_degree", "3"], "does not divide the world size 2"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_before_any_process_starts(
+    overrides: list[str], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        dry_run("llama_muon", 2, tmp_path, *overrides)
+
+
+def test_no_muon_parameter_is_an_error_unless_rules_say_so(tmp_path: Path) -> None:
+    rule = '{match = "layers.*", optimizer = "adamw"}'
+    with pytest.raises(RecipeError, match="Muon takes no parameter"):
+        dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule)
+
+
+def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> None:
+    rule = '{match = "layers.*.attention.*", optimizer = "muon"}'
+    with pytest.raises(RecipeError, match="no rule matches"):
+        dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule, "--optimizer.defaults", "false")
