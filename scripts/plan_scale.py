@@ -1,0 +1,118 @@
+"""Muon's plan for the published models at 8 to 1,024 ranks, as a table: balance, calls, bytes, buffers.
+
+Nothing is timed but the planning: the figures are counts, the same on every machine.
+
+    python scripts/plan_scale.py                                   # all models, all worlds: some minutes
+    python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import tyro
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from titan_muon.titan import compat  # noqa: E402
+
+compat.install()
+
+from titan_muon.plan import summarize  # noqa: E402
+from titan_muon.titan.blueprint import draw  # noqa: E402
+from titan_muon.titan.recipe import load  # noqa: E402
+
+MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
+RANKS = (8, 32, 64, 128, 256, 512, 1024)
+EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8), "deepseek_v3": (8, 64), "kimi_k2": (8, 64)}
+"""Expert-parallel degree below 64 ranks and from 64 ranks on."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """One row: a model planned on a world."""
+
+    model: str
+    ranks: int
+    expert_parallel: int
+    matrices: int
+    orthogonalizations: int
+    flops_over_bound: float
+    collectives: int
+    sent_mib_mean: float
+    sent_mib_max: float
+    sent_mib_bound: float
+    buffers_gib: float
+    padding_bytes: int
+    seconds: float
+
+
+def plan_numbers(model: str, ranks: int) -> Numbers:
+    """Plan the recipe `configs/<model>_muon.toml` on `ranks` ranks, its experts laid out as in real runs."""
+    degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64]
+    recipe = load(ROOT / f"configs/{model}_muon.toml", ["--parallelism.expert_parallel_degree", str(degree)])
+    start = time.perf_counter()
+    plan = draw(recipe, ranks).plan
+    assert plan is not None, f"{model} has Muon parameters"
+    summary = summarize(plan)
+    return Numbers(
+        model=model,
+        ranks=ranks,
+        expert_parallel=degree,
+        matrices=summary.muon_matrices,
+        orthogonalizations=summary.orthogonalizations,
+        flops_over_bound=summary.ns_flops_max / summary.ns_flops_lower_bound,
+        collectives=summary.collectives_per_step,
+        sent_mib_mean=sum(cost.bytes_sent for cost in summary.ranks) / len(summary.ranks) / 2**20,
+        sent_mib_max=summary.bytes_sent_max / 2**20,
+        sent_mib_bound=summary.bytes_sent_lower_bound / 2**20,
+        buffers_gib=summary.buffer_bytes_max / 2**30,
+        padding_bytes=summary.padding_bytes,
+        seconds=time.perf_counter() - start,
+    )
+
+
+HEADER = (
+    "| model | ranks | EP | matrices | longest path / least possible | calls | sent MiB mean (max) | buffers GiB "
+    "| plan s |\n"
+    "|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def row(n: Numbers) -> str:
+    """A line of the Markdown table."""
+    once = "" if n.orthogonalizations == n.matrices else f" x {n.orthogonalizations / n.matrices:.2f}"
+    return (
+        f"| {n.model} | {n.ranks} | {n.expert_parallel} | {n.matrices:,}{once} | {n.flops_over_bound:.3f} "
+        f"| {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) | {n.buffers_gib:.2f} | {n.seconds:.0f} |"
+    )
+
+
+def main(
+    models: tuple[str, ...] = MODELS, ranks: tuple[int, ...] = RANKS, json_file: Path | None = None
+) -> list[Numbers]:
+    """Print the table, a line as soon as it is known.
+
+    Args:
+        models: names of recipes, without `_muon.toml`.
+        ranks: world sizes.
+        json_file: file for the numbers.
+    """
+    print(HEADER, flush=True)
+    numbers = []
+    for model in models:
+        for world in ranks:
+            numbers.append(plan_numbers(model, world))
+            print(row(numbers[-1]), flush=True)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")
+    return numbers
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,37 @@
+"""The balance of published models at scale: bars that the planner holds, on the layouts that TorchTitan makes."""
+
+import pytest
+
+from scripts.plan_scale import plan_numbers
+
+# Where matrices are fewest for the ranks, or buckets wait for each other most; scripts/plan_scale.py has all worlds.
+HARDEST = [
+    ("qwen3_8b", 8, 1.11),
+    ("qwen3_8b", 64, 1.11),
+    ("qwen3_8b", 128, 1.35),
+    ("llama3_8b", 64, 1.11),
+    ("llama3_70b", 64, 1.11),
+    ("llama3_70b", 256, 1.35),
+    ("qwen3_30b_a3b", 64, 1.11),
+    ("qwen3_30b_a3b", 1024, 1.35),
+    ("deepseek_v3", 64, 1.11),
+    ("kimi_k2", 256, 1.35),
+    ("kimi_k2", 512, 1.35),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "bar"), HARDEST)
+def test_the_longest_path_is_near_the_least_possible(model: str, ranks: int, bar: float) -> None:
+    numbers = plan_numbers(model, ranks)
+    assert numbers.flops_over_bound <= bar
+    assert numbers.orthogonalizations == numbers.matrices, "each matrix once in the world"
+    assert numbers.padding_bytes == 0
+    assert numbers.buffers_gib <= 4.0
+    if ranks == 64 and model in ("qwen3_8b", "llama3_8b", "qwen3_30b_a3b"):
+        assert numbers.collectives <= 8
+
+
+def test_bytes_of_an_even_shard0_are_exact() -> None:
+    """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
+    numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
+    assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
