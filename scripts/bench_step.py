@@ -5,6 +5,7 @@ gradients; their timed steps take turns, so that whatever else the machine does 
 """
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -215,6 +216,8 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run the processes, print the table and write the figures."""
+    # Otherwise the profiler of each process tells of each start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(worker, (arguments.nproc, folder, arguments.model, arguments.repeats), arguments.nproc)
         figures = json.loads(Path(folder, "rows").read_text())
