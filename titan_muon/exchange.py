@@ -16,6 +16,10 @@ from torch import Tensor
 from .plan.program import Leg, Parcel, Program, Run
 from .plan.types import Piece, Plan
 
+# PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Parked:
@@ -118,7 +122,7 @@ class Collectives:
         sent = input.numel() * input.element_size() * (len(splits) - 1)
         if len(set(splits)) == 1:
             self.traffic.add(sent)
-            return [dist.all_gather_into_tensor(output[: sum(splits)], input, group=group, async_op=True)]
+            return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
         if dist.get_backend(group) == "nccl":
             self.traffic.add(sent)
@@ -139,7 +143,7 @@ class Collectives:
         """Fill `output` with the sum over all ranks of the part of `input` that is this rank's."""
         self.traffic.add((sum(splits) - splits[dist.get_rank(group)]) * input.element_size())
         if len(set(splits)) == 1:
-            return [dist.reduce_scatter_tensor(output, input[: sum(splits)], group=group, async_op=True)]
+            return [_scatter_equal(output, input[: sum(splits)], group=group, async_op=True)]
         parts = list(input[: sum(splits)].split(list(splits)))
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
 

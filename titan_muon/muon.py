@@ -83,6 +83,10 @@ class Muon(Optimizer):
     """
 
     plan: Plan
+    """Who orthogonalizes which matrix, and how the pieces get there and back."""
+
+    orthogonalized: int
+    """Matrices that this rank orthogonalized in the last step."""
 
     def __init__(
         self,
@@ -222,6 +226,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         storage = self._check()
+        self.orthogonalized = 0
         count, slots = len(self._program.runs), self._program.slots
         ahead = prefetch(slots, count)
         for index in range(min(ahead, count)):
@@ -237,6 +242,8 @@ class Muon(Optimizer):
             self._orthogonalize(index)
         for index in range(max(0, count - slots), count):
             self._apply(index, storage)
+        expected = len(self._program.home) + sum(len(run.matrices) for run in self._program.runs)
+        assert self.orthogonalized == expected, f"{self.orthogonalized} matrices orthogonalized, {expected} planned"
         return loss
 
     def _check(self) -> list[Storage | None]:
@@ -323,6 +330,7 @@ class Muon(Optimizer):
         return self._workspace[: shape.numel].view(shape.rows, shape.cols)
 
     def _newton_schulz(self, matrix: int, whole: Tensor) -> Tensor:
+        self.orthogonalized += 1
         parameter = self.plan.matrices[matrix].parameter
         return self._algorithm(whole, self._coefficients[parameter], self._members[parameter].group["eps"])
 

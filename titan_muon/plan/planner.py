@@ -29,7 +29,7 @@ class PlanOptions:
 
     Attributes:
         exchange: a name in EXCHANGES. `auto` takes the fastest for each bucket, by `link`.
-        owners: a name in OWNERS.
+        owners: a name in OWNERS; or `everyone`, which is what an all-gather comes to whatever is named here.
         replicas: whether ranks that hold copies of a matrix `split` the work, repeat it (`redundant`), or do what is
             faster by `link` (`auto`).
         buffer_bytes: most bytes of exchange buffers on a rank; None for the smallest that cost no balance.
@@ -45,10 +45,16 @@ class PlanOptions:
     link: Link = field(default_factory=Link)
 
     def __post_init__(self) -> None:
-        choices = {"exchange": EXCHANGES, "owners": tuple(OWNERS), "replicas": ("split", "redundant", "auto")}
+        choices = {
+            "exchange": EXCHANGES,
+            "owners": (*OWNERS, "everyone"),
+            "replicas": ("split", "redundant", "auto"),
+        }
         for name, known in choices.items():
             if (value := getattr(self, name)) not in known:
                 raise ValueError(f"muon.{name} = {value!r} is not known; choose one of {', '.join(known)}")
+        if self.owners == "everyone" and self.exchange != "all_gather":
+            raise ValueError("muon.owners = 'everyone' needs every piece everywhere: set muon.exchange = 'all_gather'")
 
 
 FlopCount = Callable[[int, int, int], int]

@@ -213,8 +213,8 @@ class Muon:
     exchange: str = "all_to_all"
     """How the pieces of a matrix meet: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, or `auto`."""
 
-    owners: Literal["balanced", "round_robin", "per_layer"] = "balanced"
-    """Who orthogonalizes which matrix. `balanced` weighs all matrices by their FLOPs."""
+    owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
+    """Who orthogonalizes which matrix. `balanced` weighs all by their FLOPs; `everyone` is for `all_gather`."""
 
     replicas: Literal["split", "redundant", "auto"] = "split"
     """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""

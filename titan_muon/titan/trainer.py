@@ -9,10 +9,12 @@ import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -20,10 +22,13 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools import utils as device_utils
 from torchtitan.trainer import Trainer
 
+from titan_muon.muon import Muon
+from titan_muon.plan import summarize
 from titan_muon.titan import compat
 from titan_muon.titan.checkpoints import RunCheckpoints
 from titan_muon.titan.clip import GradientClip
 from titan_muon.titan.console import say, say_error, set_up_logging
+from titan_muon.titan.explain import optimizer_lines, parameter_table, plan_lines
 from titan_muon.titan.metrics import Metrics, StepReport
 from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
@@ -31,6 +36,8 @@ from titan_muon.titan.runs import Run, agree, begin, discard
 from titan_muon.titan.signals import StopSignals
 from titan_muon.titan.step_timer import StepTimer
 from titan_muon.titan.trainer_config import comm_config, trainer_fields
+
+OPTIMIZERS_FILE = "optimizers.txt"
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -274,9 +281,26 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
     return trainer
 
 
+def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:
+    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
+    if dist.get_rank() != 0:
+        return
+    optimizers = trainer.optimizers
+    assert isinstance(optimizers, HybridOptimizers), "the recipe's container"
+    plan = next((optimizer.plan for optimizer in optimizers if isinstance(optimizer, Muon)), None)
+    summary = None if plan is None else summarize(plan)
+    counts = optimizer_lines(optimizers.assignments, plan, dist.get_world_size())
+    lines = "\n".join([*counts, *plan_lines(plan, summary)])
+    say(lines)
+    named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
+    table = parameter_table(optimizers.assignments, named, plan, full=True)
+    (Path(run.folder) / OPTIMIZERS_FILE).write_text(f"{table}\n\n{lines}\n", encoding="utf-8")
+
+
 def _say_start(trainer: MuonTrainer, run: Run) -> None:
     steps = trainer.config.training.steps
     say(f"run {run.folder}")
+    _say_optimizers(trainer, run)
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
