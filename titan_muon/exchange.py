@@ -54,6 +54,10 @@ class Slot:
     inbox: Tensor
     outbox: Tensor
 
+    def leaving(self, run: Run) -> Tensor:
+        """The buffer that a run's orthogonalized pieces leave from: where they came in, if they go the same way."""
+        return self.inbox if run.mirrored else self.outbox
+
 
 class Load:
     """Where the pieces of one bucket are in the buffers of its slot, on this rank.
@@ -76,7 +80,7 @@ class Load:
         self.targets: dict[int, tuple[Parked, ...]] = (
             {parked.matrix: (parked,) for parked in self.stored}
             if returning is None
-            else self._by_matrix(returning, slot.outbox, slot.home, rank, own)
+            else self._by_matrix(returning, slot.leaving(run), slot.home, rank, own)
         )
         self.cleared = slot.outbox if run.bucket.exchange == "all_gather_reduce_scatter" else None
 
@@ -194,7 +198,7 @@ class Exchange:
             return
         if run.bucket.exchange == "all_to_all":
             received = slot.home[leg.kept :]
-            works = self._collectives.all_to_all(received, leg.home_splits, slot.outbox, leg.owned_splits, group)
+            works = self._collectives.all_to_all(received, leg.home_splits, slot.leaving(run), leg.owned_splits, group)
         else:
             received = slot.home[: leg.home_numel]
             works = self._collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)

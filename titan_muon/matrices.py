@@ -116,7 +116,10 @@ EMBEDDINGS_AND_HEADS = (
 
 def default_rules(router: str = "adamw") -> tuple[Rule, ...]:
     """Rules for what a recipe leaves open, before shapes decide. `router` takes the gates of mixtures of experts."""
-    return (*EMBEDDINGS_AND_HEADS, Rule("*.router.*", router, "router of a mixture of experts (optimizer.router)"))
+    return (
+        *EMBEDDINGS_AND_HEADS,
+        Rule("*.router.*weight", router, "router of a mixture of experts (optimizer.router)"),
+    )
 
 
 def assign(

@@ -21,11 +21,11 @@ from .exchange import Council, Exchange, Groups, Load, Parked
 from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
 from .orthogonalize import algorithm, coefficients
-from .plan.buckets import prefetch
 from .plan.cost import Link, standard_flops
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
 from .plan.program import Home, make_program
+from .plan.schedule import Act
 from .plan.types import Piece, Plan
 from .storage import (
     Fault,
@@ -227,21 +227,16 @@ class Muon(Optimizer):
                 loss = closure()
         storage = self._check()
         self.orthogonalized = 0
-        count, slots = len(self._program.runs), self._program.slots
-        ahead = prefetch(slots, count)
-        for index in range(min(ahead, count)):
-            self._gather(index, storage)
-        for item in self._program.home:
-            self._at_home(item, storage)
-        self._release(self._program.home, storage, index=-1)
-        for index in range(count):
-            if index + ahead < count:
-                if index + ahead >= slots:
-                    self._apply(index + ahead - slots, storage)
-                self._gather(index + ahead, storage)
-            self._orthogonalize(index)
-        for index in range(max(0, count - slots), count):
-            self._apply(index, storage)
+        for turn in self._program.turns:
+            match turn.act:
+                case Act.GATHER:
+                    self._gather(turn.run, storage)
+                case Act.HOME:
+                    self._home(storage)
+                case Act.ORTHOGONALIZE:
+                    self._orthogonalize(turn.run)
+                case Act.APPLY:
+                    self._apply(turn.run, storage)
         expected = len(self._program.home) + sum(len(run.matrices) for run in self._program.runs)
         assert self.orthogonalized == expected, f"{self.orthogonalized} matrices orthogonalized, {expected} planned"
         return loss
@@ -297,11 +292,13 @@ class Muon(Optimizer):
         for parked in self.exchange.loads[index].stored:
             self._update(parked.matrix, parked.piece, parked.view, storage)
 
-    def _at_home(self, item: Home, storage: Sequence[Storage | None]) -> None:
-        """Stages 2, 4 and 6 of a matrix that is whole here."""
-        whole = self._whole(item.matrix)
-        self._momentum(item.matrix, item.piece, storage, whole)
-        self._update(item.matrix, item.piece, self._newton_schulz(item.matrix, whole), storage)
+    def _home(self, storage: list[Storage | None]) -> None:
+        """Stages 2, 4 and 6 of the matrices that are whole here."""
+        for item in self._program.home:
+            whole = self._whole(item.matrix)
+            self._momentum(item.matrix, item.piece, storage, whole)
+            self._update(item.matrix, item.piece, self._newton_schulz(item.matrix, whole), storage)
+        self._release(self._program.home, storage, index=-1)
 
     def _momentum(self, matrix: int, piece: Piece, storage: Sequence[Storage | None], into: Tensor | None) -> None:
         parameter = self.plan.matrices[matrix].parameter

@@ -38,8 +38,11 @@ class Registry(Generic[T]):
         """The value of a name. Raises ValueError naming the known names if there is none."""
         if name in self._values:
             return self._values[name]
-        for entry in entry_points(group=self.group, name=name):
-            self.register(name, entry.load())
+        entries = tuple(entry_points(group=self.group, name=name))
+        if len(entries) > 1:
+            raise ValueError(f"{self.key} = {name!r} is offered by {', '.join(e.value for e in entries)}; keep one")
+        if entries:
+            self.register(name, entries[0].load())
             return self._values[name]
         near = difflib.get_close_matches(name, self.names(), 1)
         hint = f"did you mean {near[0]!r}? " if near else ""

@@ -163,14 +163,7 @@ def test_the_search_for_collectives_finds_them() -> None:
     assert len(list(called(PACKAGE / "exchange.py", COLLECTIVES))) >= 5
 
 
-LONG = pytest.mark.xfail(strict=True, reason="the tables of a recipe are in one file of 474 lines")
-
-
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=LONG) if path.name == "sections.py" else path for path in OURS],
-    ids=name,
-)
+@pytest.mark.parametrize("path", OURS, ids=name)
 def test_no_file_is_longer_than_400_lines(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= 400
 

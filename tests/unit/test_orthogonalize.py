@@ -100,7 +100,6 @@ def test_wrong_coefficients_are_refused(choice: object, steps: int, message: str
         pytest.param("keller_jordan", 0, id="no steps"),
     ],
 )
-@pytest.mark.xfail(strict=True, reason="coefficients raises TypeError, or takes 0 steps")
 def test_what_is_no_list_of_triples_is_refused(choice: object, steps: int) -> None:
     with pytest.raises(ValueError, match=r"ns_coefficients|ns_steps"):
         coefficients(choice, steps)  # type: ignore[arg-type]

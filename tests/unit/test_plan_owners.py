@@ -19,6 +19,7 @@ from titan_muon.plan.owners import (
     Task,
     balanced,
     balanced_rounds,
+    balanced_small_first,
     per_layer,
     round_robin,
 )
@@ -104,12 +105,11 @@ def test_every_matrix_has_one_owner_of_its_group(name: str) -> None:
         assert all(owner in groups[group] for (_, group), owner in owners.items())
 
 
-@pytest.mark.xfail(strict=True, reason="owners.balanced gives out large groups first, even where small ones bind")
 def test_a_small_group_is_evened_out_by_a_large_one() -> None:
     """Ranks 0 and 1 alone can own the experts; the dense matrices then go to ranks 2 and 3."""
     groups = ((0, 1, 2, 3), (0, 1))
     tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
-    owners = balanced([tasks], groups, {})
+    owners = balanced_small_first([tasks], groups, {})
     assert max(loads(owners, tasks).values()) == 20
 
 
@@ -131,7 +131,6 @@ def test_per_layer_gives_whole_layers_in_turn() -> None:
     assert [owners[task.matrix, 0] for task in tasks] == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]
 
 
-@pytest.mark.xfail(strict=True, reason="owners.balanced does not look at layers")
 def test_matrices_of_a_layer_are_spread() -> None:
     """4 identical layers of 4 matrices over 4 ranks: each rank owns one matrix of each layer."""
     tasks = tasks_of([400, 300, 200, 100] * 4, per_layer=4)

@@ -160,6 +160,8 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
             """
         [data]
         validation_fraction = 0
+        [validator]
+        enable = false
         [muon]
         lr = 0
         momentum = 0

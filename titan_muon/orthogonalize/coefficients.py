@@ -29,6 +29,8 @@ def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coeffic
 
     Raises ValueError for an unknown name, a wrong number of steps, or a triple that is not three finite numbers.
     """
+    if steps < 1:
+        raise ValueError(f"ns_steps = {steps} must be at least 1")
     if isinstance(choice, str):
         if choice not in COEFFICIENTS:
             near = difflib.get_close_matches(choice, COEFFICIENTS, 1)
@@ -43,8 +45,9 @@ def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coeffic
     return rows
 
 
-def _triple(row: Sequence[float]) -> tuple[float, float, float]:
-    if len(row) != 3 or not all(math.isfinite(value) for value in row):
+def _triple(row: object) -> tuple[float, float, float]:
+    numbers = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else ()
+    if len(numbers) != 3 or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
         raise ValueError(f"ns_coefficients: {row!r} is not three finite numbers (a, b, c)")
-    a, b, c = row
+    a, b, c = numbers
     return float(a), float(b), float(c)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .owners import Groups, Task
+from .schedule import prefetch
 from .types import Bucket, Matrix
 
 
@@ -18,22 +19,13 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
     for task in tasks:
         total[task.group] += task.bytes
     shares = [t / len(group) for t, group in zip(total, groups, strict=True)]
-    counts = [max(1, round(count * share / max(shares))) for share in shares]
+    counts = [max(1, round(count * share / max(shares, default=1))) for share in shares]
     result: list[list[Task]] = [[] for _ in range(count)]
     for task in tasks:
         middle = seen[task.group] + task.bytes / 2
         result[int(counts[task.group] * middle / total[task.group])].append(task)
         seen[task.group] += task.bytes
     return [chosen for chosen in result if chosen]
-
-
-def prefetch(slots: int, count: int) -> int:
-    """How many buckets are gathered ahead of the one being orthogonalized, of a rank that runs `count` in all.
-
-    With a slot for every bucket all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
-    and half return behind.
-    """
-    return count - 1 if slots >= count else slots // 2
 
 
 def longest_path(

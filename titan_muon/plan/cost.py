@@ -14,6 +14,12 @@ def standard_flops(rows: int, cols: int, steps: int) -> int:
     return steps * (4 * m * m * n + 2 * m**3)
 
 
+def standard_elements(rows: int, cols: int) -> int:
+    """Elements that the standard iteration holds at once: X, the next X, X Xᵀ and the polynomial in it."""
+    m, n = min(rows, cols), max(rows, cols)
+    return 2 * m * n + 2 * m * m
+
+
 @dataclass(frozen=True)
 class Link:
     """What communication costs: `bandwidth` in bytes per second and rank, `latency` in seconds per collective.

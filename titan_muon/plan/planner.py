@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .buckets import longest_path, rounds
@@ -10,6 +10,7 @@ from .choice import fastest
 from .cost import Link
 from .groups import Meeting, meetings
 from .layout import Geometries
+from .ledger import Ledger
 from .owners import OWNERS, Owners, Task
 from .types import Bucket, Matrix, Parameter, Plan
 
@@ -17,7 +18,7 @@ GIB = 2**30
 AUTO_BUFFER_BYTES = 4 * GIB
 SMALLEST_BUCKET_BYTES = 32 * 2**20
 WITHIN_BEST = 1.02
-BUCKET_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BUCKET_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEW_BUCKETS = 4
 SLOT_COUNTS = (2, 3, 4, 8)
 EXCHANGES = ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto")
@@ -66,12 +67,7 @@ def make_plan(parameters: Sequence[Parameter], flops: FlopCount, options: PlanOp
     geometries = Geometries(parameters)
     matrices = _matrices(parameters, geometries, flops)
     work = _divide(parameters, matrices, geometries, options)
-    if options.exchange == "all_gather":
-        buckets, slots = _gathered(work, options)
-    else:
-        buckets, slots = _owned(work, matrices, options)
-    if options.exchange == "auto":
-        buckets = tuple(fastest(bucket, matrices, geometries, options.link, options.wire_bytes) for bucket in buckets)
+    buckets, slots = _choose(work, matrices, geometries, options)
     return Plan(tuple(parameters), matrices, work.home, buckets, slots, options.wire_bytes)
 
 
@@ -133,66 +129,104 @@ def _splits(matrix: Matrix, options: PlanOptions) -> bool:
     return options.replicas == "split"
 
 
-def _gathered(work: _Work, options: PlanOptions) -> tuple[tuple[Bucket, ...], int]:
-    """Buckets without owners, as many as the byte budget asks for."""
-    budget = AUTO_BUFFER_BYTES if options.buffer_bytes is None else options.buffer_bytes
-    total = [0] * len(work.groups)
-    for task in work.tasks:
-        total[task.group] += task.bytes
-    count = max(1, -(-2 * max(total, default=0) // budget))
-    return _buckets(rounds(work.tasks, work.groups, count), work, None, "all_gather"), 2
+@dataclass(frozen=True)
+class _Draft:
+    """Buckets that could be the plan's: the FLOPs of their longest path, and a guess at their buffers in bytes."""
+
+    buckets: tuple[Bucket, ...]
+    slots: int
+    path: int
+    guess: int
 
 
-def _owned(work: _Work, matrices: Sequence[Matrix], options: PlanOptions) -> tuple[tuple[Bucket, ...], int]:
-    """The smallest buffers whose longest path is within 2 % of the best that the byte budget allows."""
+def _choose(
+    work: _Work, matrices: Sequence[Matrix], geometries: Geometries, options: PlanOptions
+) -> tuple[tuple[Bucket, ...], int]:
+    """The draft to prefer among those that fit the byte budget. Raises ValueError if none does."""
     budget = AUTO_BUFFER_BYTES if options.buffer_bytes is None else options.buffer_bytes
+    sizes, least = _Sizes(work, options.exchange), None
+    for candidates in (sizes.few(), sizes.many(SLOT_COUNTS), sizes.many((1,))):
+        for draft in _by_preference(_drafts(candidates, sizes, work, matrices, geometries, options)):
+            taken = _buffer_bytes(draft, matrices, geometries) * options.wire_bytes
+            if taken <= budget:
+                return draft.buckets, draft.slots
+            least = taken if least is None else min(least, taken)
+    assert least is not None, "there is always a draft"
+    raise ValueError(
+        f"muon.buffer_gib = {budget / GIB:.3g} is too small: these matrices take at least {least / GIB:.3g} GiB of "
+        "buffers; raise it or use more ranks"
+    )
+
+
+def _by_preference(drafts: Sequence[_Draft]) -> Iterator[_Draft]:
+    """Small buffers first among the paths within 2 % of the best; then the others, short paths first."""
+    best = min(draft.path for draft in drafts)
+    yield from sorted(
+        drafts,
+        key=lambda d: (0, d.guess, len(d.buckets), d.path) if d.path <= WITHIN_BEST * best else (1, d.path, d.guess),
+    )
+
+
+def _drafts(
+    candidates: Sequence[tuple[int, int]],
+    sizes: _Sizes,
+    work: _Work,
+    matrices: Sequence[Matrix],
+    geometries: Geometries,
+    options: PlanOptions,
+) -> list[_Draft]:
     load = work.load(matrices)
-    sizes = _Sizes(work)
-    tried = []
-    for count, slots in _candidates(work, budget):
+    drafts = []
+    for count, slots in candidates:
         grouped = rounds(work.tasks, work.groups, count)
-        for assign in OWNERS[options.owners]:
-            buckets = _buckets(grouped, work, assign(grouped, work.groups, load), options.exchange)
+        for owners in _owners(grouped, work, load, options):
+            buckets = _buckets(grouped, work, owners, options.exchange)
+            if options.exchange == "auto":
+                buckets = tuple(fastest(b, matrices, geometries, options.link, options.wire_bytes) for b in buckets)
             path, _ = longest_path(buckets, matrices, load, slots)
-            tried.append((path, sizes.buffers(count, slots), slots, buckets))
-            if count == 1:
-                break
-    best = min(path for path, *_ in tried)
-    _, _, slots, buckets = min((t for t in tried if t[0] <= WITHIN_BEST * best), key=lambda t: (t[1], len(t[3]), t[0]))
-    return buckets, slots
+            drafts.append(_Draft(buckets, slots, path, sizes.buffers(count, slots)))
+    return drafts
 
 
-def _candidates(work: _Work, budget: int) -> list[tuple[int, int]]:
-    """Numbers of buckets and slots worth trying: few buckets of some size, more only where the budget asks for them.
+def _owners(
+    grouped: Sequence[Sequence[Task]], work: _Work, load: Mapping[int, int], options: PlanOptions
+) -> Iterator[Owners | None]:
+    """Every assignment worth trying; None where every rank does all it holds."""
+    if options.exchange == "all_gather":
+        yield None
+        return
+    seen: list[Owners] = []
+    for assign in OWNERS[options.owners]:
+        owners = assign(grouped, work.groups, load)
+        if owners not in seen:
+            seen.append(owners)
+            yield owners
 
-    Raises ValueError when even one matrix at a time does not fit the budget.
-    """
-    sizes = _Sizes(work)
-    tried = dict.fromkeys((c, min(slots, c * sizes.overlap)) for c in BUCKET_COUNTS for slots in SLOT_COUNTS)
-    fitting = [candidate for candidate in tried if sizes.buffers(*candidate) <= budget]
-    if not fitting:
-        least = min(sizes.buffers(*candidate) for candidate in tried)
-        raise ValueError(
-            f"muon.buffer_gib = {budget / GIB:.3g} is too small: these matrices need at least {least / GIB:.3g} GiB"
-        )
-    few = [c for c in fitting if c[0] == 1 or (c[0] <= FEW_BUCKETS and sizes.share >= c[0] * SMALLEST_BUCKET_BYTES)]
-    return few if few else [candidate for candidate in fitting if candidate[0] == fitting[0][0]]
+
+def _buffer_bytes(draft: _Draft, matrices: Sequence[Matrix], geometries: Geometries) -> int:
+    """Elements of the exchange's buffers on the rank that has most."""
+    ledger = Ledger(matrices, geometries)
+    for bucket in draft.buckets:
+        ledger.add(bucket)
+    return max(ledger.buffer(rank, draft.slots) for rank in ledger.ranks)
 
 
 class _Sizes:
-    """Bytes of the tasks, to estimate buffers before owners are known.
+    """Bytes of the tasks, to guess at buffers before owners are known.
 
     Attributes:
-        share: a rank's share of the bytes of its largest group.
+        share: bytes of its largest group that a rank stores or owns.
         overlap: groups that a rank is part of, at most.
     """
 
-    def __init__(self, work: _Work) -> None:
-        self._total, self._largest = [0] * len(work.groups), [0] * len(work.groups)
+    def __init__(self, work: _Work, exchange: str) -> None:
+        total, self._largest, self._tasks = [0] * len(work.groups), [0] * len(work.groups), [0] * len(work.groups)
         for task in work.tasks:
-            self._total[task.group] += task.bytes
+            total[task.group] += task.bytes
             self._largest[task.group] = max(self._largest[task.group], task.bytes)
-        self._shares = [total // len(group) for total, group in zip(self._total, work.groups, strict=True)]
+            self._tasks[task.group] += 1
+        everywhere = exchange in ("all_gather", "all_gather_reduce_scatter")
+        self._shares = [t if everywhere else t / len(group) for t, group in zip(total, work.groups, strict=True)]
         groups_of: dict[int, list[int]] = {}
         for index, group in enumerate(work.groups):
             for rank in group:
@@ -201,16 +235,30 @@ class _Sizes:
         self.share = max(self._shares, default=0)
         self.overlap = max((len(indices) for indices in self._memberships), default=1)
 
+    def few(self) -> list[tuple[int, int]]:
+        """Numbers of buckets and slots to try first: few buckets, of some size."""
+        counts = [c for c in range(1, FEW_BUCKETS + 1) if c == 1 or self.share >= c * SMALLEST_BUCKET_BYTES]
+        return self._with_slots(counts, SLOT_COUNTS)
+
+    def many(self, slot_counts: Sequence[int]) -> list[tuple[int, int]]:
+        """Numbers to try for the sake of small buffers, up to a bucket for each matrix."""
+        tasks = max(self._tasks, default=1)
+        return self._with_slots([*(c for c in BUCKET_COUNTS if c < tasks), tasks], slot_counts)
+
+    def _with_slots(self, counts: Sequence[int], slot_counts: Sequence[int]) -> list[tuple[int, int]]:
+        pairs = ((count, min(slots, count * self.overlap)) for count in counts for slots in slot_counts)
+        return list(dict.fromkeys(pairs))
+
     def buffers(self, count: int, slots: int) -> int:
-        """Estimate of the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
+        """A guess at the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
         return max((self._buffers(indices, count, slots) for indices in self._memberships), default=0)
 
     def _buffers(self, groups: Sequence[int], count: int, slots: int) -> int:
-        bucket = self.share // count
+        bucket = self.share / count
         buckets = [min(self._shares[g], bucket) + max(min(self._shares[g], bucket), self._largest[g]) for g in groups]
         counts = [max(1, round(count * self._shares[g] / self.share)) for g in groups]
         everything = sum(n * size for n, size in zip(counts, buckets, strict=True))
-        return everything if slots >= sum(counts) else slots * max(buckets)
+        return int(everything if slots >= sum(counts) else slots * max(buckets))
 
 
 def _buckets(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from .layout import Geometries, Geometry
+from .schedule import Turn, schedule
 from .types import Bucket, Piece, Plan
 
 
@@ -87,6 +88,11 @@ class Program:
     home: tuple[Home, ...]
     runs: tuple[Run, ...]
     slots: int
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The order of the step."""
+        return schedule(len(self.runs), self.slots)
 
 
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
@@ -80,10 +81,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Block:
-    """One matrix of a parameter: the rows of the parameter's 2D view that it takes, in order."""
+    """One matrix of a parameter: the rows of the parameter's 2D view that it takes, ascending."""
 
     label: str
     rows: tuple[Interval, ...]
+
+    def __post_init__(self) -> None:
+        assert all(a.stop <= b.start for a, b in pairwise(self.rows)), f"rows of block {self.label} do not ascend"
 
 
 @dataclass(frozen=True)

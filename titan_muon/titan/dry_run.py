@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 
 from titan_muon.layouts import local
@@ -43,11 +43,12 @@ class Memory:
     gradients: int
     optimizer_states: int
     exchange_buffers: int
+    orthogonalization: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.parameters + self.gradients + self.optimizer_states + self.exchange_buffers
+        return sum(astuple(self))
 
 
 def memory_per_rank(blueprint: Blueprint, summary: Summary | None) -> Memory:
@@ -55,7 +56,8 @@ def memory_per_rank(blueprint: Blueprint, summary: Summary | None) -> Memory:
     sizes = {name: local(p).numel() * p.element_size() for name, p in blueprint.parameters.items()}
     states = sum(STATES.get(a.optimizer, 0) * sizes[a.fqn] for a in blueprint.assigned)
     held = sum(sizes.values())
-    return Memory(held, held, states, 0 if summary is None else summary.buffer_bytes_max)
+    step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
+    return Memory(held, held, states, *step)
 
 
 def _memory_lines(memory: Memory) -> Iterable[str]:

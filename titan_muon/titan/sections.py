@@ -1,12 +1,49 @@
 """The tables of a recipe, one frozen dataclass each. Pure data: no torch, no torchtitan, nothing derived.
 
-Tables that TorchTitan also has keep its name and its keys' names and meaning; a test holds them to the installed
-TorchTitan. `model`, `data`, `validator.steps`'s default, `muon`, `adamw`, `adam`, `placement` and `optimizer` are ours.
-A key that is `None` here is absent from the TOML, which has no null.
+Those that TorchTitan also has are in `torchtitan_sections`. A key that is `None` here is absent from the TOML, which
+has no null.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from titan_muon.titan.torchtitan_sections import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Comm,
+    Compile,
+    Debug,
+    LrScheduler,
+    Metrics,
+    Parallelism,
+    Profiler,
+    Training,
+    Validator,
+)
+
+__all__ = [
+    "ActivationCheckpoint",
+    "Adam",
+    "AdamW",
+    "Checkpoint",
+    "Comm",
+    "Compile",
+    "Data",
+    "Debug",
+    "Link",
+    "LrScheduler",
+    "Metrics",
+    "Model",
+    "Muon",
+    "Optimizer",
+    "Parallelism",
+    "Placement",
+    "Profiler",
+    "Rule",
+    "Split",
+    "Training",
+    "Validator",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,85 +96,6 @@ class Data:
 
     cache: str = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """Batch, length and precision of the run."""
-
-    local_batch_size: int = 8
-    """Sequences per data-parallel rank in one forward and backward."""
-
-    global_batch_size: int = -1
-    """Sequences per optimizer step over all ranks; -1 is one local batch on each. More accumulates gradients."""
-
-    seq_len: int = 2048
-    """Tokens per sequence."""
-
-    steps: int = 1000
-    """Optimizer steps of the run."""
-
-    max_norm: float = 1.0
-    """Largest gradient norm; gradients above it are scaled down."""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states at rest."""
-
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of parameters in forward and backward under FSDP."""
-
-    mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype in which FSDP reduces gradients."""
-
-    enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer states in host memory."""
-
-    disable_cuda_graphs: bool = True
-    """Run forward and backward without CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
-
-    gc_freq: int = 50
-    """Steps between garbage collections."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parallelism:
-    """How many ranks share what. The degrees multiply to the world size."""
-
-    data_parallel_replicate_degree: int = 1
-    """Replicas of the sharded model (HSDP)."""
-
-    data_parallel_shard_degree: int = -1
-    """Ranks that share one copy of the parameters (FSDP); -1 is all that the other degrees leave."""
-
-    tensor_parallel_degree: int = 1
-    """Ranks that share each layer's matrix products (TP)."""
-
-    enable_sequence_parallel: bool = True
-    """Shard activations along the sequence between TP layers."""
-
-    context_parallel_degree: int = 1
-    """Ranks that share each sequence (CP)."""
-
-    context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """How CP deals out the sequence, so that every rank has as much attention to compute."""
-
-    expert_parallel_degree: int = 1
-    """Ranks that share the experts (EP), taken out of FSDP and TP: it divides shard x CP x TP."""
-
-    pipeline_parallel_degree: int = 1
-    """Pipeline stages (PP); needs torch 2.14."""
-
-    pipeline_parallel_schedule: str = "1F1B"
-    """Pipeline schedule, by PyTorch's name."""
-
-    pipeline_parallel_microbatch_size: int = 1
-    """Sequences per pipeline microbatch."""
-
-    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    """Whether FSDP frees gathered parameters after forward."""
-
-    spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
-    """TorchTitan's SPMD backend. `auto` is `partial_dtensor` before torch 2.14 and `spmd_types` from it on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,171 +262,3 @@ class Optimizer:
 
     defaults: bool = True
     """Apply the defaults to what no rule matches. If false, such a parameter is an error."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LrScheduler:
-    """Learning-rate schedule, one shape for all groups: warm up, hold, decay."""
-
-    warmup_steps: int = 0
-    """Steps of linear warm-up."""
-
-    total_steps: int | None = None
-    """Length of the schedule; absent, training.steps."""
-
-    decay_ratio: float | None = None
-    """Share of the steps spent decaying at the end; absent, decay starts right after warm-up."""
-
-    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the decay."""
-
-    min_lr_factor: float = 0.0
-    """Factor reached at the end."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Validator:
-    """Loss on the held-out documents."""
-
-    enable: bool = True
-    """Validate during the run."""
-
-    freq: int = 100
-    """Steps between validations."""
-
-    steps: int = 10
-    """Batches per validation on each data-parallel rank."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """Saving and resuming (PyTorch's distributed checkpoints)."""
-
-    enable: bool = True
-    """Save checkpoints."""
-
-    folder: str = "checkpoint"
-    """Folder inside the run's folder."""
-
-    interval: int = 500
-    """Steps between checkpoints. One more is written at the end, and on Ctrl-C or SIGTERM."""
-
-    load: str = "none"
-    """`none` starts anew. `latest` continues this recipe's newest run with a whole checkpoint. Or a run's folder."""
-
-    load_step: int = -1
-    """Step to load; -1 is the newest whole checkpoint."""
-
-    keep_latest_k: int = 3
-    """Checkpoints kept; 0 keeps all."""
-
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """How a checkpoint is written."""
-
-    last_save_model_only: bool = False
-    """Write only the model at the last step: smaller, but the run cannot be continued from it."""
-
-    last_save_in_hf: bool = False
-    """Write the model at the last step as Hugging Face safetensors; needs last_save_model_only."""
-
-    export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
-    """Dtype of a model-only checkpoint."""
-
-    initial_load_path: str | None = None
-    """Checkpoint to start a new run from; an absolute path."""
-
-    initial_load_model_only: bool = True
-    """Take only the model from initial_load_path."""
-
-    initial_load_in_hf: bool = False
-    """initial_load_path holds Hugging Face safetensors."""
-
-    exclude_from_loading: tuple[str, ...] = ()
-    """States that are not loaded: optimizer, lr_scheduler, dataloader, train_state."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Metrics:
-    """Console, TensorBoard and the metrics file."""
-
-    log_freq: int = 10
-    """Steps between log lines."""
-
-    enable_tensorboard: bool = True
-    """Write TensorBoard events."""
-
-    enable_wandb: bool = False
-    """Write to Weights & Biases."""
-
-    disable_color_printing: bool = False
-    """Plain log lines."""
-
-    save_for_all_ranks: bool = False
-    """Write metrics of every rank, not of one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpoint:
-    """What forward keeps for backward."""
-
-    mode: Literal["none", "selective", "full"] = "none"
-    """`selective` keeps matrix products and communication, `full` keeps only the input of each block."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Compile:
-    """torch.compile."""
-
-    enable: bool = False
-    """Compile the components."""
-
-    components: tuple[str, ...] = ("model", "loss")
-    """What is compiled."""
-
-    backend: str = "inductor"
-    """Compiler."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comm:
-    """Time-outs of collectives, in seconds."""
-
-    init_timeout_seconds: int = 300
-    """Until the first step is done."""
-
-    train_timeout_seconds: int = 100
-    """After it."""
-
-    trace_buf_size: int = 0
-    """Entries of NCCL's flight recorder; 0 is off."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Debug:
-    """Reproducibility."""
-
-    seed: int = 0
-    """Seed of the model's initialisation."""
-
-    deterministic: bool = False
-    """Deterministic kernels where PyTorch has them."""
-
-    moe_force_load_balance: bool = False
-    """Route tokens round robin: for measuring speed only."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Profiler:
-    """PyTorch profiler traces and memory snapshots."""
-
-    enable_profiling: bool = False
-    """Write traces."""
-
-    save_traces_folder: str = "profile_traces"
-    """Folder inside the run's folder."""
-
-    profile_freq: int = 10
-    """Steps between traces."""
-
-    enable_memory_snapshot: bool = False
-    """Write memory snapshots."""
