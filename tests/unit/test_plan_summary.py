@@ -19,6 +19,7 @@ from titan_muon.plan.types import (
     Block,
     Interval,
     Layout,
+    Matrix,
     Mesh,
     Parameter,
     Placement,
@@ -52,8 +53,16 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_sent=sent * plan.wire_bytes,
         bytes_received=received * plan.wire_bytes,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
+        work_bytes=work_bytes([plan.matrices[m] for m in mine], plan.wire_bytes),
         collectives=sum(1 if run.returning is None else 2 for run in program.runs),
     )
+
+
+def work_bytes(mine: list[Matrix], wire_bytes: int) -> int:
+    """The largest matrix on the wire's dtype, and in bfloat16 X, the next X, X Xᵀ and its polynomial."""
+    whole = max((m.rows * m.cols for m in mine), default=0)
+    iteration = max((2 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2 for m in mine), default=0)
+    return whole * wire_bytes + iteration * 2
 
 
 def traffic(run: Run, rank: int) -> tuple[int, int]:

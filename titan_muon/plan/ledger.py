@@ -18,7 +18,8 @@ class Ledger:
         self.ranks = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
         self.matrices = dict.fromkeys(self.ranks, 0)
         self.flops = dict.fromkeys(self.ranks, 0)
-        self.largest = dict.fromkeys(self.ranks, (0, 0))
+        self.whole = dict.fromkeys(self.ranks, 0)
+        self.iteration = dict.fromkeys(self.ranks, 0)
         self.sent = dict.fromkeys(self.ranks, 0)
         self.received = dict.fromkeys(self.ranks, 0)
         self.collectives = dict.fromkeys(self.ranks, 0)
@@ -94,7 +95,8 @@ class Ledger:
         self.matrices[rank] += 1
         place = self._matrices[matrix]
         self.flops[rank] += place.flops
-        self.largest[rank] = max(self.largest[rank], (place.numel, standard_elements(place.rows, place.cols)))
+        self.whole[rank] = max(self.whole[rank], place.numel)
+        self.iteration[rank] = max(self.iteration[rank], standard_elements(place.rows, place.cols))
 
     def _move(self, source: int, target: int, elements: int) -> None:
         self.sent[source] += elements

@@ -9,7 +9,6 @@ from .layout import Geometries
 from .ledger import Ledger
 from .types import Plan
 
-
 BFLOAT16_BYTES = 2
 
 
@@ -90,7 +89,6 @@ def summarize(plan: Plan) -> Summary:
 
 
 def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
-    whole, iteration = ledger.largest[rank]
     return RankCost(
         rank=rank,
         matrices=ledger.matrices[rank],
@@ -98,7 +96,7 @@ def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
         bytes_sent=ledger.sent[rank] * plan.wire_bytes,
         bytes_received=ledger.received[rank] * plan.wire_bytes,
         buffer_bytes=ledger.buffer(rank, plan.slots) * plan.wire_bytes,
-        work_bytes=whole * plan.wire_bytes + iteration * BFLOAT16_BYTES,
+        work_bytes=ledger.whole[rank] * plan.wire_bytes + ledger.iteration[rank] * BFLOAT16_BYTES,
         collectives=ledger.collectives[rank],
     )
 
