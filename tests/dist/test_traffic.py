@@ -1,5 +1,6 @@
 """A step does what its plan says: bytes and calls counted at c10d level, matrices and FLOPs, and memory."""
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -8,6 +9,7 @@ from math import prod
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -224,11 +226,13 @@ def test_whole_experts_stay_at_home(world_size: int, name: str, exchange: str) -
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank: kept by construction besides the state, the plan's buffers, the workspace; new in a step."""
+    """Bytes on one rank: kept by construction besides the state, the plan's buffers, the workspace,
+    the plan's working memory; new in a step."""
 
     kept: int
     buffers: int
     workspace: int
+    work: int
     new_in_step: int
     left_by_step: int
 
@@ -253,6 +257,13 @@ SMALL = 8192
 """Bytes of what hosts tell each other, which gloo may release a little later; half of a matrix."""
 
 
+def step_and_settle(optimizer: Muon) -> None:
+    """A step, and time for gloo's threads to release the copies that its collectives went through."""
+    optimizer.step()
+    dist.barrier()
+    time.sleep(0.5)
+
+
 def measure(rank: int, world_size: int) -> dict[tuple[str, int], Memory]:
     """For each exchange and number of matrices, the memory of building an optimizer and of its second step."""
     measured = {}
@@ -264,10 +275,10 @@ def measure(rank: int, world_size: int) -> dict[tuple[str, int], Memory]:
             # Parameters and gradients are made there too.
             state = 3 * number * prod(MATRIX) // world_size * FP32
             optimizer.step()
-            _, new, left = allocated(optimizer.step)
-            buffers = summarize(optimizer.plan).ranks[rank].buffer_bytes
+            _, new, left = allocated(partial(step_and_settle, optimizer))
+            cost = summarize(optimizer.plan).ranks[rank]
             workspace = prod(MATRIX) * BF16
-            measured[exchange, number] = Memory(kept - state, buffers, workspace, new, left)
+            measured[exchange, number] = Memory(kept - state, cost.buffer_bytes, workspace, cost.work_bytes, new, left)
     return measured
 
 
@@ -282,7 +293,8 @@ def test_construction_keeps_the_plans_buffers_and_a_workspace_and_a_step_nothing
     for measured in memory():
         mine = measured[exchange, number]
         assert 0 <= mine.kept - mine.buffers - mine.workspace < SMALL
-        assert mine.left_by_step < SMALL
+        # gloo gathers and reduces through a copy of the whole buffer, and now and then keeps the last one.
+        assert mine.left_by_step < (SMALL if exchange == "all_to_all" else mine.buffers)
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -290,6 +302,13 @@ def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> N
     # gloo gathers and reduces through a copy of its own, as large as the whole buffer.
     for measured in memory():
         assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
+
+
+def test_an_all_to_all_takes_what_the_plan_says_in_all() -> None:
+    """Kept and new together are within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
+    for measured in memory():
+        mine = measured["all_to_all", 32]
+        assert mine.kept + mine.new_in_step <= 1.1 * (mine.buffers + mine.work)
 
 
 def test_new_memory_in_an_all_to_all_step_is_that_of_one_matrix() -> None:
