@@ -1,0 +1,128 @@
+"""The commands that the README shows run, shortened; its recipe is accepted; its links lead somewhere."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_muon.titan.recipe import load
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for block in re.findall(r"```sh\n(.*?)```", README, re.S)
+    for line in block.splitlines()
+]
+TRAINING = [c for c in COMMANDS if "train.py" in c and "--dry-run" not in c]
+
+
+def run(command: str, extra: list[str], folder: Path) -> str:
+    """Run a command of the README in the repository with this environment's programs first; what it printed."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        [*shlex.split(command), *extra],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Overrides that make a run of two small steps, with its folders out of the way."""
+    folder = tmp_path_factory.mktemp("readme")
+    for index in range(20):
+        (folder / f"{index}.txt").write_text(f"document {index} " * 200)
+    keys = {
+        "training.steps": "2",
+        "training.seq_len": "64",
+        "training.local_batch_size": "1",
+        "lr_scheduler.warmup_steps": "1",
+        "validator.steps": "1",
+        "metrics.log_freq": "1",
+        "data.source": "files",
+        "data.files": str(folder / "*.txt"),
+        "data.validation_fraction": "0.3",
+        "data.cache": str(folder / "cache"),
+        "dump_folder": str(folder / "runs"),
+    }
+    return [word for key, value in keys.items() for word in (f"--{key}", value)]
+
+
+def test_the_commands_are_the_promised_ones() -> None:
+    assert "make train" in COMMANDS
+    assert "make test" in COMMANDS
+    assert len(TRAINING) == 3
+
+
+@pytest.mark.parametrize("target", ["venv", "train", "test", "check"])
+def test_make_has_its_targets(target: str) -> None:
+    assert run(f"make --dry-run {target}", [], ROOT)
+
+
+@pytest.mark.parametrize("command", TRAINING)
+def test_training_commands_train(command: str, short: list[str], tmp_path: Path) -> None:
+    assert "step 2/2" in run(command, short, tmp_path)
+
+
+def test_the_dry_run_needs_no_other_process(tmp_path: Path) -> None:
+    (command,) = (c for c in COMMANDS if "--dry-run" in c)
+    assert "muon: 208 matrices" in run(command, ["--data.cache", str(tmp_path)], tmp_path)
+
+
+def test_runs_are_compared(short: list[str], tmp_path: Path) -> None:
+    (command,) = (c for c in COMMANDS if "compare_runs" in c)
+    folder = Path(short[short.index("--dump_folder") + 1])
+    for recipe in ("qwen_moe_muon", "qwen_moe_adamw"):
+        run(f"python train.py --config configs/{recipe}.toml", short, tmp_path)
+    picture = tmp_path / "curves.png"
+    printed = run(command.replace("runs/", f"{folder}/"), ["--output", str(picture)], tmp_path)
+    assert "optimizer.rule" in printed, "the difference of the recipes comes first"
+    assert picture.stat().st_size > 10_000
+
+
+def test_tensorboard_is_installed(tmp_path: Path) -> None:
+    (command,) = (c for c in COMMANDS if c.startswith("tensorboard"))
+    assert run(command.split()[0], ["--version"], tmp_path).strip()
+
+
+def test_the_recipe_is_accepted(tmp_path: Path) -> None:
+    (recipe,) = re.findall(r"```toml\n(.*?)```", README, re.S)
+    path = tmp_path / "mine.toml"
+    path.write_text(recipe.replace("qwen_moe_muon.toml", str(ROOT / "configs/qwen_moe_muon.toml")))
+    loaded = load(path)
+    assert loaded.parallelism.expert_parallel_degree == 2
+    assert loaded.optimizer.rule[0].optimizer == "adamw"
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+)
+def test_links_lead_somewhere(page: str) -> None:
+    text = (ROOT / page).read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert ((ROOT / page).parent / target).exists(), target
+
+
+def test_the_library_example_runs() -> None:
+    """The snippet of the README, on a model that has such layers."""
+    (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
+    import torch
+    from torch import nn
+
+    model = nn.Module()
+    model.layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    model.layers(torch.randn(4, 8)).square().mean().backward()
+    before = model.layers[0].weight.detach().clone()
+    exec(snippet, {"model": model})
+    assert not torch.equal(model.layers[0].weight, before)
