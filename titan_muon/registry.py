@@ -59,7 +59,8 @@ class OptimizerEntry:
 
     Attributes:
         build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and, by keyword,
-            the options in `shared`; returns a torch.optim.Optimizer.
+            the options in `shared`; returns a torch.optim.Optimizer, whose `defaults` are the hyperparameters that it
+            knows.
         shared: options that hold for the whole optimizer and not for a group of its own.
     """
 
@@ -85,12 +86,14 @@ def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
     return torch.optim.Adam(groups, **options)
 
 
+# A recipe says `buffer_gib` for what Muon takes as `buffer_bytes`.
 MUON_SHARED = (
     "orthogonalize",
     "exchange",
     "owners",
     "replicas",
     "buffer_bytes",
+    "buffer_gib",
     "wire_dtype",
     "state_dtype",
     "missing_grad",

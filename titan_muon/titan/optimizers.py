@@ -21,16 +21,23 @@ from titan_muon.titan.recipe import Recipe, RecipeError
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that one optimizer treats alike: `tag` names them in metrics, `options` are their hyperparameters."""
+    """Parameters that one optimizer treats alike.
+
+    Attributes:
+        rule: index of the rule that gives them options of its own, or None.
+        tag: names them in metrics.
+        options: their hyperparameters.
+    """
 
     optimizer: str
+    rule: int | None
     tag: str
     names: tuple[str, ...]
     options: Mapping[str, Any]
 
 
 class HybridOptimizers(OptimizersContainer):
-    """Several optimizers, each with the parameters that the recipe's rules or the defaults give it.
+    """Optimizers by name, each with the parameters of all model parts that the recipe's rules or the defaults give it.
 
     Raises RecipeError for a rule that takes nothing, a parameter that nothing takes, an unknown optimizer or option,
     and for a model without any Muon parameter unless rules say so for each parameter.
@@ -38,7 +45,7 @@ class HybridOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Rules in order, their options, the defaults or None, and each optimizer's own table."""
+        """Rules in order, their options, the defaults or None, and each optimizer's own options."""
 
         rules: tuple[Rule, ...] = ()
         rule_options: tuple[Mapping[str, Any], ...] = ()
@@ -51,71 +58,76 @@ class HybridOptimizers(OptimizersContainer):
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.model_parts = model_parts
-        self.optimizers: list[Optimizer] = []
-        self.names: list[str] = []
-        self.groups: list[Group] = []
-        self.assignments = ()
-        for part in model_parts:
-            self._add_part(config, part)
-        everything = [p for part in model_parts for p in part.parameters() if p.requires_grad]
-        self._validate_params(everything)
-        self._post_init(everything)
-
-    def _add_part(self, config: Config, part: nn.Module) -> None:
-        trained = {canonical_fqn(name): p for name, p in part.named_parameters() if p.requires_grad}
-        assigned = assignments(config, {name: tuple(p.shape) for name, p in trained.items()})
-        self.assignments += assigned
-        for name, groups in grouped(config, assigned).items():
-            shared = registry.shared_options(name, config.tables.get(name, {}))
-            built = [
-                {"params": [trained[n] for n in group.names], "param_names": list(group.names), **group.options}
-                for group in groups
-            ]
-            self.optimizers.append(registry.optimizers.get(name).build(built, **shared))
-            self.names.append(name)
-            self.groups += groups
+        trained = {
+            canonical_fqn(name): parameter
+            for part in model_parts
+            for name, parameter in part.named_parameters()
+            if parameter.requires_grad
+        }
+        self.assignments = assignments(config, {name: tuple(p.shape) for name, p in trained.items()})
+        self.groups = grouped(config, self.assignments)
+        self.optimizers: list[Optimizer] = [
+            _build(name, groups, config.tables.get(name, {}), trained) for name, groups in self.groups.items()
+        ]
+        taken = [parameter for name in self.groups for parameter in self.parameters(name)]
+        self._validate_params(taken)
+        self._post_init(taken)
 
     def parameters(self, name: str) -> list[nn.Parameter]:
-        """The parameters of the optimizers registered as `name`."""
-        return [
-            parameter
-            for registered, optimizer in zip(self.names, self.optimizers, strict=True)
-            if registered == name
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+        """The parameters of the optimizer registered as `name`; none if it takes none."""
+        named = dict(zip(self.groups, self.optimizers, strict=True))
+        groups = named[name].param_groups if name in named else []
+        return [parameter for group in groups for parameter in group["params"]]
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each group now, by its tag."""
+        tags = [group.tag for groups in self.groups.values() for group in groups]
         live = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return {group.tag: float(now["lr"]) for group, now in zip(self.groups, live, strict=True)}
+        return {tag: float(group["lr"]) for tag, group in zip(tags, live, strict=True)}
 
 
 def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
-    """The container that a recipe asks for. Raises RecipeError for an optimizer that is not registered."""
+    """The container that a recipe asks for.
+
+    Raises RecipeError for an optimizer that is not registered, and for a rule's option that cannot be the rule's own.
+    """
     section = recipe.optimizer
-    for index, rule in enumerate(section.rule):
-        if rule.optimizer not in registry.optimizers.names():
-            known = ", ".join(registry.optimizers.names())
-            raise RecipeError(
-                f"optimizer.rule[{index}].optimizer = {rule.optimizer!r} is unknown; choose from: {known}"
-            )
     implementation = {"foreach": False, "fused": False}
     if section.implementation == "auto":
         implementation["fused" if torch.accelerator.is_available() else "foreach"] = True
     elif section.implementation != "for-loop":
         implementation[section.implementation] = True
+    tables = {
+        "muon": _muon_table(recipe.muon, recipe.link),
+        "adamw": {**asdict(recipe.adamw), **implementation},
+        "adam": {**asdict(recipe.adam), **implementation},
+    }
     return HybridOptimizers.Config(
         rules=tuple(Rule(r.match, r.optimizer, f"optimizer.rule[{i}] {r.match!r}") for i, r in enumerate(section.rule)),
         rule_options=tuple(rule.options for rule in section.rule),
         defaults=default_rules(section.router) if section.defaults else None,
-        tables={
-            "muon": _muon_table(recipe.muon, recipe.link),
-            "adamw": {**asdict(recipe.adamw), **implementation},
-            "adam": {**asdict(recipe.adam), **implementation},
-        },
+        tables=_with_shared(tables, section.rule),
         whole_model=recipe.parallelism.pipeline_parallel_degree == 1,
     )
+
+
+def _with_shared(tables: dict[str, dict[str, Any]], rules: tuple[sections.Rule, ...]) -> dict[str, dict[str, Any]]:
+    """`tables`, and one for each other optimizer with what holds for all of it, on which its rules must agree."""
+    agreed: dict[str, dict[str, Any]] = {}
+    for index, rule in enumerate(rules):
+        name, place = rule.optimizer, f"optimizer.rule[{index}]"
+        try:
+            entry = registry.optimizers.get(name)
+        except ValueError as error:
+            raise RecipeError(f"{place}.{error}") from error
+        for key in (key for key in rule.options if key in entry.shared):
+            value = rule.options[key]
+            said = f"{place}.options.{key}: {key} holds for all of {name}"
+            if name in tables:
+                raise RecipeError(f"{said}; set {name}.{key}")
+            if agreed.setdefault(name, {}).setdefault(key, value) != value:
+                raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
+    return {**tables, **agreed}
 
 
 def _muon_table(section: sections.Muon, link: sections.Link) -> dict[str, Any]:
@@ -123,7 +135,7 @@ def _muon_table(section: sections.Muon, link: sections.Link) -> dict[str, Any]:
     gib = table.pop("buffer_gib")
     return {
         **table,
-        "buffer_bytes": None if gib is None else int(gib * 2**30),
+        "buffer_bytes": None if gib == "auto" else int(gib * 2**30),
         "split": tuple(Split(**asdict(split)) for split in section.split),
         "link": Link(link.bandwidth_gb * 1e9, link.latency_us * 1e-6, link.tflops * 1e12),
     }
@@ -159,11 +171,21 @@ def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -
 def _group(config: HybridOptimizers.Config, optimizer: str, rule: int | None, fqns: list[str]) -> Group:
     table, shared = config.tables.get(optimizer, {}), registry.optimizers.get(optimizer).shared
     own = {} if rule is None else config.rule_options[rule]
-    for key in own:
-        if key in shared:
-            raise RecipeError(
-                f"optimizer.rule[{rule}].options.{key}: {key} holds for all of {optimizer}; set {optimizer}.{key}"
-            )
     options = {key: value for key, value in {**table, **own}.items() if key not in shared}
     tag = optimizer if rule is None else f"{optimizer}/{config.rules[rule].match}"
-    return Group(optimizer, tag, tuple(fqns), options)
+    return Group(optimizer, rule, tag, tuple(fqns), options)
+
+
+def _build(name: str, groups: list[Group], table: Mapping[str, Any], trained: Mapping[str, nn.Parameter]) -> Optimizer:
+    """The optimizer `name`. Raises RecipeError for an option that it does not know: torch takes any without a word."""
+    built = [
+        {**group.options, "params": [trained[n] for n in group.names], "param_names": list(group.names)}
+        for group in groups
+    ]
+    optimizer: Optimizer = registry.optimizers.get(name).build(built, **registry.shared_options(name, table))
+    for group in groups:
+        place = name if group.rule is None else f"optimizer.rule[{group.rule}].options"
+        for key in group.options:
+            if key not in optimizer.defaults:
+                raise RecipeError(f"{place}.{key}: {name} has no such option; it takes {', '.join(optimizer.defaults)}")
+    return optimizer

@@ -1,0 +1,269 @@
+"""A recipe's optimizers: who takes which parameter, in which group, with which options, and what is refused."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon import Muon, registry
+from titan_muon.titan import compat, sections
+from titan_muon.titan.recipe import Recipe, RecipeError
+
+compat.install()
+
+from titan_muon.titan.optimizers import HybridOptimizers, optimizer_config  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(6, 8, bias=False)
+        self.wo = nn.Linear(8, 6, bias=False)
+        self.norm = nn.LayerNorm(6, bias=False)
+
+
+class Model(nn.Module):
+    """Layers named by numbers from `first` on, and what a language model has besides."""
+
+    def __init__(self, layers: int = 2, first: int = 0, ends: bool = True, hidden: bool = True) -> None:
+        super().__init__()
+        if ends:
+            self.tok_embeddings = nn.Embedding(10, 6)
+            self.output = nn.Linear(6, 10, bias=False)
+        if hidden:
+            self.layers = nn.ModuleDict({str(first + i): Block() for i in range(layers)})
+
+
+HIDDEN = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("wq", "wo")}
+OTHERS = {"tok_embeddings.weight", "output.weight", "layers.0.norm.weight", "layers.1.norm.weight"}
+
+
+def rule(match: str, optimizer: str, **options: object) -> sections.Rule:
+    return sections.Rule(match=match, optimizer=optimizer, options=options)
+
+
+def recipe(*rules: sections.Rule, stages: int = 1, **optimizer: Any) -> Recipe:
+    return Recipe(
+        optimizer=sections.Optimizer(rule=rules, implementation="for-loop", **optimizer),
+        parallelism=sections.Parallelism(pipeline_parallel_degree=stages),
+        muon=sections.Muon(lr=0.02, state_dtype="bfloat16"),
+        adamw=sections.AdamW(lr=0.003),
+    )
+
+
+def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
+    return HybridOptimizers(optimizer_config(of), model_parts=list(parts) if parts else [Model()])
+
+
+def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
+    """The names in each group of each optimizer."""
+    pairs = zip(optimizers.groups, optimizers.optimizers, strict=True)
+    return {name: [set(group["param_names"]) for group in taker.param_groups] for name, taker in pairs}
+
+
+# Groups, options and tags
+
+
+def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
+    optimizers = container(recipe())
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+    assert {type(optimizer) for optimizer in optimizers} == {Muon, torch.optim.AdamW}
+    assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
+
+
+def test_each_parameter_rests_beside_its_own_name() -> None:
+    model = Model()
+    named = dict(model.named_parameters())
+    for optimizer in container(recipe(), model):
+        for group in optimizer.param_groups:
+            assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
+
+
+def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None:
+    optimizers = container(recipe(rule("*.wq.weight", "muon", lr=0.5, momentum=0.8), rule("*.wo.*", "adamw")))
+    queries, outputs = ({f"layers.{i}.{name}.weight" for i in range(2)} for name in ("wq", "wo"))
+    assert names(optimizers) == {"muon": [queries], "adamw": [OTHERS | outputs]}
+    assert optimizers.learning_rates() == {"muon/*.wq.weight": 0.5, "adamw": 0.003}
+    muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+    assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    optimizers = container(recipe(rule("layers.0.wq.*", "muon", lr=0.5), rule("*.wq.*", "muon", lr=0.25)))
+    assert optimizers.learning_rates() == {
+        "muon/layers.0.wq.*": 0.5,
+        "muon": 0.02,
+        "muon/*.wq.*": 0.25,
+        "adamw": 0.003,
+    }
+    assert {"layers.0.wq.weight"} in names(optimizers)["muon"]
+    assert {"layers.1.wq.weight"} in names(optimizers)["muon"]
+
+
+def test_learning_rates_are_those_of_now() -> None:
+    optimizers = container(recipe())
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] /= 2
+    assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}
+
+
+def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
+    model = Model()
+    optimizers = container(recipe(rule("*.norm.*", "adamw", lr=0.1)), model)
+    named = dict(model.named_parameters())
+    assert {id(p) for p in optimizers.parameters("adamw")} == {id(named[name]) for name in OTHERS}
+    assert {id(p) for p in optimizers.parameters("muon")} == {id(named[name]) for name in HIDDEN}
+    assert optimizers.parameters("adam") == []
+
+
+def test_options_of_a_whole_optimizer_reach_it() -> None:
+    muon = container(recipe()).optimizers[1]
+    assert isinstance(muon, Muon)
+    assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.get_parameter("layers.0.wq.weight").requires_grad_(False)
+    model.get_parameter("output.weight").requires_grad_(False)
+    optimizers = container(recipe(), model)
+    assert names(optimizers) == {"adamw": [OTHERS - {"output.weight"}], "muon": [HIDDEN - {"layers.0.wq.weight"}]}
+
+
+@pytest.mark.parametrize("taker", ["adamw", "muon"])
+def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
+    model = Model()
+    model.layers["0"].router = nn.ModuleDict({"gate": nn.Linear(6, 4, bias=False)})
+    assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [
+        ("muon", {"exchange": "auto"}),
+        ("muon", {"buffer_gib": 2.0}),
+        ("muon", {"split": ()}),
+        ("adamw", {"fused": True}),
+    ],
+)
+def test_an_option_of_the_whole_optimizer_is_refused_in_a_rule(optimizer: str, option: dict[str, object]) -> None:
+    (key,) = option
+    of = recipe(rule("*.norm.*", "adamw"), rule("*.wq.*", optimizer, **option))
+    with pytest.raises(RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: .* set {optimizer}\.{key}$"):
+        optimizer_config(of)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_rule() -> None:
+    with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.optimizer = 'muno' is unknown; did you mean 'muon'"):
+        optimizer_config(recipe(rule("*.wq.*", "adamw"), rule("*.wo.*", "muno")))
+
+
+def test_an_unknown_option_is_refused_with_the_rule() -> None:
+    of = recipe(rule("*.norm.*", "adamw"), rule("*.wq.*", "muon", dampening=0.1))
+    with pytest.raises(
+        RecipeError, match=r"^optimizer\.rule\[1\]\.options\.dampening: muon has no such .* lr, momentum"
+    ):
+        container(of)
+
+
+def test_a_model_without_muon_parameters_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="Muon takes no parameter"):
+        container(recipe(rule("layers.*", "adamw")))
+
+
+def test_rules_for_every_parameter_may_leave_muon_none() -> None:
+    assert list(names(container(recipe(rule("*", "adamw"))))) == ["adamw"]
+
+
+# Optimizers of other packages
+
+
+@pytest.fixture
+def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an optimizer that another package registered; `foreach` holds for all of it."""
+    monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
+    entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
+    registry.optimizers.register("their_sgd", entry)
+    return "their_sgd"
+
+
+def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
+    taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]
+    assert isinstance(taker, torch.optim.SGD)
+    found = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
+    assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+
+
+@pytest.mark.parametrize("key", ["momentun", "params", "param_names"])
+def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd: str, key: str) -> None:
+    of = recipe(rule("*.wq.*", "adamw"), rule("*.norm.*", sgd, lr=0.5, **{key: 0.8}))
+    with pytest.raises(
+        RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: their_sgd has no such option; .* lr"
+    ):
+        container(of)
+
+
+def test_rules_that_disagree_on_what_holds_for_all_are_refused(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5, foreach=True), rule("tok_*", sgd, lr=0.5, foreach=False))
+    with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.options\.foreach: .* an earlier rule says True"):
+        optimizer_config(of)
+
+
+# Model parts: the chunks of pipeline stages
+
+
+def test_several_parts_have_one_optimizer_of_each_name() -> None:
+    parts = Model(layers=1, ends=True), Model(layers=1, first=1, ends=False)
+    optimizers = container(recipe(stages=2), *parts)
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+
+
+def test_parts_of_the_same_names_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="mismatch"):
+        container(recipe(stages=2), Model(), Model())
+
+
+def test_a_stage_without_hidden_matrices_builds_no_muon() -> None:
+    stage = Model(hidden=False)
+    of = recipe(rule("*.wq.*", "muon", lr=0.5), stages=2)
+    assert names(container(of, stage)) == {"adamw": [{"tok_embeddings.weight", "output.weight"}]}
+    with pytest.raises(RecipeError, match="takes no parameter"):
+        container(recipe(rule("*.wq.*", "muon", lr=0.5)), stage)
+
+
+# Checkpoints
+
+
+def train(optimizers: HybridOptimizers, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for part in optimizers.model_parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizers.step()
+    optimizers.zero_grad()
+
+
+def test_the_state_is_flat_by_parameter_name_and_loads_back() -> None:
+    of = recipe(rule("*.wq.*", "muon", lr=0.5))
+    first, second = Model(), Model()
+    saving, loading = container(of, first), container(of, second)
+    train(saving, seed=1)
+    state = copy.deepcopy(saving.state_dict())
+    assert not any(isinstance(value, dict) for value in state.values())
+    assert {key for key in state if "layers.0.wq." in key and key.startswith("state.")} == {
+        "state.layers.0.wq.weight.momentum_buffer"
+    }
+    assert {f"state.{name}.exp_avg_sq" for name in OTHERS} <= set(state)
+    assert state["param_groups.layers.1.wq.weight.lr"] == 0.5
+    second.load_state_dict(first.state_dict())
+    loading.load_state_dict(state)
+    for optimizers in (saving, loading):
+        train(optimizers, seed=2)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
