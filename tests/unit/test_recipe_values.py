@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.metadata
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -72,7 +73,8 @@ BAD_VALUES = [
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "not empty"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
-    ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", "more than 0"),
+    ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
+    ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),
     ("[link]\nbandwidth_gb = 0", "link.bandwidth_gb = 0.0", "more than 0"),
     ("[link]\nlatency_us = -1", "link.latency_us = -1.0", "0 or more"),
     ("[link]\ntflops = 0", "link.tflops = 0.0", "more than 0"),
@@ -148,7 +150,7 @@ def test_every_constraint_and_relation_belongs_to_a_key_and_has_a_bad_value_abov
 
 
 def test_every_number_has_a_constraint() -> None:
-    numbers = {float, int, int | None, float | None, tuple[float, float]}
+    numbers = {float, int, int | None, float | None, float | Literal["auto"], tuple[float, float]}
     unchecked = {key for key, kind in schema.keys(Recipe).items() if kind in numbers} - set(CONSTRAINTS)
     assert unchecked == set()
 

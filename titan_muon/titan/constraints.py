@@ -99,7 +99,7 @@ CONSTRAINTS: Mapping[str, Constraint] = {
     "muon.eps": POSITIVE,
     "muon.orthogonalize": TEXT,
     "muon.exchange": TEXT,
-    "muon.buffer_gib": POSITIVE,
+    "muon.buffer_gib": Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0),
     "link.bandwidth_gb": POSITIVE,
     "link.latency_us": NOT_NEGATIVE,
     "link.tflops": POSITIVE,

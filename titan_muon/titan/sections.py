@@ -177,8 +177,8 @@ class Muon:
     replicas: Literal["split", "redundant", "auto"] = "split"
     """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""
 
-    buffer_gib: float | None = None
-    """Most GiB of exchange buffers on a rank; absent, the smallest that cost no balance, up to 4."""
+    buffer_gib: float | Literal["auto"] = "auto"
+    """Most GiB of exchange buffers on a rank. `auto` is the smallest that cost no balance, up to 4."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
