@@ -1,11 +1,15 @@
 """Every recipe that ships is accepted, and its dry run shows a plan in which each matrix is orthogonalized once."""
 
 import json
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from titan_muon import registry
 from titan_muon.titan import compat
 
 compat.install()
@@ -20,7 +24,7 @@ SMALL = ["qwen_moe_muon", "qwen_moe_adamw", "qwen_moe_shard0", "llama_muon", "de
 WORLDS = [1, 2, 4, 8]
 
 
-def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict[str, object]:
+def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict[str, Any]:
     file = folder / "plan.json"
     loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(folder), *overrides])
     report(loaded, world_size, full=False, json=str(file))
@@ -55,6 +59,45 @@ def test_every_recipe_dry_runs(
 def test_owned_is_refused_until_it_is_there(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="'owned' is not available yet"):
         dry_run("qwen_moe_owned", 2, tmp_path)
+
+
+def test_a_package_may_bring_owned_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry.placements, "_values", dict(registry.placements._values))
+    placed = []
+
+    def owned(parallelize: registry.Parallelize) -> registry.Parallelize:
+        placed.append(parallelize)
+        return parallelize
+
+    registry.placements.register("owned", owned)
+    assert dry_run("qwen_moe_owned", 2, tmp_path)["muon_matrices"] == 208
+    assert len(placed) == 1
+
+
+def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
+    """The momentum in its own dtype, two averages for AdamW, both exact on one rank."""
+    full = dry_run("llama_muon", 1, tmp_path)
+    half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
+    elements = dict.fromkeys(("muon", "adamw"), 0)
+    for parameter in full["parameters"]:
+        elements[parameter["optimizer"]] += prod(parameter["shape"])
+    assert full["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
+    assert half["memory"]["optimizer_states"] == 2 * elements["muon"] + 8 * elements["adamw"]
+    for memory in (full["memory"], half["memory"]):
+        counted = {name: size for name, size in memory.items() if name not in ("total", "uncounted_optimizers")}
+        assert memory["total"] == sum(counted.values())
+        assert memory["uncounted_optimizers"] == []
+
+
+def test_states_of_another_packages_optimizer_are_said_not_to_be_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
+    registry.optimizers.register("their_sgd", registry.OptimizerEntry(torch.optim.SGD))
+    rule = '{match = "*norm*", optimizer = "their_sgd", options = {lr = 0.1}}'
+    plan = dry_run("llama_muon", 1, tmp_path, "--optimizer.rule", rule)
+    assert plan["memory"]["uncounted_optimizers"] == ["their_sgd"]
+    assert "the states of their_sgd are not counted" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,8 @@ def smallest_world(recipe: Recipe) -> int:
 def draw(recipe: Recipe, world_size: int) -> Blueprint:
     """The blueprint of a recipe on `world_size` ranks. Needs no data, no GPU and no other process.
 
-    Raises RecipeError for everything that building the run would raise it for.
+    Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
+    registered by others does not take: they are known once it is built.
     """
     check_degrees(recipe, world_size)
     config = trainer_config(recipe, Run(folder=recipe.dump_folder))

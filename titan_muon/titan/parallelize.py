@@ -54,7 +54,7 @@ def reduce_by_plain_sum(model: nn.Module) -> None:
 
 
 def _placement(name: str) -> Callable[[registry.Parallelize], registry.Parallelize]:
-    if name == "owned":
+    if name == "owned" and name not in registry.placements.names():
         raise RecipeError("placement.muon = 'owned' is not available yet; use 'shard0'")
     try:
         return registry.placements.get(name)
