@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -94,7 +95,9 @@ def row(n: Numbers) -> str:
 
 
 def main(
-    models: tuple[str, ...] = MODELS, ranks: tuple[int, ...] = RANKS, json_file: Path | None = None
+    models: tuple[str, ...] = MODELS,
+    ranks: tuple[int, ...] = RANKS,
+    json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
 

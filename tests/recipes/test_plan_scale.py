@@ -1,8 +1,12 @@
 """The balance of published models at scale: bars that the planner holds, on the layouts that TorchTitan makes."""
 
-import pytest
+import json
+from pathlib import Path
 
-from scripts.plan_scale import plan_numbers
+import pytest
+import tyro
+
+from scripts.plan_scale import main, plan_numbers
 
 # Where matrices are fewest for the ranks, or buckets wait for each other most; scripts/plan_scale.py has all worlds.
 HARDEST = [
@@ -35,3 +39,11 @@ def test_bytes_of_an_even_shard0_are_exact() -> None:
     """2 (N - 1) / N x P b / N on average: every matrix to its owner and back, nothing padded, nothing twice."""
     numbers, elements, ranks = plan_numbers("qwen3_8b", 8), 6_945_767_424, 8
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
+
+
+def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "numbers.json"
+    tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
+    (numbers,) = json.loads(file.read_text())
+    assert (numbers["model"], numbers["ranks"], numbers["padding_bytes"]) == ("qwen3_0.6b", 2, 0)
+    assert "| qwen3_0.6b | 2 |" in capsys.readouterr().out
