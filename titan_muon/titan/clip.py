@@ -49,17 +49,18 @@ class GradientClip:
         max_norm: float,
         stage_ranks: int,
     ) -> None:
-        chosen = {id(parameter) for parameter in clipped}
+        chosen = set(clipped)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self.clipped = [id(parameter) in chosen for parameter in self.parameters]
+        self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm = max_norm
         device = self.parameters[0].device
         shares = [1.0 / copies(parameter, stage_ranks) for parameter in self.parameters]
         self._weights = torch.tensor(
-            [shares, [share * chosen for share, chosen in zip(shares, self.clipped, strict=True)]],
+            [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
             dtype=torch.float64,
             device=device,
         )
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
 
     @torch.no_grad()
     def __call__(self) -> torch.Tensor:
@@ -67,14 +68,22 @@ class GradientClip:
 
         Equal on every rank. Nothing waits for the device. A parameter without a gradient counts as zero.
         """
-        present = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
-        gradients = [local_gradient(self.parameters[i]) for i in present]
-        weights = self._weights if len(present) == len(self.parameters) else self._weights[:, present]
-        norm, clipped_norm = _norms(gradients, weights)
-        scaled = [gradient for i, gradient in zip(present, gradients, strict=True) if self.clipped[i]]
+        gradients = [None if p.grad is None else local_gradient(p) for p in self.parameters]
+        norm, clipped_norm = self._norms(gradients)
+        pairs = zip(gradients, self.clipped, strict=True)
+        scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
         if scaled:
             torch._foreach_mul_(scaled, (self.max_norm / (clipped_norm + EPS)).clamp(max=1.0).float())
         return norm
+
+    def _norms(self, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Two norms over all ranks: of all gradients, and of the clipped ones. None, no gradient, counts as zero."""
+        present = [gradient for gradient in gradients if gradient is not None]
+        norms = iter(torch._foreach_norm(present, 2, torch.float32) if present else ())
+        every = torch.stack([self._zero if gradient is None else next(norms) for gradient in gradients])
+        sums = self._weights @ every.double().square()
+        dist.all_reduce(sums)
+        return sums.sqrt()
 
 
 def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
@@ -88,13 +97,3 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
         f"a gradient of placements {gradient.placements} does not rest as its parameter {parameter.placements}"
     )
     return gradient.to_local()
-
-
-def _norms(gradients: Sequence[torch.Tensor], weights: torch.Tensor) -> torch.Tensor:
-    """Two norms over all ranks, from weights of shape (2, gradients): of all gradients, and of the clipped ones."""
-    squares = weights.new_zeros(len(gradients))
-    if gradients:
-        squares = torch.stack(torch._foreach_norm(list(gradients), 2, torch.float32)).double().square()
-    sums = weights @ squares
-    dist.all_reduce(sums)
-    return sums.sqrt()

@@ -56,7 +56,9 @@ def _matrices(assignment: Assignment, blocks: int | None) -> str:
 def _placement(parameter: Tensor) -> str:
     if not isinstance(parameter, DTensor):
         return "whole on each rank"
-    names = parameter.device_mesh.mesh_dim_names or [str(i) for i in range(parameter.device_mesh.ndim)]
+    names: Sequence[str] | None = parameter.device_mesh.mesh_dim_names
+    if names is None:
+        names = [str(axis) for axis in range(parameter.device_mesh.ndim)]
     axes = zip(parameter.placements, names, parameter.device_mesh.shape, strict=True)
     parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
     return ", ".join(parts) if parts else "whole"

@@ -237,6 +237,6 @@ class Metrics(MetricsProcessor):
             record["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token
             line += f"  {record['bits_per_byte']:.4f} bits per byte"
         record["seconds"] = time.perf_counter() - self._began
-        self.logger.log(record | (extra_metrics or {}), step)
+        self.logger.log(record if extra_metrics is None else record | extra_metrics, step)
         if self.is_reporter:
             print(line, flush=True)
