@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .plan.program import Leg, Parcel, Program, Run
-from .plan.types import Piece, Plan
+from .storage import Span, spans
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,11 +23,11 @@ _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass(frozen=True)
 class Parked:
-    """A piece of a matrix and its (rows, columns) view in a buffer."""
+    """A piece of a matrix, its (rows, columns) view in a buffer, and its rectangles."""
 
     matrix: int
-    piece: Piece
     view: Tensor
+    spans: tuple[Span, ...]
 
 
 @dataclass
@@ -96,7 +96,8 @@ class Load:
 
 def _parked(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[Parked, ...]:
     return tuple(
-        Parked(p.matrix, p.piece, buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape)) for p in parcels
+        Parked(p.matrix, buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape), spans(p.piece))
+        for p in parcels
     )
 
 
@@ -128,7 +129,7 @@ class Collectives:
             self.traffic.add(sent)
             return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
-        if dist.get_backend(group) == "nccl":
+        if input.is_cuda:
             self.traffic.add(sent)
             return [dist.all_gather(parts, input, group=group, async_op=True)]
         # gloo gathers equal parts only; a broadcast from each rank is its ragged all-gather.
@@ -160,18 +161,17 @@ class Exchange:
         device: of the buffers.
         dtype: of the elements in transit.
         collectives: what carries the buffers.
-        groups: where process groups come from.
+        council: has the process groups.
     """
 
     def __init__(
-        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, groups: Groups
+        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, council: Council
     ) -> None:
-        self._groups = tuple(groups.of(run.bucket.group) for run in program.runs)
+        self._groups = tuple(council.group(run.bucket.group) for run in program.runs)
         self._collectives = collectives
         self._pending: dict[int, list[dist.Work]] = {}
         self._runs = program.runs
-        slots = tuple(_slot(program, index, device, dtype) for index in range(program.slots))
-        self._slots = tuple(slots[index % program.slots] for index in range(len(program.runs)))
+        self._slots = make_slots(program, device, dtype)
         self.loads = tuple(Load(run, program.rank, slot) for run, slot in zip(self._runs, self._slots, strict=True))
 
     @property
@@ -210,9 +210,17 @@ class Exchange:
             work.wait()
 
 
-def _slot(program: Program, index: int, device: torch.device, dtype: torch.dtype) -> Slot:
-    """Buffers large enough for every run that will use this slot."""
-    runs = program.runs[index :: program.slots]
+def make_slots(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[Slot, ...]:
+    """The buffers of each run; runs of other rounds may have the same ones."""
+    sharing: dict[tuple[int, int], list[Run]] = {}
+    for index, run in enumerate(program.runs):
+        sharing.setdefault(program.slot(index), []).append(run)
+    made = {place: _slot(runs, device, dtype) for place, runs in sharing.items()}
+    return tuple(made[program.slot(index)] for index in range(len(program.runs)))
+
+
+def _slot(runs: Sequence[Run], device: torch.device, dtype: torch.dtype) -> Slot:
+    """Buffers large enough for each of these runs."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
     apart = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
@@ -220,63 +228,96 @@ def _slot(program: Program, index: int, device: torch.device, dtype: torch.dtype
     return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox)
 
 
-class Groups:
-    """Process groups by their ranks, each made once, when it is first asked for."""
+@dataclass(frozen=True)
+class Word:
+    """What a rank says before a step is possible.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    Attributes:
+        ranks: global ranks that its parameters rest on.
+        groups: ranks that it will meet, in groups.
+        shares: whether any matrix is of more than one rank, so that ranks must do the same in every step.
+        signature: of its plan and hyperparameters.
+        fault: what is wrong on this rank, or None.
+    """
 
-    def of(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these ranks, all of which must ask for it."""
-        if ranks not in self._known:
-            self._known[ranks] = _new_group(ranks, None)
-        return self._known[ranks]
-
-    def of_hosts(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The same for words between hosts, which must not wait for a device: NCCL's groups do."""
-        if dist.get_backend() != "nccl":
-            return self.of(ranks)
-        if ranks not in self._hosts:
-            self._hosts[ranks] = _new_group(ranks, "gloo")
-        return self._hosts[ranks]
-
-
-def _new_group(ranks: tuple[int, ...], backend: str | None) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "the default process group is there when ranks meet"
-    if backend is None and len(ranks) == dist.get_world_size():
-        return world
-    return dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    ranks: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    shares: bool
+    signature: str
+    fault: str | None
 
 
 class Council:
-    """All ranks that meet anywhere in a plan, agreeing on their hosts before they exchange anything."""
+    """All ranks of the default process group, agreeing on their hosts before anything is exchanged.
 
-    def __init__(self, plan: Plan, rank: int, groups: Groups) -> None:
-        self._ranks = tuple(sorted({member for bucket in plan.buckets for member in bucket.group}))
-        self._group = groups.of_hosts(self._ranks) if rank in self._ranks else None
+    Every rank of the default group builds its Muon at the same point of the program, as it would its process groups: a
+    group is made by all of them, members or not, since only that is in step on ranks that are members of different
+    numbers of groups. Groups are made once for each set of ranks.
+    """
 
-    def check(self, signature: str, fault: str | None) -> None:
-        """Raise ValueError on every rank if one has a fault, or if their signatures of the same step differ."""
-        said: list[tuple[str, str | None]] = [(signature, fault)]
-        ranks: Sequence[int] = (0,)
-        if self._group is not None:
-            ranks, said = self._ranks, [("", None)] * len(self._ranks)
-            dist.all_gather_object(said, (signature, fault), group=self._group)
-        for rank, (_, wrong) in zip(ranks, said, strict=True):
-            if wrong is not None:
-                raise ValueError(wrong if fault is not None else f"on rank {rank}: {wrong}")
-        different = [rank for rank, (other, _) in zip(ranks, said, strict=True) if other != said[0][0]]
-        if different:
-            raise ValueError(
-                f"ranks {different} planned another Muon step than rank {ranks[0]}: build the optimizer on every rank "
-                "from the same parameters, in the same order, with the same hyperparameters"
-            )
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._known_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._hosts: dist.ProcessGroup | None = None
+        self._peers: dist.ProcessGroup | None = None
+
+    def open(self, word: Word) -> None:
+        """Compare words and make all groups. Raises ValueError on every rank for a fault or a difference on any."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            check_words([word])
+            return
+        if self._hosts is None:
+            self._hosts = _host_group(None)
+        words: list[Word] = [word] * dist.get_world_size()
+        dist.all_gather_object(words, word, group=self._hosts)
+        check_words(words)
+        for ranks in sorted({ranks for said in words for ranks in said.groups}):
+            if ranks not in self._known:
+                self._known[ranks] = _group(ranks)
+        self._peers = self._host_groups({said.ranks for said in words if said.shares}, word)
+
+    def _host_groups(self, all_ranks: set[tuple[int, ...]], mine: Word) -> dist.ProcessGroup | None:
+        """The group of the ranks that this rank's parameters rest on, for words between hosts, if it needs one."""
+        known = self._known if dist.get_backend() != "nccl" else self._known_hosts
+        for ranks in sorted(all_ranks):
+            if ranks not in known:
+                known[ranks] = _host_group(ranks)
+        return known[mine.ranks] if mine.shares and dist.get_rank() in mine.ranks else None
+
+    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        """The group of these ranks, one of those that were said to meet."""
+        return self._known[ranks]
 
     def worst(self, codes: Sequence[int]) -> list[int]:
-        """The largest of each code, 0 to 255, over all ranks, which pass as many of them."""
+        """The largest of each code, 0 to 255, over the ranks that share matrices."""
         tensor = torch.tensor(codes, dtype=torch.uint8)
-        if self._group is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        if self._peers is not None:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._peers)
         return [int(code) for code in tensor.tolist()]
+
+
+def check_words(words: Sequence[Word]) -> None:
+    """Raise ValueError for the first fault, or for ranks of the same parameters that plan different steps."""
+    for rank, word in enumerate(words):
+        if word.fault is not None:
+            raise ValueError(f"{word.fault} (on rank {rank})" if len(words) > 1 else word.fault)
+    for rank, word in enumerate(words):
+        others = [peer for peer in word.ranks if peer < len(words) and words[peer].signature != word.signature]
+        if others:
+            raise ValueError(
+                f"ranks {others} planned another Muon step than rank {rank}: build the optimizer on every rank from "
+                "the same parameters, in the same order, with the same hyperparameters"
+            )
+
+
+def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default process group is there when ranks meet"
+    return world if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
+
+
+def _host_group(ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
+    """A group that does not wait for a device; NCCL's would."""
+    if dist.get_backend() != "nccl":
+        return _group(tuple(range(dist.get_world_size())) if ranks is None else ranks)
+    return dist.new_group(None if ranks is None else list(ranks), backend="gloo")

@@ -17,19 +17,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry, update
-from .exchange import Council, Exchange, Groups, Load, Parked
+from .exchange import Council, Exchange, Load, Word
 from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
 from .orthogonalize import algorithm, coefficients
 from .plan.cost import Link, standard_flops
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
-from .plan.program import Home, make_program
+from .plan.program import make_program
 from .plan.schedule import Act
-from .plan.types import Piece, Plan
+from .plan.types import Plan
 from .storage import (
     Fault,
     Member,
+    Span,
     Storage,
     check_faults,
     fault_of,
@@ -76,10 +77,13 @@ class Muon(Optimizer):
         state_dtype: of the momentum, `float32` or `bfloat16`.
         link: what communication costs, for `auto`.
 
+    All ranks of the default process group build their Muon at the same point of the program.
+
     Raises:
-        ValueError: at construction, for parameters without names, that are no matrices, on the meta device, or given
-            twice; for unknown names and numbers out of range; when nothing is to be trained; when ranks plan
-            differently. In `step`, for a trained parameter without a gradient, or whose layout has changed.
+        ValueError: at construction, on every rank, for parameters without names, that are no matrices, on the meta
+            device, or given twice; for unknown names and numbers out of range; when nothing is to be trained; when
+            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient or whose layout
+            has changed; and for Newton-Schulz steps or coefficients changed since construction.
     """
 
     plan: Plan
@@ -139,15 +143,39 @@ class Muon(Optimizer):
             chosen.pattern, owners, replicas, buffer_bytes, self._wire_dtype.itemsize, Link() if link is None else link
         )
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._groups = Groups()
+        self._council = Council()
         self._built = False
         super().__init__(params, defaults)
         self._build()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum, and plan again, since hyperparameters may have changed."""
+        """Load hyperparameters and momentum, and plan again, since hyperparameters may have changed.
+
+        Raises ValueError, before anything is loaded, for a trained parameter whose momentum is missing or rests
+        otherwise than the parameter, and for groups of other names.
+        """
+        averages = self._saved_averages(state_dict)
         super().load_state_dict(state_dict)
+        for parameter, average in averages:
+            # Optimizer.load_state_dict rounds state to the parameter's dtype.
+            self.state[parameter]["momentum_buffer"] = average.detach().to(self._state_dtype, copy=True)
         self._build()
+
+    def _saved_averages(self, state_dict: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+        """Each trained parameter with its momentum in a state dict."""
+        averages = []
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+            names = group["param_names"]
+            if saved.get("param_names", names) != names:
+                raise ValueError(f"the state dict is of other parameters: {saved['param_names']}, not {names}")
+            for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=False):
+                if not parameter.requires_grad:
+                    continue
+                average = state_dict["state"].get(key, {}).get("momentum_buffer")
+                if average is None or placing(average) != placing(parameter):
+                    raise ValueError(f"{fqn}: the state dict has no momentum that rests as the parameter does")
+                averages.append((parameter, average))
+        return averages
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later a ValueError, since the plan holds for all parameters."""
@@ -169,13 +197,12 @@ class Muon(Optimizer):
         named = [(m.fqn, m.parameter) for m in self._members]
         self.plan = plan_step(named, steps, self._options, self._splits)
         geometries = Geometries(self.plan.parameters)
-        self._council = Council(self.plan, self._rank, self._groups)
-        faults = [storage_fault(fqn, parameter, geometries[i], self._rank) for i, (fqn, parameter) in enumerate(named)]
-        self._council.check(self._signature(), next((fault for fault in faults if fault is not None), None))
         self._program = make_program(self.plan, self._rank, geometries)
+        self._council.open(self._word(geometries))
         device = local(self._members[0].parameter).device
-        self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._groups)
-        self._workspace = torch.empty(self._largest(), device=device, dtype=self._wire_dtype)
+        self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._council)
+        self._at_home = tuple((item.matrix, spans(item.piece)) for item in self._program.home)
+        self._workspace = torch.empty(self._largest(), device=device, dtype=torch.bfloat16)
         self._last_bucket = self._last_buckets()
         self._built = True
 
@@ -201,15 +228,23 @@ class Muon(Optimizer):
                 state = self.state[parameter]
                 if "momentum_buffer" not in state:
                     state["momentum_buffer"] = torch.zeros_like(parameter, dtype=self._state_dtype)
-                # Optimizer.load_state_dict gives state the parameter's dtype.
-                state["momentum_buffer"] = state["momentum_buffer"].to(self._state_dtype)
                 here = self._rank in layout_of(fqn, parameter).mesh.ranks
                 yield Member(fqn, parameter, state["momentum_buffer"], group, placing(parameter), here)
 
-    def _signature(self) -> str:
-        """What must be equal on all ranks for the step to be one."""
+    def _word(self, geometries: Geometries) -> Word:
+        """What the ranks have to agree on before the first step."""
         groups = [{key: value for key, value in g.items() if key != "params"} for g in self.param_groups]
-        return f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}"
+        faults = (
+            storage_fault(member.fqn, member.parameter, geometries[index], self._rank)
+            for index, member in enumerate(self._members)
+        )
+        return Word(
+            ranks=tuple(sorted({rank for parameter in self.plan.parameters for rank in parameter.layout.mesh.ranks})),
+            groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.runs)),
+            shares=bool(self.plan.buckets) or any(len(ranks) > 1 for ranks in self.plan.home),
+            signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}",
+            fault=next((fault for fault in faults if fault is not None), None),
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -227,22 +262,29 @@ class Muon(Optimizer):
                 loss = closure()
         storage = self._check()
         self.orthogonalized = 0
-        for turn in self._program.turns:
-            match turn.act:
-                case Act.GATHER:
-                    self._gather(turn.run, storage)
-                case Act.HOME:
-                    self._home(storage)
-                case Act.ORTHOGONALIZE:
-                    self._orthogonalize(turn.run)
-                case Act.APPLY:
-                    self._apply(turn.run, storage)
+        for act, number in self._program.turns:
+            if act is Act.HOME:
+                self._home(storage)
+                continue
+            for index in self._program.rounds[number]:
+                match act:
+                    case Act.GATHER:
+                        self._gather(index, storage)
+                    case Act.ORTHOGONALIZE:
+                        self._orthogonalize(index)
+                    case Act.APPLY:
+                        self._apply(index, storage)
         expected = len(self._program.home) + sum(len(run.matrices) for run in self._program.runs)
         assert self.orthogonalized == expected, f"{self.orthogonalized} matrices orthogonalized, {expected} planned"
         return loss
 
     def _check(self) -> list[Storage | None]:
         """Stage 1: all gradients. What is wrong on one rank is an error on all, or skipped on all (None)."""
+        for member, steps in zip(self._members, self._coefficients, strict=True):
+            if coefficients(member.group["ns_coefficients"], member.group["ns_steps"]) != steps:
+                raise ValueError(
+                    f"{member.fqn}: ns_steps or ns_coefficients changed since Muon was built; build it anew"
+                )
         faults = [Fault(code) for code in self._council.worst([fault_of(member) for member in self._members])]
         check_faults(self._members, faults, Fault.NO_GRADIENT if self._skips_missing else Fault.NONE)
         members = zip(self._members, self.plan.parameters, faults, strict=True)
@@ -252,15 +294,15 @@ class Muon(Optimizer):
         """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
         load = self.exchange.loads[index]
         for parked in load.stored:
-            self._momentum(parked.matrix, parked.piece, storage, load.packed.get(parked.matrix))
-        self._release(load.stored, storage, index)
+            self._momentum(parked.matrix, parked.spans, storage, load.packed.get(parked.matrix))
+        self._release((parked.matrix for parked in load.stored), storage, index)
         self.exchange.gather(index)
 
-    def _release(self, read: Sequence[Parked | Home], storage: list[Storage | None], index: int) -> None:
-        """Drop the gradients whose last piece was read in bucket `index`, or at home (-1)."""
+    def _release(self, read: Iterable[int], storage: list[Storage | None], index: int) -> None:
+        """Drop the gradients whose last matrix was read in bucket `index`, or at home (-1)."""
         if not self._releases:
             return
-        for parameter in {self.plan.matrices[item.matrix].parameter for item in read}:
+        for parameter in {self.plan.matrices[matrix].parameter for matrix in read}:
             stored = storage[parameter]
             if stored is not None and self._last_bucket.get(parameter, -1) == index:
                 storage[parameter] = replace(stored, grad=None)
@@ -279,47 +321,48 @@ class Muon(Optimizer):
     def _orthogonalize_one(self, matrix: int, load: Load) -> None:
         whole = self._whole(matrix)
         for source in load.sources[matrix]:
-            for span in spans(source.piece):
+            for span in source.spans:
                 whole[span.whole].copy_(source.view[span.piece])
         result = self._newton_schulz(matrix, whole)
         for target in load.targets[matrix]:
-            for span in spans(target.piece):
+            for span in target.spans:
                 target.view[span.piece].copy_(result[span.whole])
 
     def _apply(self, index: int, storage: Sequence[Storage | None]) -> None:
         """Stage 6: decay each stored piece and add its update."""
         self.exchange.wait(index)
         for parked in self.exchange.loads[index].stored:
-            self._update(parked.matrix, parked.piece, parked.view, storage)
+            self._update(parked.matrix, parked.spans, parked.view, storage)
 
     def _home(self, storage: list[Storage | None]) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole here."""
-        for item in self._program.home:
-            whole = self._whole(item.matrix)
-            self._momentum(item.matrix, item.piece, storage, whole)
-            self._update(item.matrix, item.piece, self._newton_schulz(item.matrix, whole), storage)
-        self._release(self._program.home, storage, index=-1)
+        for matrix, places in self._at_home:
+            whole = self._whole(matrix)
+            self._momentum(matrix, places, storage, whole)
+            self._update(matrix, places, self._newton_schulz(matrix, whole), storage)
+        self._release((matrix for matrix, _ in self._at_home), storage, index=-1)
 
-    def _momentum(self, matrix: int, piece: Piece, storage: Sequence[Storage | None], into: Tensor | None) -> None:
+    def _momentum(
+        self, matrix: int, places: Sequence[Span], storage: Sequence[Storage | None], into: Tensor | None
+    ) -> None:
         parameter = self.plan.matrices[matrix].parameter
         group, stored = self._members[parameter].group, storage[parameter]
         if stored is None:
             return
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
-        for span in spans(piece):
+        for span in places:
             average, grad = stored.average[span.local], stored.grad[span.local]
             blended = update.momentum(average, grad, group["momentum"], group["nesterov"])
             if into is not None:
                 into[span.piece].copy_(blended)
 
-    def _update(self, matrix: int, piece: Piece, delta: Tensor, storage: Sequence[Storage | None]) -> None:
+    def _update(self, matrix: int, places: Sequence[Span], delta: Tensor, storage: Sequence[Storage | None]) -> None:
         shape = self.plan.matrices[matrix]
-        group = self._members[shape.parameter].group
-        scale = update.lr_scale(group["lr_scale"], shape.rows, shape.cols)
-        stored = storage[shape.parameter]
+        group, stored = self._members[shape.parameter].group, storage[shape.parameter]
         if stored is None:
             return
-        for span in spans(piece):
+        scale = update.lr_scale(group["lr_scale"], shape.rows, shape.cols)
+        for span in places:
             update.apply(stored.param[span.local], delta[span.piece], group["lr"], scale, group["weight_decay"])
 
     def _whole(self, matrix: int) -> Tensor:

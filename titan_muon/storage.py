@@ -97,7 +97,7 @@ def fault_of(member: Member) -> Fault:
     grad = member.parameter.grad
     if not member.here:
         return Fault.NONE
-    if placing(member.parameter) != member.placing:
+    if placing(member.parameter) != member.placing or not local(member.parameter).is_contiguous():
         return Fault.RESHARDED
     if grad is None:
         return Fault.NO_GRADIENT
@@ -133,7 +133,9 @@ def storage_of(member: Member, planned: Parameter) -> Storage:
     assert grad is not None, f"{member.fqn}: checked for a gradient before"
     shape, split = local(member.parameter).shape, planned.stack.row_dims
     rows, cols = prod(shape[:split]), prod(shape[split:])
-    return Storage(*(local(tensor).reshape(rows, cols) for tensor in (member.parameter, member.average, grad)))
+    # Views of what is updated; the gradient is only read, so it may be a copy.
+    param, average = (local(tensor).view(rows, cols) for tensor in (member.parameter, member.average))
+    return Storage(param, average, local(grad).reshape(rows, cols))
 
 
 def placing(tensor: Tensor) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 LR_SCALES = ("match_rms_adamw", "original", "spectral")
@@ -29,13 +30,14 @@ def momentum(average: Tensor, grad: Tensor, decay: float, nesterov: bool) -> Ten
     """Advance the exponential moving average in place and give what Muon orthogonalizes.
 
     With `nesterov` that is a new tensor, the gradient blended with its average; otherwise it may be `average` itself,
-    which the caller must not write to. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. An
-    average of another dtype than the gradient is advanced in the gradient's, then rounded.
+    which the caller must not write to. torch.optim.Muon's convention: the gradient enters with weight 1 - decay.
+    Average and gradient may have different dtypes: the arithmetic is in the wider one.
     """
-    if average.dtype == grad.dtype:
-        advanced = average.lerp_(grad, 1 - decay)
-    else:
-        advanced = average.to(grad.dtype).lerp_(grad, 1 - decay)
+    wide = torch.promote_types(average.dtype, grad.dtype)
+    grad = grad.to(wide)
+    advanced = average if average.dtype == wide else average.to(wide)
+    advanced.lerp_(grad, 1 - decay)
+    if advanced is not average:
         average.copy_(advanced)
     return grad.lerp(advanced, decay) if nesterov else advanced
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from random import Random
 
@@ -178,8 +178,13 @@ def recut(plan: Plan, random: Random) -> Plan:
             chosen, matrices = tuple(matrices[:count]), matrices[count:]
             owners = tuple(random.choice(bucket.group) for _ in chosen) if bucket.owners else ()
             buckets.append(Bucket(bucket.exchange, bucket.group, chosen, owners))
+    if not buckets:
+        return plan
     random.shuffle(buckets)
-    return replace(plan, buckets=tuple(buckets), slots=random.randint(1, 5))
+    # Rounds of one to a few buckets, in which a group may even meet more than once.
+    numbers = accumulate((random.random() < 0.6 for _ in buckets[1:]), initial=0)
+    numbered = tuple(replace(bucket, round=int(number)) for bucket, number in zip(buckets, numbers, strict=True))
+    return replace(plan, buckets=numbered, slots=random.randint(1, 5))
 
 
 def ranks_of(plan: Plan) -> list[int]:

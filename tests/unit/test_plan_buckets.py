@@ -1,6 +1,7 @@
 """What travels together, and the longest path, held against a clock for every rank of the executor."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -100,19 +101,21 @@ class Clock:
         def launch(index: int, leg: str) -> None:
             self.launched.setdefault((buckets[index], leg), {})[rank] = self.now[rank]
 
-        for turn in program.turns:
-            if turn.act is Act.GATHER:
-                launch(turn.run, GATHER)
-            elif turn.act is Act.HOME:
+        for act, number in program.turns:
+            if act is Act.HOME:
                 for item in program.home:
                     self._orthogonalize(rank, item.matrix)
-            elif turn.act is Act.ORTHOGONALIZE:
-                yield buckets[turn.run], GATHER
-                for matrix in program.runs[turn.run].matrices:
-                    self._orthogonalize(rank, matrix)
-                launch(turn.run, RETURN)
-            else:
-                yield buckets[turn.run], RETURN
+                continue
+            for index in program.rounds[number]:
+                if act is Act.GATHER:
+                    launch(index, GATHER)
+                elif act is Act.ORTHOGONALIZE:
+                    yield buckets[index], GATHER
+                    for matrix in program.runs[index].matrices:
+                        self._orthogonalize(rank, matrix)
+                    launch(index, RETURN)
+                else:
+                    yield buckets[index], RETURN
 
     def _orthogonalize(self, rank: int, matrix: int) -> None:
         flops = self.plan.matrices[matrix].flops
@@ -143,7 +146,7 @@ def bucket(matrix: int, owner: int) -> Bucket:
 def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
     """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
     matrices = [Matrix(0, i, 1, 1, 10) for i in range(4)]
-    buckets = [bucket(i, i % 2) for i in range(4)]
+    buckets = [replace(bucket(i, i % 2), round=i) for i in range(4)]
     assert longest_path(buckets, matrices, {0: 0, 1: 0}, 4)[0] == 20
     assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1)[0] == 40
 
@@ -151,7 +154,7 @@ def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
 def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
     """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
     matrices = [Matrix(0, i, 1, 1, flops) for i, flops in enumerate((30, 30, 1, 1))]
-    buckets = [bucket(0, 0), bucket(1, 0), bucket(2, 1), bucket(3, 1)]
+    buckets = [replace(bucket(i, i // 2), round=i) for i in range(4)]
     path, work = longest_path(buckets, matrices, {0: 0, 1: 0}, 1)
     assert (path, work) == (62, {0: 60, 1: 2})
 

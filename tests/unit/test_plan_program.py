@@ -1,22 +1,24 @@
 """Any plan makes every matrix whole exactly once and brings it back: all ranks of random plans, run in one process."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import prod
+from random import Random
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, torch_local
-from titan_muon.exchange import Load, Slot, _slot
+from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, torch_local
+from titan_muon.exchange import Load, Slot, make_slots
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.program import Leg, Run, make_program
 from titan_muon.plan.schedule import Act
-from titan_muon.plan.types import Block, Bucket, Interval, Layout, Mesh, Parameter, Piece, Plan, Replicate, Shard, Stack
-from titan_muon.storage import spans
+from titan_muon.plan.types import Block, Bucket, Interval, Layout, Mesh, Parameter, Plan, Replicate, Shard, Stack
+from titan_muon.storage import Span, spans
 
 GATHER, RETURN = "gather", "return"
 
@@ -112,11 +114,10 @@ class Rank:
         self.waiting: tuple[int, str] | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
-        made = [_slot(self.program, index, torch.device("cpu"), torch.float64) for index in range(self.program.slots)]
-        for slot in made:
+        self.slots = make_slots(self.program, torch.device("cpu"), torch.float64)
+        for slot in self.slots:
             for buffer in (slot.home, slot.inbox, slot.outbox):
                 buffer.fill_(torch.nan)
-        self.slots: list[Slot] = [made[index % len(made)] for index in range(len(self.program.runs))]
         self.loads = [Load(run, rank, slot) for run, slot in zip(self.program.runs, self.slots, strict=True)]
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
@@ -134,28 +135,30 @@ class Rank:
 
     def step(self) -> Iterator[tuple[int, str]]:
         """Run until done; gives each collective that is waited for until it is finished."""
-        for turn in self.program.turns:
-            if turn.act is Act.GATHER:
-                self._gather(turn.run)
-            elif turn.act is Act.HOME:
+        for act, number in self.program.turns:
+            if act is Act.HOME:
                 self._home()
-            elif turn.act is Act.ORTHOGONALIZE:
-                yield from self._orthogonalize(turn.run)
-            else:
-                yield from self._apply(turn.run)
+                continue
+            for index in self.program.rounds[number]:
+                if act is Act.GATHER:
+                    self._gather(index)
+                elif act is Act.ORTHOGONALIZE:
+                    yield from self._orthogonalize(index)
+                else:
+                    yield from self._apply(index)
 
     def _home(self) -> None:
         for item in self.program.home:
             place = self.plan.matrices[item.matrix]
-            self._momentum(item.matrix, item.piece, None)
+            self._momentum(item.matrix, spans(item.piece), None)
             assert item.piece.shape == (place.rows, place.cols)
             self.world.work[item.matrix, self.rank] += 1
-            self._update(item.matrix, item.piece, orthogonalized(whole(self.plan, self.world.full, item.matrix)))
+            self._update(item.matrix, spans(item.piece), orthogonalized(whole(self.plan, self.world.full, item.matrix)))
 
     def _gather(self, index: int) -> None:
         load = self.loads[index]
         for parked in load.stored:
-            self._momentum(parked.matrix, parked.piece, load.packed.get(parked.matrix))
+            self._momentum(parked.matrix, parked.spans, load.packed.get(parked.matrix))
         self.world.launch(self.rank, (self.buckets[index], GATHER))
 
     def _orthogonalize(self, index: int) -> Iterator[tuple[int, str]]:
@@ -167,12 +170,12 @@ class Rank:
             expected = whole(self.plan, self.world.full, matrix)
             found = torch.full_like(expected, torch.nan)
             for source in load.sources[matrix]:
-                for span in spans(source.piece):
+                for span in source.spans:
                     found[span.whole].copy_(source.view[span.piece])
             assert torch.equal(found, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
             for target in load.targets[matrix]:
-                for span in spans(target.piece):
+                for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(found)[span.whole])
         if self.program.runs[index].returning is not None:
             self.world.launch(self.rank, (self.buckets[index], RETURN))
@@ -181,22 +184,22 @@ class Rank:
         if self.program.runs[index].returning is not None:
             yield from self._wait((self.buckets[index], RETURN))
         for parked in self.loads[index].stored:
-            self._update(parked.matrix, parked.piece, parked.view, packed=True)
+            self._update(parked.matrix, parked.spans, parked.view, packed=True)
 
     def _wait(self, collective: tuple[int, str]) -> Iterator[tuple[int, str]]:
         while collective not in self.world.done:
             yield collective
 
-    def _momentum(self, matrix: int, piece: Piece, into: Tensor | None) -> None:
+    def _momentum(self, matrix: int, places: Sequence[Span], into: Tensor | None) -> None:
         parameter = self.plan.matrices[matrix].parameter
-        for span in spans(piece):
+        for span in places:
             self.momenta[parameter][span.local] += 1
             if into is not None:
                 into[span.piece].copy_(self.stored[parameter][span.local])
 
-    def _update(self, matrix: int, piece: Piece, delta: Tensor, packed: bool = False) -> None:
+    def _update(self, matrix: int, places: Sequence[Span], delta: Tensor, packed: bool = False) -> None:
         parameter = self.plan.matrices[matrix].parameter
-        for span in spans(piece):
+        for span in places:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
     def _leg(self, collective: tuple[int, str]) -> tuple[Run, Leg, Slot]:
@@ -388,3 +391,21 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     runs = make_program(plan, 0).runs
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
     check_step(plan, late=True)
+
+
+@settings(PROPERTY, max_examples=300)
+@given(plans(), st.integers(0, 1000))
+def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
+    """Members that launched them in different orders would take each other's pieces for their own, or hang."""
+    for one in (plan, recut(plan, Random(seed))):
+        orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}
+        for rank in ranks_of(one):
+            program = make_program(one, rank)
+            mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
+            seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
+            for act, number in program.turns:
+                for run in program.rounds[number] if act in (Act.GATHER, Act.ORTHOGONALIZE) else ():
+                    seen.setdefault(one.buckets[mine[run]].group, []).append((act, mine[run]))
+            for group, order in seen.items():
+                orders.setdefault(group, set()).add(tuple(order))
+        assert all(len(found) == 1 for found in orders.values())

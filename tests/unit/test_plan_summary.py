@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plans import PROPERTY, parameter_lists, plan_of, plans, ranks_of
-from titan_muon.exchange import _slot
+from titan_muon.exchange import make_slots
 from titan_muon.plan.cost import standard_flops
 from titan_muon.plan.program import Program, Run, make_program
 from titan_muon.plan.summary import RankCost, summarize
@@ -78,7 +78,7 @@ def traffic(run: Run, rank: int) -> tuple[int, int]:
 
 
 def buffer_numel(program: Program) -> int:
-    slots = [_slot(program, i, torch.device("meta"), torch.bfloat16) for i in range(program.slots)]
+    slots = make_slots(program, torch.device("meta"), torch.bfloat16)
     buffers = {id(buffer): buffer for slot in slots for buffer in (slot.home, slot.inbox, slot.outbox)}
     return sum(buffer.numel() for buffer in buffers.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .owners import Groups, Task
-from .schedule import prefetch
+from .schedule import Act, schedule
 from .types import Bucket, Matrix
 
 
@@ -33,47 +33,34 @@ def longest_path(
 ) -> tuple[int, dict[int, int]]:
     """FLOPs on the longest path through a step, and FLOPs by rank.
 
-    The path is what the executor really waits for. Before it orthogonalizes its i-th bucket, a rank has finished its
-    (i + prefetch - slots)-th, so all of that bucket's owners are done; and a bucket is gathered only when each rank of
-    its group is done with the bucket `prefetch` + 1 before it. `load` are the FLOPs of the matrices at home, which
-    are orthogonalized while the first buckets are in flight.
+    The step is played turn by turn as the executor runs it, where orthogonalizing takes its FLOPs and all else no time:
+    a gather is there when the last rank of its group has launched it, a return when its last rank is done. `load` are
+    the FLOPs of the matrices at home.
     """
-    runs: dict[int, list[int]] = {}
+    by_round: dict[int, list[int]] = {}
     for index, bucket in enumerate(buckets):
-        for rank in bucket.group:
-            runs.setdefault(rank, []).append(index)
-    position = dict.fromkeys(runs, 0)
-    done = {rank: [load.get(rank, 0)] for rank in runs}
-    ends: list[int] = []
-    for bucket in buckets:
-        work = _work(bucket, matrices)
-        ready = 0
-        for rank in bucket.group:
-            ready = max(ready, _launched(runs[rank], position[rank], done[rank], ends, slots))
-        for rank in bucket.group:
-            freed = _freed(len(runs[rank]), position[rank], slots)
-            start = max(done[rank][-1], ready, 0 if freed is None else ends[runs[rank][freed]])
-            done[rank].append(start + work.get(rank, 0))
-            position[rank] += 1
-        ends.append(max(done[rank][-1] for rank in bucket.group))
-    total = {rank: load.get(rank, 0) for rank in {*load, *runs}}
-    for bucket in buckets:
-        for rank, flops in _work(bucket, matrices).items():
-            total[rank] += flops
-    return max([*ends, *load.values()], default=0), total
-
-
-def _freed(count: int, i: int, slots: int) -> int | None:
-    """The bucket that a rank finishes before it orthogonalizes its i-th, to gather another into its slot."""
-    gathered = i + prefetch(slots, count)
-    return gathered - slots if slots <= gathered < count else None
-
-
-def _launched(run: Sequence[int], i: int, done: Sequence[int], ends: Sequence[int], slots: int) -> int:
-    """When a rank launches the gather of its i-th bucket."""
-    ahead = prefetch(slots, len(run))
-    own = done[i - ahead] if i > ahead else 0
-    return max(own, ends[run[i - slots]] if i >= slots else 0)
+        by_round.setdefault(bucket.round, []).append(index)
+    work = [_work(bucket, matrices) for bucket in buckets]
+    now = dict.fromkeys({*load, *(rank for bucket in buckets for rank in bucket.group)}, 0)
+    launched, ends = [0] * len(buckets), [0] * len(buckets)
+    for act, number in schedule(len(by_round), slots):
+        if act is Act.HOME:
+            now = {rank: start + load.get(rank, 0) for rank, start in now.items()}
+            continue
+        for index in by_round[number]:
+            group = buckets[index].group
+            if act is Act.GATHER:
+                launched[index] = max(now[rank] for rank in group)
+            elif act is Act.APPLY:
+                now |= {rank: max(now[rank], ends[index]) for rank in group}
+            else:
+                now |= {rank: max(now[rank], launched[index]) + work[index].get(rank, 0) for rank in group}
+                ends[index] = max(now[rank] for rank in group)
+    total = {rank: load.get(rank, 0) for rank in now}
+    for flops in work:
+        for rank, amount in flops.items():
+            total[rank] += amount
+    return max(now.values(), default=0), total
 
 
 def _work(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, int]:

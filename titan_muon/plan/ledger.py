@@ -23,7 +23,7 @@ class Ledger:
         self.sent = dict.fromkeys(self.ranks, 0)
         self.received = dict.fromkeys(self.ranks, 0)
         self.collectives = dict.fromkeys(self.ranks, 0)
-        self.buffers: dict[int, list[tuple[int, int, int]]] = {rank: [] for rank in self.ranks}
+        self.buffers: dict[int, list[tuple[int, tuple[int, int, int]]]] = {rank: [] for rank in self.ranks}
 
     def add_home(self, matrix: int, rank: int) -> None:
         """Count a matrix that a rank orthogonalizes where it rests."""
@@ -32,11 +32,16 @@ class Ledger:
     def buffer(self, rank: int, slots: int) -> int:
         """Elements of the exchange's buffers on a rank.
 
-        A slot has three buffers, each as large as the largest of the buckets that take turns in it.
+        A slot has three buffers for each of a round's buckets, as large as the largest that take turns in them.
         """
-        slots = min(slots, len(self.buffers[rank]))
-        in_turn = [zip(*self.buffers[rank][slot::slots], strict=True) for slot in range(slots)]
-        return sum(max(sizes) for slot in in_turn for sizes in slot)
+        largest: dict[tuple[int, int, int], int] = {}
+        seen: dict[int, int] = {}
+        for number, sizes in self.buffers[rank]:
+            place = seen[number] = seen.get(number, -1) + 1
+            for kind, size in enumerate(sizes):
+                key = (number % slots, place, kind)
+                largest[key] = max(largest.get(key, 0), size)
+        return sum(largest.values())
 
     def _pieces(self, matrix: int, members: frozenset[int]) -> Iterator[tuple[int, int]]:
         """(rank, elements) of each piece of a matrix on some ranks."""
@@ -70,7 +75,7 @@ class Ledger:
                     self._move(rank, owner, elements)
         for rank in bucket.group:
             mirrored = inbox[rank] == outbox[rank] and gathered[rank] == home[rank]
-            self._close(rank, (home[rank], inbox[rank], 0 if mirrored else outbox[rank]), 2)
+            self._close(rank, bucket.round, (home[rank], inbox[rank], 0 if mirrored else outbox[rank]), 2)
 
     def _all_gather(self, bucket: Bucket) -> None:
         members = frozenset(bucket.group)
@@ -89,7 +94,9 @@ class Ledger:
             if bucket.owners:
                 self.sent[rank] += total - stored[rank]
                 self.received[rank] += stored[rank] * others
-            self._close(rank, (stored[rank], total, total if bucket.owners else 0), 2 if bucket.owners else 1)
+            self._close(
+                rank, bucket.round, (stored[rank], total, total if bucket.owners else 0), 2 if bucket.owners else 1
+            )
 
     def _orthogonalize(self, matrix: int, rank: int) -> None:
         self.matrices[rank] += 1
@@ -102,6 +109,6 @@ class Ledger:
         self.sent[source] += elements
         self.received[target] += elements
 
-    def _close(self, rank: int, buffers: tuple[int, int, int], collectives: int) -> None:
-        self.buffers[rank].append(buffers)
+    def _close(self, rank: int, number: int, buffers: tuple[int, int, int], collectives: int) -> None:
+        self.buffers[rank].append((number, buffers))
         self.collectives[rank] += collectives

@@ -145,9 +145,9 @@ def _choose(
     """The draft to prefer among those that fit the byte budget. Raises ValueError if none does."""
     budget = AUTO_BUFFER_BYTES if options.buffer_bytes is None else options.buffer_bytes
     sizes, least = _Sizes(work, options.exchange), None
-    for candidates in (sizes.few(), sizes.many(SLOT_COUNTS), sizes.many((1,))):
+    for candidates in sizes.candidates():
         for draft in _by_preference(_drafts(candidates, sizes, work, matrices, geometries, options)):
-            taken = _buffer_bytes(draft, matrices, geometries) * options.wire_bytes
+            taken = _buffer_elements(draft, matrices, geometries) * options.wire_bytes
             if taken <= budget:
                 return draft.buckets, draft.slots
             least = taken if least is None else min(least, taken)
@@ -203,7 +203,7 @@ def _owners(
             yield owners
 
 
-def _buffer_bytes(draft: _Draft, matrices: Sequence[Matrix], geometries: Geometries) -> int:
+def _buffer_elements(draft: _Draft, matrices: Sequence[Matrix], geometries: Geometries) -> int:
     """Elements of the exchange's buffers on the rank that has most."""
     ledger = Ledger(matrices, geometries)
     for bucket in draft.buckets:
@@ -216,7 +216,6 @@ class _Sizes:
 
     Attributes:
         share: bytes of its largest group that a rank stores or owns.
-        overlap: groups that a rank is part of, at most.
     """
 
     def __init__(self, work: _Work, exchange: str) -> None:
@@ -233,21 +232,19 @@ class _Sizes:
                 groups_of.setdefault(rank, []).append(index)
         self._memberships = {tuple(indices) for indices in groups_of.values()}
         self.share = max(self._shares, default=0)
-        self.overlap = max((len(indices) for indices in self._memberships), default=1)
 
-    def few(self) -> list[tuple[int, int]]:
-        """Numbers of buckets and slots to try first: few buckets, of some size."""
-        counts = [c for c in range(1, FEW_BUCKETS + 1) if c == 1 or self.share >= c * SMALLEST_BUCKET_BYTES]
-        return self._with_slots(counts, SLOT_COUNTS)
+    def candidates(self) -> Iterator[list[tuple[int, int]]]:
+        """Numbers of buckets and slots to try together, until one fits.
 
-    def many(self, slot_counts: Sequence[int]) -> list[tuple[int, int]]:
-        """Numbers to try for the sake of small buffers, up to a bucket for each matrix."""
+        First a few buckets of some size; then more and more for the sake of small buffers, up to a bucket for each
+        matrix; at last buckets that do not overlap.
+        """
+        few = [c for c in range(1, FEW_BUCKETS + 1) if c == 1 or self.share >= c * SMALLEST_BUCKET_BYTES]
         tasks = max(self._tasks, default=1)
-        return self._with_slots([*(c for c in BUCKET_COUNTS if c < tasks), tasks], slot_counts)
-
-    def _with_slots(self, counts: Sequence[int], slot_counts: Sequence[int]) -> list[tuple[int, int]]:
-        pairs = ((count, min(slots, count * self.overlap)) for count in counts for slots in slot_counts)
-        return list(dict.fromkeys(pairs))
+        many = [*(c for c in BUCKET_COUNTS if c < tasks), tasks]
+        yield list(dict.fromkeys((count, min(slots, count)) for count in few for slots in SLOT_COUNTS))
+        yield from ([(count, min(slots, count)) for slots in SLOT_COUNTS] for count in many)
+        yield from ([(count, 1)] for count in many)
 
     def buffers(self, count: int, slots: int) -> int:
         """A guess at the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
@@ -255,19 +252,19 @@ class _Sizes:
 
     def _buffers(self, groups: Sequence[int], count: int, slots: int) -> int:
         bucket = self.share / count
-        buckets = [min(self._shares[g], bucket) + max(min(self._shares[g], bucket), self._largest[g]) for g in groups]
-        counts = [max(1, round(count * self._shares[g] / self.share)) for g in groups]
-        everything = sum(n * size for n, size in zip(counts, buckets, strict=True))
-        return int(everything if slots >= sum(counts) else slots * max(buckets))
+        return int(
+            slots
+            * sum(min(self._shares[g], bucket) + max(min(self._shares[g], bucket), self._largest[g]) for g in groups)
+        )
 
 
 def _buckets(
     grouped: Sequence[Sequence[Task]], work: _Work, owners: Owners | None, exchange: str
 ) -> tuple[Bucket, ...]:
     buckets = []
-    for tasks in grouped:
+    for number, tasks in enumerate(grouped):
         for group in sorted({task.group for task in tasks}):
             chosen = tuple(task.matrix for task in tasks if task.group == group)
             ranks = () if owners is None else tuple(owners[matrix, group] for matrix in chosen)
-            buckets.append(Bucket(exchange, work.groups[group], chosen, ranks))
+            buckets.append(Bucket(exchange, work.groups[group], chosen, ranks, number))
     return tuple(buckets)

@@ -82,17 +82,22 @@ class Home:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything one rank does in a step."""
+    """Everything one rank does in a step.
+
+    `rounds[k]` are the indices of its runs of round k: none, one, or with several groups more.
+    """
 
     rank: int
     home: tuple[Home, ...]
     runs: tuple[Run, ...]
+    rounds: tuple[tuple[int, ...], ...]
     slots: int
+    turns: tuple[Turn, ...]
 
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """The order of the step."""
-        return schedule(len(self.runs), self.slots)
+    def slot(self, index: int) -> tuple[int, int]:
+        """Which buffers a run uses: those of its round's slot, and among them the ones for its place in the round."""
+        number = self.runs[index].bucket.round
+        return number % self.slots, self.rounds[number].index(index)
 
 
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:
@@ -100,7 +105,11 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     pieces = _Pieces(plan, Geometries(plan.parameters) if geometries is None else geometries)
     home = tuple(Home(m, pieces.of(m, rank)) for m, ranks in enumerate(plan.home) if rank in ranks)
     runs = tuple(_run(bucket, rank, pieces) for bucket in plan.buckets if rank in bucket.group)
-    return Program(rank, home, runs, min(plan.slots, len(runs)))
+    rounds = tuple(
+        tuple(i for i, run in enumerate(runs) if run.bucket.round == number) for number in range(plan.rounds)
+    )
+    slots = max(1, min(plan.slots, plan.rounds))
+    return Program(rank, home, runs, rounds, slots, schedule(plan.rounds, slots))
 
 
 class _Pieces:

@@ -1,4 +1,4 @@
-"""The order in which a rank gathers, orthogonalizes and applies its buckets."""
+"""The order in which ranks gather, orthogonalize and apply their buckets: the same on all of them, round by round."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ class Act(Enum):
 
 
 class Turn(NamedTuple):
-    """One act, for the rank's run number `run`; HOME is for all matrices at home at once."""
+    """One act, on all the rank's buckets of round `round`, or on all its matrices at home."""
 
     act: Act
-    run: int
+    round: int
 
 
-def prefetch(slots: int, count: int) -> int:
-    """How many buckets are gathered ahead of the one being orthogonalized, of a rank that runs `count` in all.
+def prefetch(slots: int, rounds: int) -> int:
+    """How many rounds are gathered ahead of the one being orthogonalized.
 
-    With a slot for every bucket all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
-    and half return behind.
+    With a slot for every round all are gathered at once and nothing waits. Otherwise half of the slots gather ahead and
+    half return behind.
     """
-    return count - 1 if slots >= count else slots // 2
+    return rounds - 1 if slots >= rounds else slots // 2
 
 
-def schedule(count: int, slots: int) -> tuple[Turn, ...]:
-    """The turns of a rank with `count` buckets that take turns in `slots` sets of buffers.
+def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
+    """The turns of a step of so many rounds, that take turns in `slots` sets of buffers.
 
-    The first buckets are in flight while the matrices at home are orthogonalized. A bucket is gathered into a slot only
-    when the bucket before it there is applied. To orthogonalize is to send back what was gathered.
+    The first rounds are in flight while the matrices at home are orthogonalized. A round is gathered into a slot only
+    when the round before it there is applied. To orthogonalize is to send back what was gathered. A rank has the same
+    turns as all others, whether it has buckets in a round or not: so every group sees its collectives in one order.
     """
-    ahead = prefetch(slots, count)
-    turns = [Turn(Act.GATHER, run) for run in range(min(ahead + 1, count))]
+    ahead = prefetch(slots, rounds)
+    turns = [Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds))]
     turns.append(Turn(Act.HOME, 0))
-    for run in range(count):
-        coming = run + ahead
-        if run > 0 and coming < count:
+    for k in range(rounds):
+        coming = k + ahead
+        if k > 0 and coming < rounds:
             if coming >= slots:
                 turns.append(Turn(Act.APPLY, coming - slots))
             turns.append(Turn(Act.GATHER, coming))
-        turns.append(Turn(Act.ORTHOGONALIZE, run))
-    turns += [Turn(Act.APPLY, run) for run in range(max(0, count - slots), count)]
+        turns.append(Turn(Act.ORTHOGONALIZE, k))
+    turns += [Turn(Act.APPLY, k) for k in range(max(0, rounds - slots), rounds)]
     return tuple(turns)

@@ -95,7 +95,7 @@ def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
         ns_flops=ledger.flops[rank],
         bytes_sent=ledger.sent[rank] * plan.wire_bytes,
         bytes_received=ledger.received[rank] * plan.wire_bytes,
-        buffer_bytes=ledger.buffer(rank, plan.slots) * plan.wire_bytes,
+        buffer_bytes=ledger.buffer(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
         work_bytes=ledger.whole[rank] * plan.wire_bytes + ledger.iteration[rank] * BFLOAT16_BYTES,
         collectives=ledger.collectives[rank],
     )

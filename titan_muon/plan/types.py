@@ -158,13 +158,14 @@ class Bucket:
 
     `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
     rank `owners[i]`; with exchange `all_gather` there are no owners: every rank does what it holds a piece of.
-    `reason` says why an automatic choice fell on this exchange.
+    Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on this exchange.
     """
 
     exchange: str
     group: tuple[int, ...]
     matrices: tuple[int, ...]
     owners: tuple[int, ...]
+    round: int = 0
     reason: str = ""
 
 
@@ -173,7 +174,8 @@ class Plan:
     """Who orthogonalizes which matrix, and how the pieces get there and back.
 
     `home[i]` are the ranks that hold matrix i whole and orthogonalize it without communication; the matrices of the
-    buckets have none. A rank runs the buckets whose group it is in, in the order of `buckets`.
+    buckets have none. All ranks go through the rounds in the same order, and in a round each rank runs the buckets
+    whose group it is in, in the order of `buckets`; `slots` rounds have buffers at a time.
     """
 
     parameters: tuple[Parameter, ...]
@@ -182,6 +184,11 @@ class Plan:
     buckets: tuple[Bucket, ...]
     slots: int
     wire_bytes: int
+
+    @property
+    def rounds(self) -> int:
+        """Number of rounds."""
+        return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
     def to_json(self) -> str:
         """The whole plan as JSON text, the same on every rank that made the same plan."""
