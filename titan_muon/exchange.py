@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .plan.layout import Span, spans
 from .plan.program import Leg, Parcel, Program, Run
-from .storage import Span, spans
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry, update
-from .exchange import Council, Exchange, Load, Word
+from .exchange import Council, Exchange, Word
+from .executor import Executor
 from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
 from .orthogonalize import algorithm, coefficients
@@ -25,17 +25,14 @@ from .plan.cost import Link, standard_flops
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
 from .plan.program import make_program
-from .plan.schedule import Act
 from .plan.types import Plan
 from .storage import (
     Fault,
     Member,
-    Span,
     Storage,
     check_faults,
     fault_of,
     placing,
-    spans,
     storage_fault,
     storage_of,
 )
@@ -88,9 +85,6 @@ class Muon(Optimizer):
 
     plan: Plan
     """Who orthogonalizes which matrix, and how the pieces get there and back."""
-
-    orthogonalized: int
-    """Matrices that this rank orthogonalized in the last step."""
 
     def __init__(
         self,
@@ -201,18 +195,22 @@ class Muon(Optimizer):
         self._council.open(self._word(geometries))
         device = local(self._members[0].parameter).device
         self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._council)
-        self._at_home = tuple((item.matrix, spans(item.piece)) for item in self._program.home)
-        self._workspace = torch.empty(self._largest(), device=device, dtype=torch.bfloat16)
-        self._last_bucket = self._last_buckets()
+        self._executor = Executor(
+            self.plan,
+            self._program,
+            self.exchange,
+            self._members,
+            self._coefficients,
+            self._algorithm,
+            releases=self._releases,
+            device=device,
+        )
         self._built = True
 
-    def _last_buckets(self) -> dict[int, int]:
-        """The last of this rank's buckets that has a piece of each parameter."""
-        return {
-            self.plan.matrices[parked.matrix].parameter: index
-            for index, load in enumerate(self.exchange.loads)
-            for parked in load.stored
-        }
+    @property
+    def orthogonalized(self) -> int:
+        """Matrices that this rank orthogonalized in the last step."""
+        return self._executor.orthogonalized
 
     def _make_members(self) -> Iterable[Member]:
         seen: set[str] = set()
@@ -261,21 +259,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         storage = self._check()
-        self.orthogonalized = 0
-        for act, number in self._program.turns:
-            if act is Act.HOME:
-                self._home(storage)
-                continue
-            for index in self._program.rounds[number]:
-                match act:
-                    case Act.GATHER:
-                        self._gather(index, storage)
-                    case Act.ORTHOGONALIZE:
-                        self._orthogonalize(index)
-                    case Act.APPLY:
-                        self._apply(index, storage)
-        expected = len(self._program.home) + sum(len(run.matrices) for run in self._program.runs)
-        assert self.orthogonalized == expected, f"{self.orthogonalized} matrices orthogonalized, {expected} planned"
+        self._executor.run(storage)
         return loss
 
     def _check(self) -> list[Storage | None]:
@@ -289,95 +273,6 @@ class Muon(Optimizer):
         check_faults(self._members, faults, Fault.NO_GRADIENT if self._skips_missing else Fault.NONE)
         members = zip(self._members, self.plan.parameters, faults, strict=True)
         return [storage_of(m, parameter) if m.here and not fault else None for m, parameter, fault in members]
-
-    def _gather(self, index: int, storage: list[Storage | None]) -> None:
-        """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
-        load = self.exchange.loads[index]
-        for parked in load.stored:
-            self._momentum(parked.matrix, parked.spans, storage, load.packed.get(parked.matrix))
-        self._release((parked.matrix for parked in load.stored), storage, index)
-        self.exchange.gather(index)
-
-    def _release(self, read: Iterable[int], storage: list[Storage | None], index: int) -> None:
-        """Drop the gradients whose last matrix was read in bucket `index`, or at home (-1)."""
-        if not self._releases:
-            return
-        for parameter in {self.plan.matrices[matrix].parameter for matrix in read}:
-            stored = storage[parameter]
-            if stored is not None and self._last_bucket.get(parameter, -1) == index:
-                storage[parameter] = replace(stored, grad=None)
-                self._members[parameter].parameter.grad = None
-
-    def _orthogonalize(self, index: int) -> None:
-        """Stages 4 and 5: make each owned matrix whole, orthogonalize it, and send its pieces back."""
-        self.exchange.wait(index)
-        load = self.exchange.loads[index]
-        if load.cleared is not None:
-            load.cleared.zero_()
-        for matrix in load.matrices:
-            self._orthogonalize_one(matrix, load)
-        self.exchange.return_(index)
-
-    def _orthogonalize_one(self, matrix: int, load: Load) -> None:
-        whole = self._whole(matrix)
-        for source in load.sources[matrix]:
-            for span in source.spans:
-                whole[span.whole].copy_(source.view[span.piece])
-        result = self._newton_schulz(matrix, whole)
-        for target in load.targets[matrix]:
-            for span in target.spans:
-                target.view[span.piece].copy_(result[span.whole])
-
-    def _apply(self, index: int, storage: Sequence[Storage | None]) -> None:
-        """Stage 6: decay each stored piece and add its update."""
-        self.exchange.wait(index)
-        for parked in self.exchange.loads[index].stored:
-            self._update(parked.matrix, parked.spans, parked.view, storage)
-
-    def _home(self, storage: list[Storage | None]) -> None:
-        """Stages 2, 4 and 6 of the matrices that are whole here."""
-        for matrix, places in self._at_home:
-            whole = self._whole(matrix)
-            self._momentum(matrix, places, storage, whole)
-            self._update(matrix, places, self._newton_schulz(matrix, whole), storage)
-        self._release((matrix for matrix, _ in self._at_home), storage, index=-1)
-
-    def _momentum(
-        self, matrix: int, places: Sequence[Span], storage: Sequence[Storage | None], into: Tensor | None
-    ) -> None:
-        parameter = self.plan.matrices[matrix].parameter
-        group, stored = self._members[parameter].group, storage[parameter]
-        if stored is None:
-            return
-        assert stored.grad is not None, "a gradient is released after its last piece is packed"
-        for span in places:
-            average, grad = stored.average[span.local], stored.grad[span.local]
-            blended = update.momentum(average, grad, group["momentum"], group["nesterov"])
-            if into is not None:
-                into[span.piece].copy_(blended)
-
-    def _update(self, matrix: int, places: Sequence[Span], delta: Tensor, storage: Sequence[Storage | None]) -> None:
-        shape = self.plan.matrices[matrix]
-        group, stored = self._members[shape.parameter].group, storage[shape.parameter]
-        if stored is None:
-            return
-        scale = update.lr_scale(group["lr_scale"], shape.rows, shape.cols)
-        for span in places:
-            update.apply(stored.param[span.local], delta[span.piece], group["lr"], scale, group["weight_decay"])
-
-    def _whole(self, matrix: int) -> Tensor:
-        shape = self.plan.matrices[matrix]
-        return self._workspace[: shape.numel].view(shape.rows, shape.cols)
-
-    def _newton_schulz(self, matrix: int, whole: Tensor) -> Tensor:
-        self.orthogonalized += 1
-        parameter = self.plan.matrices[matrix].parameter
-        return self._algorithm(whole, self._coefficients[parameter], self._members[parameter].group["eps"])
-
-    def _largest(self) -> int:
-        """Elements of the largest matrix that this rank orthogonalizes."""
-        mine = [item.matrix for item in self._program.home] + [m for run in self._program.runs for m in run.matrices]
-        return max((self.plan.matrices[matrix].numel for matrix in mine), default=0)
 
 
 def plan_step(

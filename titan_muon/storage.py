@@ -1,8 +1,8 @@
-"""What a parameter is on this rank: its tensors as 2D views, and the rectangles of them that are pieces of matrices."""
+"""What a trained parameter is on this rank, and what may be wrong with it in a step."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -13,36 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .layouts import local
 from .plan.layout import Geometry
-from .plan.types import Parameter, Piece, Segment
-
-
-@dataclass(frozen=True)
-class Span:
-    """One rectangle of a piece: where it is in local storage, in the whole matrix and in the piece itself."""
-
-    local: tuple[slice, slice]
-    whole: tuple[slice, slice]
-    piece: tuple[slice, slice]
-
-
-def spans(piece: Piece) -> tuple[Span, ...]:
-    """The rectangles of a piece."""
-    return tuple(
-        Span(
-            (slice(row.local, row.local + row.length), slice(col.local, col.local + col.length)),
-            (slice(row.whole, row.whole + row.length), slice(col.whole, col.whole + col.length)),
-            (slice(row_start, row_start + row.length), slice(col_start, col_start + col.length)),
-        )
-        for row, row_start in _starts(piece.rows)
-        for col, col_start in _starts(piece.cols)
-    )
-
-
-def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
-    start = 0
-    for segment in segments:
-        yield segment, start
-        start += segment.length
+from .plan.types import Parameter
 
 
 @dataclass(frozen=True)

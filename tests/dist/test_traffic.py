@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import accumulate
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -94,9 +95,16 @@ class Counted:
 class Watched(Muon):
     """Muon that notes which matrices it orthogonalizes."""
 
-    def _newton_schulz(self, matrix: int, whole: Tensor) -> Tensor:
-        self.__dict__.setdefault("seen", []).append(matrix)
-        return super()._newton_schulz(matrix, whole)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[int] = []
+        orthogonalize = self._executor._newton_schulz
+
+        def noted(matrix: int, whole: Tensor) -> Tensor:
+            self.seen.append(matrix)
+            return orthogonalize(matrix, whole)
+
+        self._executor._newton_schulz = noted
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:

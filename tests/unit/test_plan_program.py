@@ -14,11 +14,10 @@ from torch import Tensor
 
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.exchange import Load, Slot, make_slots
-from titan_muon.plan.layout import Geometries
+from titan_muon.plan.layout import Geometries, Span, spans
 from titan_muon.plan.program import Leg, Run, make_program
 from titan_muon.plan.schedule import Act
 from titan_muon.plan.types import Block, Bucket, Interval, Layout, Mesh, Parameter, Plan, Replicate, Shard, Stack
-from titan_muon.storage import Span, spans
 
 GATHER, RETURN = "gather", "return"
 

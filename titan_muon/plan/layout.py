@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 from .types import Interval, Layout, Parameter, Piece, Placement, Replicate, Segment, Shard, Stack, StridedShard
@@ -108,6 +109,35 @@ def _offsets(intervals: Intervals) -> list[int]:
 def replica(placements: Sequence[Placement], coordinate: Sequence[int]) -> tuple[int, ...]:
     """Which copy of the tensor a rank is part of: its coordinate on the axes that replicate."""
     return tuple(c for p, c in zip(placements, coordinate, strict=True) if isinstance(p, Replicate))
+
+
+@dataclass(frozen=True)
+class Span:
+    """One rectangle of a piece: where it is in local storage, in the whole matrix and in the piece itself."""
+
+    local: tuple[slice, slice]
+    whole: tuple[slice, slice]
+    piece: tuple[slice, slice]
+
+
+def spans(piece: Piece) -> tuple[Span, ...]:
+    """The rectangles of a piece."""
+    return tuple(
+        Span(
+            (slice(row.local, row.local + row.length), slice(col.local, col.local + col.length)),
+            (slice(row.whole, row.whole + row.length), slice(col.whole, col.whole + col.length)),
+            (slice(row_start, row_start + row.length), slice(col_start, col_start + col.length)),
+        )
+        for row, row_start in _starts(piece.rows)
+        for col, col_start in _starts(piece.cols)
+    )
+
+
+def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
+    start = 0
+    for segment in segments:
+        yield segment, start
+        start += segment.length
 
 
 class Geometry:
