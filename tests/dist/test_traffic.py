@@ -97,11 +97,10 @@ class Watched(Muon):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.seen: list[int] = []
         orthogonalize = self._executor._newton_schulz
 
         def noted(matrix: int, whole: Tensor) -> Tensor:
-            self.seen.append(matrix)
+            self.__dict__.setdefault("seen", []).append(matrix)
             return orthogonalize(matrix, whole)
 
         self._executor._newton_schulz = noted
@@ -265,11 +264,15 @@ SMALL = 8192
 """Bytes of what hosts tell each other, which gloo may release a little later; half of a matrix."""
 
 
-def step_and_settle(optimizer: Muon) -> None:
-    """A step, and time for gloo's threads to release the copies that its collectives went through."""
-    optimizer.step()
+def settle() -> None:
+    """Give gloo's threads time to release the copies that collectives went through."""
     dist.barrier()
     time.sleep(0.5)
+
+
+def step_and_settle(optimizer: Muon) -> None:
+    optimizer.step()
+    settle()
 
 
 def measure(rank: int, world_size: int) -> dict[tuple[str, int], Memory]:
@@ -278,6 +281,7 @@ def measure(rank: int, world_size: int) -> dict[tuple[str, int], Memory]:
     for exchange in EXCHANGES:
         for number in (8, 32):
             case = Case((world_size,), (Shard(0),), (MATRIX,) * number)
+            settle()
             optimizer, _, kept = allocated(partial(build, case, exchange))
             assert isinstance(optimizer, Watched)
             # Parameters and gradients are made there too.
