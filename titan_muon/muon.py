@@ -180,19 +180,16 @@ class Muon(Optimizer):
     # --- construction ---
 
     def _build(self) -> None:
-        """Check the groups, create missing state, plan, and allocate: all that may fail, before any step."""
-        for group in self.param_groups:
-            _check_group(group)
-        self._members = tuple(self._make_members())
-        if not self._members:
-            raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
-        self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
-        steps = [m.group["ns_steps"] for m in self._members]
-        named = [(m.fqn, m.parameter) for m in self._members]
-        self.plan = plan_step(named, steps, self._options, self._splits)
-        geometries = Geometries(self.plan.parameters)
-        self._program = make_program(self.plan, self._rank, geometries)
-        self._council.open(self._word(geometries))
+        """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
+        # A new plan's buffers must not have to fit beside the old one's.
+        for name in ("exchange", "_executor"):
+            self.__dict__.pop(name, None)
+        try:
+            word = self._prepare()
+        except ValueError as error:
+            # The other ranks are told, or they would wait for this one.
+            word = Word(ranks=(), groups=(), shares=False, signature="", fault=str(error))
+        self._council.open(word)
         device = local(self._members[0].parameter).device
         self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._council)
         self._executor = Executor(
@@ -206,6 +203,21 @@ class Muon(Optimizer):
             device=device,
         )
         self._built = True
+
+    def _prepare(self) -> Word:
+        """Everything that needs no other rank; what this rank then says to the others."""
+        for group in self.param_groups:
+            _check_group(group)
+        self._members = tuple(self._make_members())
+        if not self._members:
+            raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
+        self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
+        steps = [m.group["ns_steps"] for m in self._members]
+        named = [(m.fqn, m.parameter) for m in self._members]
+        self.plan = plan_step(named, steps, self._options, self._splits)
+        geometries = Geometries(self.plan.parameters)
+        self._program = make_program(self.plan, self._rank, geometries)
+        return self._word(geometries)
 
     @property
     def orthogonalized(self) -> int:

@@ -143,3 +143,21 @@ def test_a_float32_momentum_of_bf16_gradients_keeps_its_digits() -> None:
         assert error < 1e-5
     for dtype, _ in run_ranks(check_bf16, 4, "bfloat16"):
         assert dtype == torch.bfloat16
+
+
+def build_with_a_frozen_rank(rank: int, world_size: int) -> str:
+    sharded = Sharded("fsdp")
+    for parameter in sharded.parameters.values():
+        parameter.requires_grad_(rank != 1)
+    try:
+        Muon(list(sharded.parameters.items()))
+    except ValueError as error:
+        return str(error)
+    return "built"
+
+
+def test_what_only_one_rank_cannot_do_is_refused_on_all() -> None:
+    messages = run_ranks(build_with_a_frozen_rank, 4)
+    assert set(messages) == {messages[0]}
+    assert "no parameter to train" in messages[0]
+    assert "on rank 1" in messages[0]
