@@ -18,6 +18,7 @@ GIB = 2**30
 AUTO_BUFFER_BYTES = 4 * GIB
 SMALLEST_BUCKET_BYTES = 32 * 2**20
 WITHIN_BEST = 1.02
+GUESS_FACTOR = 2
 BUCKET_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEW_BUCKETS = 4
 SLOT_COUNTS = (2, 3, 4, 8)
@@ -145,7 +146,7 @@ def _choose(
     """The draft to prefer among those that fit the byte budget. Raises ValueError if none does."""
     budget = AUTO_BUFFER_BYTES if options.buffer_bytes is None else options.buffer_bytes
     sizes, least = _Sizes(work, options.exchange), None
-    for candidates in sizes.candidates():
+    for candidates in sizes.candidates(budget):
         for draft in _by_preference(_drafts(candidates, sizes, work, matrices, geometries, options)):
             taken = _buffer_elements(draft, matrices, geometries) * options.wire_bytes
             if taken <= budget:
@@ -233,18 +234,24 @@ class _Sizes:
         self._memberships = {tuple(indices) for indices in groups_of.values()}
         self.share = max(self._shares, default=0)
 
-    def candidates(self) -> Iterator[list[tuple[int, int]]]:
-        """Numbers of buckets and slots to try together, until one fits.
+    def candidates(self, budget: int) -> Iterator[list[tuple[int, int]]]:
+        """Numbers of buckets and slots to try together, until one fits the budget in bytes.
 
         First a few buckets of some size; then more and more for the sake of small buffers, up to a bucket for each
-        matrix; at last buckets that do not overlap.
+        matrix; at last buckets that do not overlap. What is far over the budget by a guess is not tried.
         """
         few = [c for c in range(1, FEW_BUCKETS + 1) if c == 1 or self.share >= c * SMALLEST_BUCKET_BYTES]
         tasks = max(self._tasks, default=1)
         many = [*(c for c in BUCKET_COUNTS if c < tasks), tasks]
-        yield list(dict.fromkeys((count, min(slots, count)) for count in few for slots in SLOT_COUNTS))
-        yield from ([(count, min(slots, count)) for slots in SLOT_COUNTS] for count in many)
-        yield from ([(count, 1)] for count in many)
+        last = [(tasks, 1)]
+        tiers = [
+            list(dict.fromkeys((count, min(slots, count)) for count in few for slots in SLOT_COUNTS)),
+            *([(count, min(slots, count)) for slots in SLOT_COUNTS] for count in many),
+            *([(count, 1)] for count in many),
+        ]
+        for tier in tiers:
+            if near := [pair for pair in tier if pair in last or self.buffers(*pair) <= GUESS_FACTOR * budget]:
+                yield near
 
     def buffers(self, count: int, slots: int) -> int:
         """A guess at the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
