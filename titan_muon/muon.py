@@ -20,7 +20,7 @@ from .exchange import Council, Exchange, Word
 from .executor import Executor
 from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
-from .orthogonalize import algorithm, coefficients
+from .orthogonalize import Coefficients, algorithm, coefficients
 from .plan.cost import Link, standard_flops
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
@@ -79,8 +79,8 @@ class Muon(Optimizer):
     Raises:
         ValueError: at construction, on every rank, for parameters without names, that are no matrices, on the meta
             device, or given twice; for unknown names and numbers out of range; when nothing is to be trained; when
-            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient or whose layout
-            has changed; and for Newton-Schulz steps or coefficients changed since construction.
+            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient, or whose
+            layout, Newton-Schulz steps or coefficients have changed since construction.
     """
 
     plan: Plan
@@ -177,8 +177,6 @@ class Muon(Optimizer):
             raise ValueError("Muon plans all its parameters at construction: build a new optimizer with the new group")
         super().add_param_group(param_group)
 
-    # --- construction ---
-
     def _build(self) -> None:
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
         # A new plan's buffers must not have to fit beside the old one's.
@@ -219,11 +217,6 @@ class Muon(Optimizer):
         self._program = make_program(self.plan, self._rank, geometries)
         return self._word(geometries)
 
-    @property
-    def orthogonalized(self) -> int:
-        """Matrices that this rank orthogonalized in the last step."""
-        return self._executor.orthogonalized
-
     def _make_members(self) -> Iterable[Member]:
         seen: set[str] = set()
         for group in self.param_groups:
@@ -256,6 +249,11 @@ class Muon(Optimizer):
             fault=next((fault for fault in faults if fault is not None), None),
         )
 
+    @property
+    def orthogonalized(self) -> int:
+        """Matrices that this rank orthogonalized in the last step."""
+        return self._executor.orthogonalized
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One update of all parameters. Every rank that holds some of them must call it.
@@ -276,12 +274,9 @@ class Muon(Optimizer):
 
     def _check(self) -> list[Storage | None]:
         """Stage 1: all gradients. What is wrong on one rank is an error on all, or skipped on all (None)."""
-        for member, steps in zip(self._members, self._coefficients, strict=True):
-            if coefficients(member.group["ns_coefficients"], member.group["ns_steps"]) != steps:
-                raise ValueError(
-                    f"{member.fqn}: ns_steps or ns_coefficients changed since Muon was built; build it anew"
-                )
-        faults = [Fault(code) for code in self._council.worst([fault_of(member) for member in self._members])]
+        programmed = zip(self._members, self._coefficients, strict=True)
+        found = [Fault.REPROGRAMMED if _changed(m.group, steps) else fault_of(m) for m, steps in programmed]
+        faults = [Fault(code) for code in self._council.worst(found)]
         check_faults(self._members, faults, Fault.NO_GRADIENT if self._skips_missing else Fault.NONE)
         members = zip(self._members, self.plan.parameters, faults, strict=True)
         return [storage_of(m, parameter) if m.here and not fault else None for m, parameter, fault in members]
@@ -301,6 +296,14 @@ def plan_step(
     check_splits((fqn for fqn, _ in named), splits)
     parameters = [planned(fqn, tensor, splits) for fqn, tensor in named]
     return make_plan(parameters, lambda index, rows, cols: standard_flops(rows, cols, ns_steps[index]), options)
+
+
+def _changed(group: dict[str, Any], planned: Coefficients) -> bool:
+    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
+    try:
+        return coefficients(group["ns_coefficients"], group["ns_steps"]) != planned
+    except ValueError:
+        return True
 
 
 def _check_group(group: dict[str, Any]) -> None:

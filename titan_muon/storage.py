@@ -53,6 +53,7 @@ class Fault(IntEnum):
     NO_GRADIENT = 1
     GRADIENT_ELSEWHERE = 2
     RESHARDED = 3
+    REPROGRAMMED = 4
 
 
 REMEDIES: Mapping[Fault, str] = {
@@ -60,6 +61,7 @@ REMEDIES: Mapping[Fault, str] = {
     "(requires_grad = False), give it to another optimizer, or skip it in such steps (muon.missing_grad = 'skip')",
     Fault.GRADIENT_ELSEWHERE: "{names}: its gradient rests otherwise than the parameter; redistribute the gradient",
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
+    Fault.REPROGRAMMED: "{names}: ns_steps or ns_coefficients changed since Muon was built; build it anew",
 }
 
 

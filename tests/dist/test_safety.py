@@ -253,6 +253,24 @@ def test_a_step_that_cannot_be_taken_is_an_error_on_every_rank_and_changes_nothi
         assert goes_on
 
 
+def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[str, bool]:
+    """The step's message after rank 1 changed its group; whether the step left all as it was."""
+    params = parameters(init_device_mesh("cpu", (world_size,)))
+    optimizer = Muon(named(params))
+    if rank == 1:
+        optimizer.param_groups[0].update(changes)
+    before = [param.to_local().clone() for param in params.values()]
+    text = message(optimizer.step)
+    return text, all(torch.equal(a, b.to_local()) for a, b in zip(before, params.values(), strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}], ids=str)
+def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
+    for text, same in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
+        assert "ns_steps or ns_coefficients changed since Muon was built" in text
+        assert same
+
+
 def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
     for text in run_ranks(strided_on_one_rank, 2, timeout=SECONDS):
         assert "layers.0.weight: its storage is not contiguous" in text
