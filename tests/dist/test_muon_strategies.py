@@ -132,7 +132,10 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
     again = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype)
     again.load_state_dict(optimizer.state_dict())
     averages = [again.state[p]["momentum_buffer"].to_local() for p in parameters.values()]
-    assert all(torch.equal(a, optimizer.state[p]["momentum_buffer"].to_local()) for a, p in zip(averages, parameters.values(), strict=True))
+    assert all(
+        torch.equal(a, optimizer.state[p]["momentum_buffer"].to_local())
+        for a, p in zip(averages, parameters.values(), strict=True)
+    )
     return averages[0].dtype, max(float((average - 1).abs().max()) for average in averages)
 
 

@@ -8,8 +8,8 @@ import pytest
 from tests.dist.harness import run_ranks
 
 STEPS = 6
-# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16 whatever
-# the recipe says, where it was 2e-4.
+# Sums in another order differ in the last digits: by 2e-5 at most here. TorchTitan's experts compute in bfloat16
+# whatever the recipe says, where it was 2e-4.
 TOLERANCES = {"llama3/tiny": 1e-4, "qwen3/moe_tiny": 1e-3, "deepseek_v3/tiny": 1e-3}
 
 RECIPE = """
