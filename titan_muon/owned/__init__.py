@@ -1,0 +1,11 @@
+"""The `owned` placement: a matrix rests whole on one rank, and an optimizer step communicates nothing.
+
+After DMuon and TorchTitan's FlexShard (pytorch/torchtitan#3502), built beside FSDP2 and for every mesh.
+"""
+
+from .gather import full_state_dict, gather
+from .own import own
+from .owners import Owners
+from .rest import is_owned
+
+__all__ = ["Owners", "full_state_dict", "gather", "is_owned", "own"]

@@ -1,0 +1,59 @@
+"""The private parts of PyTorch that owned placement needs, each with the public use that it stands in for.
+
+`tests/unit/test_owned_private.py` fails on a version of PyTorch where one of them is gone or behaves otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class OwnerMesh(DeviceMesh):
+    """The ranks that hold an owned parameter: no process group is made for them, since nothing communicates there.
+
+    Ranks outside of the mesh have it too, as non-participants. Making process groups would be collective.
+    """
+
+    def __init__(self, device_type: str, ranks: Tensor, names: tuple[str, ...]) -> None:
+        super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+
+    @property
+    def _dim_group_names(self) -> Any:
+        # FSDP2 asks for it to shard a DTensor, and DTensor for every collective.
+        raise ValueError(
+            "an owned parameter is neither sharded nor gathered by PyTorch: give fully_shard what own() returned as "
+            "ignored_params, and read whole parameters with titan_muon.owned.gather"
+        )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
+    """The mesh whose axes are those of two slices of one mesh. FSDP2 does so for parameters with tensor parallelism."""
+    return DeviceMesh._concatenate([outer, inner])
+
+
+def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
+    """What was written to `tensor` from this call to the context's end is no change for autograd, which keeps views."""
+    return torch.autograd._unsafe_preserve_version_counter(tensor)
+
+
+def backward_pass() -> int | None:
+    """A number for the backward pass that this thread is in, or None.
+
+    A forward hook that runs within one does so because activations are computed again.
+    """
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Have `callback` called when the backward pass that is running is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
