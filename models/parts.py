@@ -3,10 +3,11 @@
 from collections.abc import Callable
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate
 from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
+
+from titan_muon.layouts import held_indices, local
 
 Init = Callable[[torch.Tensor], object]
 
@@ -16,17 +17,19 @@ NORM_INIT: dict[str, Init] = {"weight": torch.nn.init.ones_}
 def normal(std: float) -> Init:
     """Fill a tensor from a normal distribution of mean 0, the same values at every layout of a DTensor.
 
-    On GPUs DTensor's random generator already has that property. On the CPU it has none (each rank would
-    draw its shard from the same seed), so every rank draws the whole tensor there and keeps its own piece.
+    Every rank draws the whole tensor, one matrix of a stack at a time, and keeps what it holds, which may be nothing.
+    So all ranks draw the same numbers of the same stream whatever rests where; DTensor's own generator leaves the
+    streams of ranks that hold nothing behind, and has none on the CPU.
     """
 
     def fill(tensor: torch.Tensor) -> None:
-        if isinstance(tensor, DTensor) and tensor.device_mesh.device_type == "cpu":
-            whole = torch.empty(tensor.shape, dtype=tensor.dtype).normal_(std=std)
-            everywhere = [Replicate()] * tensor.device_mesh.ndim
-            tensor.copy_(DTensor.from_local(whole, tensor.device_mesh, everywhere, run_check=False))
-        else:
-            tensor.normal_(std=std)
+        piece = local(tensor)
+        *stack, rows, columns = held_indices(tensor)
+        for number in range(len(tensor) if stack else 1):
+            whole = torch.empty(tensor.shape[-2:], dtype=tensor.dtype, device=piece.device).normal_(std=std)
+            place = (stack[0] == number).nonzero().flatten() if stack else slice(None)
+            if piece.numel() > 0:
+                piece[place] = whole[rows][:, columns]
 
     return fill
 

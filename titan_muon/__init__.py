@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .muon import Muon
+    from .owned import Owners, own
 
-__all__ = ["Muon"]
+__all__ = ["Muon", "Owners", "own"]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
-    if name == "Muon":
-        return import_module("titan_muon.muon").Muon
+    if name in __all__:
+        return getattr(import_module("titan_muon.muon" if name == "Muon" else "titan_muon.owned"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

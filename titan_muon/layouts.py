@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from .plan import types
+from .plan.layout import region
 
 
 def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
@@ -40,6 +42,22 @@ def _placement(fqn: str, placement: Placement) -> types.Placement:
 def local(tensor: Tensor) -> Tensor:
     """This rank's storage of a DTensor, or a plain tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Along each dim, the indices of the whole tensor whose elements this rank holds, in the order of its storage.
+
+    Empty for a rank that is not on the tensor's mesh.
+    """
+    device = local(tensor).device
+    if not isinstance(tensor, DTensor):
+        return tuple(torch.arange(size, device=device) for size in tensor.shape)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return tuple(torch.arange(0, device=device) for _ in tensor.shape)
+    dims = region(layout_of("", tensor), coordinate)
+    empty = torch.arange(0, device=device)
+    return tuple(torch.cat([empty, *(torch.arange(a, b, device=device) for a, b in dim)]) for dim in dims)
 
 
 def layer_of(fqn: str) -> str:

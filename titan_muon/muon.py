@@ -244,10 +244,18 @@ class Muon(Optimizer):
         return Word(
             ranks=tuple(sorted({rank for parameter in self.plan.parameters for rank in parameter.layout.mesh.ranks})),
             groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.runs)),
-            shares=bool(self.plan.buckets) or any(len(ranks) > 1 for ranks in self.plan.home),
+            shares=bool(self.plan.buckets) or any(self._needs_agreement(index) for index in range(len(self.plan.home))),
             signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}",
             fault=next((fault for fault in faults if fault is not None), None),
         )
+
+    def _needs_agreement(self, matrix: int) -> bool:
+        """Whether ranks that hold a matrix whole must agree in each step on whether it has a gradient.
+
+        Copies of a DTensor get theirs from one collective, all of them or none, so that such a step may be silent.
+        """
+        plain = self.plan.parameters[self.plan.matrices[matrix].parameter].plain
+        return len(self.plan.home[matrix]) > 1 and (plain or self._skips_missing)
 
     @property
     def orthogonalized(self) -> int:

@@ -134,9 +134,9 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
-placements: Registry[Callable[[Parallelize], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
-"""A placement changes how a model is parallelized: it is given a parallelize_fn and returns another."""
-placements.register("shard0", lambda parallelize: parallelize)
+placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
+"""A placement changes how a model is parallelized: it is given a parallelize_fn and the recipe, and returns another."""
+placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_muon.owned import Owners, gather, is_owned, own
 
@@ -50,7 +51,8 @@ class Net(nn.Module):
 class Setup:
     """How a model is placed: `owned`, `sharded` (FSDP2 alone) or `alone` (one process, the whole batch).
 
-    `prepare` changes the model before it is placed, and `shard_first` calls fully_shard before own.
+    `prepare` changes the model before it is placed, `tensor` is the degree of tensor parallelism within the blocks, and
+    `shard_first` calls fully_shard before own.
     """
 
     placement: str
@@ -58,6 +60,7 @@ class Setup:
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     prepare: Callable[[Net], None] | None = None
     replicas: int = 1
+    tensor: int = 1
     shard_first: bool = False
 
 
@@ -72,11 +75,18 @@ def make(seed: int = 0, **sizes: int) -> Net:
     return Net(**sizes)
 
 
-def data_mesh(world_size: int, replicas: int) -> DeviceMesh:
-    """The mesh of FSDP, or of HSDP."""
-    if replicas == 1:
-        return init_device_mesh("cpu", (world_size,), mesh_dim_names=("shard",))
-    return init_device_mesh("cpu", (replicas, world_size // replicas), mesh_dim_names=("replicate", "shard"))
+COLUMNS, ROWS = ("wq", "wk", "wv", "w1"), ("wo", "w2")
+
+
+def data_mesh(world_size: int, setup: Setup, model: Net) -> DeviceMesh:
+    """The mesh of FSDP or HSDP, once the blocks are cut over the tensor-parallel ranks, if there are any."""
+    degrees = (setup.replicas, world_size // setup.replicas // setup.tensor, setup.tensor)
+    mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard", "tensor"))
+    if setup.tensor > 1:
+        plan = {**dict.fromkeys(COLUMNS, ColwiseParallel()), **dict.fromkeys(ROWS, RowwiseParallel())}
+        for layer in model.layers:
+            parallelize_module(layer, mesh["tensor"], plan)
+    return mesh["replicate", "shard"] if setup.replicas > 1 else mesh["shard"]
 
 
 def place(model: Net, setup: Setup, mesh: DeviceMesh) -> Owners | None:
@@ -85,14 +95,14 @@ def place(model: Net, setup: Setup, mesh: DeviceMesh) -> Owners | None:
         setup.prepare(model)
     sharding = {"mesh": mesh, "mp_policy": setup.policy, "reshard_after_forward": setup.reshard}
     if setup.placement == "sharded":
-        for layer in model.layers:
+        for layer in dict.fromkeys(model.layers):
             fully_shard(layer, **sharding)
         fully_shard(model, mesh=mesh, mp_policy=setup.policy)
         summed_plainly(model)
         return None
     owners = Owners(model, mesh=mesh, params=matrices(model))
     options = {"owners": owners, "mp_policy": setup.policy, "reshard_after_forward": setup.reshard}
-    for layer in model.layers:
+    for layer in dict.fromkeys(model.layers):
         if setup.shard_first:
             fully_shard(layer, **sharding, ignored_params=set(matrices_of(layer)))
             own(layer, **options)
@@ -121,9 +131,9 @@ def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def loss_of(model: nn.Module, rank: int, ranks: int, step: int, part: int = 0) -> Tensor:
-    """The loss of this rank's share of a microbatch."""
-    x, y = (t.chunk(ranks)[rank] for t in batch(step, part))
+def loss_of(model: nn.Module, share: int, shares: int, step: int, part: int = 0) -> Tensor:
+    """The loss of a share of a microbatch."""
+    x, y = (t.chunk(shares)[share] for t in batch(step, part))
     return F.mse_loss(model(x).float(), y)
 
 

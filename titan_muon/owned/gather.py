@@ -1,8 +1,7 @@
-"""Whole tensors on every rank, of any placement: what `full_tensor()` is for parameters that all ranks share."""
+"""Whole tensors on every rank: what `full_tensor()` is for parameters that all ranks have a part of."""
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import torch
@@ -11,58 +10,59 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..layouts import layout_of, local
-from ..plan.layout import Intervals, region
+from ..plan.layout import region
+from .private import OwnerMesh
 
 
 @torch.no_grad()
-def gather(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The whole value of a tensor, on every rank, as a new plain tensor.
+def gather(tensor: Tensor) -> Tensor:
+    """The whole value of a tensor that is owned, sharded or replicated, on every rank, as a new plain tensor.
 
-    Args:
-        tensor: owned, sharded or replicated. Every rank of `group` has it, with or without elements.
-        group: ranks that call this together, all holders among them; by default all ranks.
-
-    Raises ValueError for a tensor that is a partial sum.
+    All ranks of the tensor's mesh call it together; for an owned tensor those of the data-parallel mesh that it was
+    owned on.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
-    layout = layout_of("the tensor", tensor)
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local(tensor).device)
-    done: set[tuple[Intervals, ...]] = set()
-    for position, rank in enumerate(layout.mesh.ranks):
-        piece = region(layout, layout.mesh.coordinate(position))
-        if piece not in done:
-            done.add(piece)
-            _send(tensor, rank, piece, whole, group)
-    return whole
+    mesh = tensor.device_mesh
+    if not isinstance(mesh, OwnerMesh):
+        return tensor.full_tensor().clone()
+    placements = tensor.placements[mesh.ndim - (0 if mesh.inner is None else mesh.inner.ndim) :]
+    piece = _from_owner(tensor, mesh, _piece_shape(tensor, mesh, placements))
+    if mesh.inner is None:
+        return piece
+    inner = DTensor.from_local(
+        piece, mesh.inner, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    return inner.full_tensor()
 
 
-def _send(tensor: DTensor, rank: int, piece: tuple[Intervals, ...], whole: Tensor, group: Any) -> None:
-    """Bring the piece that `rank` holds to all ranks, and to its place in `whole`."""
-    shape = [sum(stop - start for start, stop in dim) for dim in piece]
-    if 0 in shape:
-        return
-    mine = dist.get_rank() == rank
-    received = local(tensor).detach().contiguous() if mine else whole.new_empty(shape)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast(received, src=rank, group=group)
-    for intervals in product(*piece):
-        place = tuple(slice(start, stop) for start, stop in intervals)
-        whole[place] = received[tuple(_within(dim, interval) for dim, interval in zip(piece, intervals, strict=True))]
+def _piece_shape(tensor: DTensor, mesh: OwnerMesh, placements: Any) -> torch.Size:
+    """What the owner of this rank's piece holds: the whole, or a piece of tensor parallelism."""
+    if mesh.inner is None:
+        return tensor.shape
+    cut = DTensor.from_local(
+        torch.empty(0), mesh.inner, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    coordinate = mesh.inner.get_coordinate()
+    assert coordinate is not None, "this rank is on the mesh of its own piece"
+    return torch.Size(sum(stop - start for start, stop in dim) for dim in region(layout_of("", cut), coordinate))
 
 
-def _within(stored: Intervals, interval: tuple[int, int]) -> slice:
-    """Where an interval of a dim is in storage that has several of them one after the other."""
-    start = sum(stop - begin for begin, stop in stored if stop <= interval[0])
-    return slice(start, start + interval[1] - interval[0])
+def _from_owner(tensor: DTensor, mesh: OwnerMesh, shape: torch.Size) -> Tensor:
+    held = local(tensor)
+    axis = mesh.data.ndim - 1
+    owns = mesh.data.get_local_rank(axis) == mesh.owner
+    piece = held.detach().clone() if owns else torch.empty(shape, dtype=held.dtype, device=held.device)
+    if mesh.data.size(axis) > 1:
+        dist.broadcast(piece, group=mesh.data.get_group(axis), group_src=mesh.owner)
+    return piece
 
 
-def full_state_dict(model: nn.Module, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """The state dict of a model with every tensor whole, on the host, on every rank of `group`; called by all of them.
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of a model with every tensor whole, on the host of every rank; all ranks call it together.
 
     One tensor at a time is whole on the device.
     """
     return {
-        name: gather(value, group).cpu() if isinstance(value, Tensor) else value
-        for name, value in model.state_dict().items()
+        name: gather(value).cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
     }

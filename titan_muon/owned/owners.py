@@ -137,8 +137,8 @@ def _group(mesh: DeviceMesh) -> Group:
 def _sites(model: nn.Module, params: Iterable[nn.Parameter] | None) -> dict[str, Site]:
     """Where each chosen parameter is, by its name. Raises ValueError for one that is tied or not there."""
     found: dict[nn.Parameter, list[tuple[str, Site]]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, parameter in module.named_parameters(recurse=False):
+    for prefix, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             fqn = plain_name(f"{prefix}.{name}" if prefix else name)
             found.setdefault(parameter, []).append((fqn, Site(module, name)))
     chosen = {p for p in found if p.ndim == 2} if params is None else set(params)

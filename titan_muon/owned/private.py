@@ -18,10 +18,18 @@ class OwnerMesh(DeviceMesh):
     """The ranks that hold an owned parameter: no process group is made for them, since nothing communicates there.
 
     Ranks outside of the mesh have it too, as non-participants. Making process groups would be collective.
+
+    Attributes:
+        data: the data-parallel mesh of this rank, with a rank that owns the parameter in its last axis.
+        owner: that rank.
+        inner: the mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
     """
 
-    def __init__(self, device_type: str, ranks: Tensor, names: tuple[str, ...]) -> None:
-        super().__init__(device_type, ranks, mesh_dim_names=names, _init_backend=False)
+    def __init__(
+        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owner: int, inner: DeviceMesh | None
+    ) -> None:
+        self.data, self.owner, self.inner = data, owner, inner
+        super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property
     def _dim_group_names(self) -> Any:
@@ -38,6 +46,11 @@ class OwnerMesh(DeviceMesh):
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
     """The mesh whose axes are those of two slices of one mesh. FSDP2 does so for parameters with tensor parallelism."""
     return DeviceMesh._concatenate([outer, inner])
+
+
+def flattened(mesh: DeviceMesh) -> DeviceMesh:
+    """All ranks of a mesh on one axis, with a process group of them; every rank of the mesh's root calls this."""
+    return mesh._flatten()
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:

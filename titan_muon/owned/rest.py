@@ -20,7 +20,7 @@ DATA_AXES = ("replicate", "shard")
 
 def is_owned(tensor: Tensor) -> bool:
     """Whether a parameter, its gradient or its optimizer state rests whole on an owner."""
-    return isinstance(tensor, DTensor) and OWNER_AXIS in (tensor.device_mesh.mesh_dim_names or ())
+    return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, private.OwnerMesh)
 
 
 def holders(tensor: DTensor) -> tuple[int, ...]:
@@ -28,18 +28,18 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
     return tuple(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
 
 
-def owner_mesh(data: DeviceMesh, tensor: DeviceMesh | None, owner: int) -> DeviceMesh:
+def owner_mesh(data: DeviceMesh, inner: DeviceMesh | None, owner: int) -> private.OwnerMesh:
     """The mesh on which a parameter rests that rank `owner` of the last axis of `data` owns.
 
     Args:
         data: the data-parallel mesh, (shard,) or (replicate, shard).
-        tensor: the mesh of the parameter itself (tensor parallelism), a slice of the same mesh as `data`, or None.
+        inner: the mesh of the parameter itself (tensor parallelism), a slice of the same mesh as `data`, or None.
     """
-    joint = data if tensor is None else private.joint_mesh(data, tensor)
+    joint = data if inner is None else private.joint_mesh(data, inner)
     data_names = data.mesh_dim_names or DATA_AXES[-data.ndim :]
-    names = (*data_names[:-1], *(() if tensor is None else tensor.mesh_dim_names or ()))
+    names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()))
     ranks = joint.mesh.select(data.ndim - 1, owner).unsqueeze(0)
-    return private.OwnerMesh(data.device_type, ranks, (OWNER_AXIS, *names))
+    return private.OwnerMesh(ranks, (OWNER_AXIS, *names), data, owner, inner)
 
 
 def at_rest(parameter: Tensor, data: DeviceMesh, owner: int) -> nn.Parameter:

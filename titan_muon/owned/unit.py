@@ -241,7 +241,8 @@ class Unit:
         self._works = []
 
     def _rest_versions(self) -> list[int]:
-        return [local(parameter.rest)._version for parameter in self.mine]
+        # DTensor operations count on the DTensor alone, and those on its local tensor there.
+        return [parameter.rest._version + local(parameter.rest)._version for parameter in self.mine]
 
     def _buffer(self) -> Tensor:
         """The flat buffer, without storage until it is gathered, with a parameter for each view of it."""

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from titan_muon.owned import is_owned
+
 EPS = 1e-6
 """Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
 
@@ -19,7 +21,8 @@ def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
     """Ranks that hold the same elements of `parameter`, itself counted.
 
     `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage. A mesh
-    smaller than that is repeated over the other ranks, and a plain tensor is on every one of them.
+    smaller than that is repeated over the other ranks, but for an owned parameter, whose mesh has all its holders. A
+    plain tensor is on every rank.
     """
     if not isinstance(parameter, DTensor):
         return stage_ranks
@@ -28,7 +31,7 @@ def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    return replicas * stage_ranks // mesh.size()
+    return replicas if is_owned(parameter) else replicas * stage_ranks // mesh.size()
 
 
 class GradientClip:

@@ -12,6 +12,8 @@ import socket
 import sys
 import types
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -160,6 +162,32 @@ def hush_router_autocast() -> None:
     the parameters' dtype instead. Ends when torchtitan asks the device first.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+
+
+def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
+    """Whether a parallelize_fn calls torchtitan's apply_fsdp_to_decoder, as those of its decoders do."""
+    return hasattr(sys.modules[parallelize_fn.__module__], "apply_fsdp_to_decoder")
+
+
+@contextmanager
+def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
+    """While open, `parallelize_fn` shards its decoder by `shard(apply, model, dp_mesh, **options)`.
+
+    `apply` is torchtitan's own `apply_fsdp_to_decoder`, with whose arguments `shard` is called. torchtitan 0.3.0 calls
+    it after tensor parallelism, activation checkpointing and compilation, and lets nobody say which parameters it is
+    to leave out. Ends when `apply_fsdp_to_decoder` takes `ignored_params`.
+    """
+    module: Any = sys.modules[parallelize_fn.__module__]
+    original = module.apply_fsdp_to_decoder
+
+    def replacement(model: Any, dp_mesh: Any, **options: Any) -> None:
+        shard(original, model, dp_mesh, **options)
+
+    module.apply_fsdp_to_decoder = replacement
+    try:
+        yield
+    finally:
+        module.apply_fsdp_to_decoder = original
 
 
 def has_pipeline_parallel() -> bool:

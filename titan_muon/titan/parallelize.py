@@ -10,28 +10,30 @@ from torch.distributed.fsdp import FSDPModule
 from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.attention import share_dense_mask
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.sections import Parallelism, Placement
+from titan_muon.titan.owned_placement import owned
+from titan_muon.titan.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
+
+registry.placements.register("owned", owned)
 
 MASK_BLOCK = 128
 """Tokens in one block of FlexAttention's mask, torch's default."""
 
 
-def with_placement(spec: "ModelSpec", placement: Placement, parallelism: Parallelism) -> "ModelSpec":
-    """`spec` with a parallelize_fn that also places the Muon matrices and suits the backend.
+def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
+    """`spec` with a parallelize_fn that also places the Muon matrices as `recipe` says and suits the backend.
 
     Raises RecipeError for a placement that is not there, for heads or experts that the degrees do not divide,
     and for pipeline parallelism before torch 2.14. The parallelize_fn raises it for a sequence that context
     parallelism cannot cut.
     """
-    place = _placement(placement.muon)
-    _check_pipeline(parallelism.pipeline_parallel_degree)
-    _check_heads(spec.model, parallelism.tensor_parallel_degree)
-    _check_experts(spec.model, parallelism.expert_parallel_degree)
-    return dataclasses.replace(spec, parallelize_fn=_then_ours(place(spec.parallelize_fn)))
+    place, degrees = _placement(recipe.placement.muon), recipe.parallelism
+    _check_pipeline(degrees.pipeline_parallel_degree)
+    _check_heads(spec.model, degrees.tensor_parallel_degree)
+    _check_experts(spec.model, degrees.expert_parallel_degree)
+    return dataclasses.replace(spec, parallelize_fn=_then_ours(place(spec.parallelize_fn, recipe)))
 
 
 def _then_ours(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -53,9 +55,7 @@ def reduce_by_plain_sum(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _placement(name: str) -> Callable[[registry.Parallelize], registry.Parallelize]:
-    if name == "owned" and name not in registry.placements.names():
-        raise RecipeError("placement.muon = 'owned' is not available yet; use 'shard0'")
+def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.Parallelize]:
     try:
         return registry.placements.get(name)
     except ValueError as error:

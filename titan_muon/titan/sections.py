@@ -105,6 +105,9 @@ class Placement:
     muon: str = "shard0"
     """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
 
+    replicas: Literal["each", "one"] = "each"
+    """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Split:

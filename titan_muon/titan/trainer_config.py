@@ -48,7 +48,7 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     return {
-        "model_spec": with_placement(spec, recipe.placement, recipe.parallelism),
+        "model_spec": with_placement(spec, recipe),
         "dump_folder": run.folder,
         "tokenizer": tokenizer_config(recipe.data),
         "dataloader": dataloader_config(recipe.data),

@@ -1,0 +1,123 @@
+"""`placement.muon = "owned"` for TorchTitan's decoders: the Muon matrices of its layers rest whole on one rank each."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
+
+from titan_muon.matrices import Split
+from titan_muon.owned import Owners, is_owned, own
+from titan_muon.owned.private import flattened
+from titan_muon.registry import Parallelize
+from titan_muon.titan import compat
+from titan_muon.titan.optimizers import assignments, optimizer_config
+from titan_muon.titan.recipe import Recipe, RecipeError
+
+
+def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
+    """`parallelize_fn` that has the Muon matrices of the layers owned, and lets FSDP2 shard all else.
+
+    What Muon takes outside of the layers, and stacks of experts, stay sharded. Raises RecipeError for a model that is
+    no decoder of TorchTitan; the function raises it for one without a matrix to own.
+    """
+    if not compat.shards_decoders(parallelize_fn):
+        raise RecipeError(
+            f"placement.muon = 'owned' knows TorchTitan's decoders, and {parallelize_fn.__module__} shards no decoder; "
+            "use 'shard0'"
+        )
+
+    def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+        with compat.sharding_decoders_by(parallelize_fn, partial(_shard, recipe)):
+            return parallelize_fn(model, **kwargs)  # type: ignore[no-any-return]
+
+    return parallelize
+
+
+def _shard(
+    recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any
+) -> None:
+    """Own the matrices, then have TorchTitan shard the rest. `options` are those of its apply_fsdp_to_decoder."""
+    if options.get("dp_mesh_dims") is not None:
+        raise RecipeError(
+            f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
+            f"{recipe.parallelism.spmd_backend!r}"
+        )
+    layers: list[nn.Module] = list(model.layers.values())  # type: ignore[operator, union-attr, arg-type]
+    mesh = flattened(dp_mesh) if dp_mesh.ndim == 2 and recipe.placement.replicas == "one" else dp_mesh
+    try:
+        _own_layers(recipe, model, layers, mesh, options)
+    except ValueError as error:
+        raise RecipeError(f"placement.muon = 'owned': {error}") from error
+    with hidden(layers):
+        apply(model, dp_mesh, **options)
+
+
+def _own_layers(
+    recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
+) -> None:
+    owners = Owners(
+        model, mesh=mesh, params=_matrices(recipe, model, layers), split=_splits(recipe), ns_steps=recipe.muon.ns_steps
+    )
+    reshard = get_fsdp_reshard_after_forward_policy(options["reshard_after_forward_policy"], options["pp_enabled"])
+    for layer in layers:
+        if owners.within(layer):
+            own(
+                layer,
+                owners=owners,
+                mp_policy=MixedPrecisionPolicy(
+                    options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False
+                ),
+                reshard_after_forward=reshard,
+                offload_policy=CPUOffloadPolicy() if options["cpu_offload"] else None,
+                # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
+                gradient_divide_factor=1.0,
+            )
+
+
+def _splits(recipe: Recipe) -> tuple[Split, ...]:
+    split: tuple[Split, ...] = optimizer_config(recipe).tables["muon"]["split"]
+    return split
+
+
+def _matrices(recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """What Muon takes of the layers: matrices, and what a split reads as matrices."""
+    inside = {parameter for layer in layers for parameter in layer.parameters()}
+    named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    taken = assignments(optimizer_config(recipe), {name: tuple(p.shape) for name, p in named.items()})
+    chosen = [named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)]
+    if not chosen:
+        raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
+    return chosen
+
+
+def _is_matrix(recipe: Recipe, assignment: Any) -> bool:
+    return len(assignment.shape) == 2 or any(
+        split.row_dims is not None and fnmatch.fnmatchcase(assignment.fqn, split.match) for split in recipe.muon.split
+    )
+
+
+@contextmanager
+def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """While open, no module within `modules` has the parameters that are owned, so that nothing else takes them."""
+    shown = {module: dict(module._parameters) for root in modules for module in root.modules()}
+    for module, parameters in shown.items():
+        for name, parameter in parameters.items():
+            if parameter is not None and is_owned(parameter):
+                del module._parameters[name]
+    try:
+        yield
+    finally:
+        for module, parameters in shown.items():
+            now = dict(module._parameters)
+            module._parameters.clear()
+            # In the old order, with what was changed meanwhile.
+            module._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})
