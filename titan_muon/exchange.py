@@ -235,14 +235,14 @@ class Word:
     Attributes:
         ranks: global ranks that its parameters rest on.
         groups: ranks that it will meet, in groups.
-        shares: whether any matrix is of more than one rank, so that ranks must do the same in every step.
+        peers: ranks that share matrices, by others too, and must do the same in every step; empty if it shares none.
         signature: of its plan and hyperparameters.
         fault: what is wrong on this rank, or None.
     """
 
     ranks: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
-    shares: bool
+    peers: tuple[int, ...]
     signature: str
     fault: str | None
 
@@ -274,15 +274,15 @@ class Council:
         for ranks in sorted({ranks for said in words for ranks in said.groups}):
             if ranks not in self._known:
                 self._known[ranks] = _group(ranks)
-        self._peers = self._host_groups({said.ranks for said in words if said.shares}, word)
+        self._peers = self._host_groups({said.peers for said in words if said.peers}, word)
 
     def _host_groups(self, all_ranks: set[tuple[int, ...]], mine: Word) -> dist.ProcessGroup | None:
-        """The group of the ranks that this rank's parameters rest on, for words between hosts, if it needs one."""
+        """The group of this rank's peers, for words between hosts, if it has any."""
         known = self._known if dist.get_backend() != "nccl" else self._known_hosts
         for ranks in sorted(all_ranks):
             if ranks not in known:
                 known[ranks] = _host_group(ranks)
-        return known[mine.ranks] if mine.shares and dist.get_rank() in mine.ranks else None
+        return known[mine.peers] if mine.peers else None
 
     def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
         """The group of these ranks, one of those that were said to meet."""

@@ -7,7 +7,7 @@ gather, orthogonalize, return, apply.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
 from .orthogonalize import Coefficients, algorithm, coefficients
 from .plan.cost import Link, standard_flops
+from .plan.groups import connected
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
 from .plan.program import make_program
@@ -186,7 +187,7 @@ class Muon(Optimizer):
             word = self._prepare()
         except ValueError as error:
             # The other ranks are told, or they would wait for this one.
-            word = Word(ranks=(), groups=(), shares=False, signature="", fault=str(error))
+            word = Word(ranks=(), groups=(), peers=(), signature="", fault=str(error))
         self._council.open(word)
         device = local(self._members[0].parameter).device
         self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._council)
@@ -244,18 +245,21 @@ class Muon(Optimizer):
         return Word(
             ranks=tuple(sorted({rank for parameter in self.plan.parameters for rank in parameter.layout.mesh.ranks})),
             groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.runs)),
-            shares=bool(self.plan.buckets) or any(self._needs_agreement(index) for index in range(len(self.plan.home))),
+            peers=connected(self._rank, self._shared()),
             signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}",
             fault=next((fault for fault in faults if fault is not None), None),
         )
 
-    def _needs_agreement(self, matrix: int) -> bool:
-        """Whether ranks that hold a matrix whole must agree in each step on whether it has a gradient.
+    def _shared(self) -> Iterator[tuple[int, ...]]:
+        """The sets of ranks that must agree in each step on which gradients there are.
 
-        Copies of a DTensor get theirs from one collective, all of them or none, so that such a step may be silent.
+        Copies of a DTensor that are orthogonalized at home get their gradients from one collective, all of them or
+        none, so that such a step may be silent.
         """
-        plain = self.plan.parameters[self.plan.matrices[matrix].parameter].plain
-        return len(self.plan.home[matrix]) > 1 and (plain or self._skips_missing)
+        yield from (bucket.group for bucket in self.plan.buckets)
+        for matrix, ranks in zip(self.plan.matrices, self.plan.home, strict=True):
+            if len(ranks) > 1 and (self.plan.parameters[matrix.parameter].plain or self._skips_missing):
+                yield ranks
 
     @property
     def orthogonalized(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +57,7 @@ class Setup:
 
     placement: str
     reshard: bool = True
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
+    policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prepare: Callable[[Net], None] | None = None
     replicas: int = 1
     tensor: int = 1
@@ -140,5 +140,6 @@ def loss_of(model: nn.Module, share: int, shares: int, step: int, part: int = 0)
 def whole(model: nn.Module) -> dict[str, Tensor]:
     """All parameters, whole, by their plain names."""
     return {
-        name.replace("_checkpoint_wrapped_module.", ""): gather(parameter) for name, parameter in model.named_parameters()
+        name.replace("_checkpoint_wrapped_module.", ""): gather(parameter)
+        for name, parameter in model.named_parameters()
     }

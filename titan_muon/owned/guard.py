@@ -31,6 +31,6 @@ def guard_state_dict(unit: Unit, module: nn.Module, state_dict: dict[str, Any], 
 
 def _refuse(fqn: str, ranks: tuple[int, ...], *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{fqn} rests whole on rank {', '.join(map(str, ranks))} and this rank has nothing of it; read it on every rank "
+        f"{fqn} rests whole on rank {', '.join(map(str, ranks))} and this rank has nothing of it; read it on all ranks "
         "with titan_muon.owned.gather(tensor), and a whole model with titan_muon.owned.full_state_dict(model)"
     )

@@ -145,7 +145,7 @@ def _sites(model: nn.Module, params: Iterable[nn.Parameter] | None) -> dict[str,
     strangers = [tuple(parameter.shape) for parameter in chosen if parameter not in found]
     if strangers:
         raise ValueError(f"params has parameters that the model does not have, of shapes {strangers}")
-    sites = {}
+    sites: dict[str, Site] = {}
     for parameter, places in found.items():
         if parameter not in chosen:
             continue
@@ -169,8 +169,8 @@ def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], ns_ste
         raise ValueError(f"{fqn}: owned already; own every module once")
     if parameter.ndim != 2 and not any(fnmatch.fnmatchcase(fqn, s.match) for s in split):
         raise ValueError(
-            f"{fqn}: shape {tuple(parameter.shape)} is no matrix; leave it to fully_shard, whose Shard(0) keeps experts "
-            "whole, or say with split how it is read"
+            f"{fqn}: shape {tuple(parameter.shape)} is no matrix; leave it to fully_shard (Shard(0) keeps experts "
+            "whole), or say with split how it is read"
         )
     _check_not_sharded(fqn, parameter, mesh)
     stack = stack_of(fqn, parameter.shape, split)
@@ -187,8 +187,8 @@ def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:
         owner_mesh(mesh, parameter.device_mesh, 0)
     except (RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{fqn}: rests on the mesh {parameter.device_mesh}, which has no place beside the data-parallel mesh {mesh}; "
-            "call own() before fully_shard, and give fully_shard what it returns as ignored_params"
+            f"{fqn}: rests on {parameter.device_mesh}, which has no place beside the data-parallel {mesh}; call own() "
+            "before fully_shard, and give fully_shard what it returns as ignored_params"
         ) from error
 
 

@@ -32,7 +32,7 @@ class OwnerMesh(DeviceMesh):
         super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property
-    def _dim_group_names(self) -> Any:
+    def _dim_group_names(self) -> Any:  # type: ignore[override]
         # FSDP2 asks for it to shard a DTensor, and DTensor for every collective.
         raise ValueError(
             "an owned parameter is neither sharded nor gathered by PyTorch: give fully_shard what own() returned as "

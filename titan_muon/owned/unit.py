@@ -122,9 +122,9 @@ class OwnedParameter:
     def add_reduced(self, gradient: Tensor) -> None:
         """Give the parameter at rest its gradient, or add to the one it has."""
         rest = self.rest
-        assert isinstance(rest.data, DTensor), f"{self.fqn}: no longer at rest on its owner"
         gradient = gradient.to(device=local(rest).device, dtype=rest.dtype)
         if rest.grad is None:
+            assert isinstance(rest, DTensor), f"{self.fqn}: no longer at rest on its owner"
             rest.grad = placed_like(gradient, rest)
         else:
             local(rest.grad).add_(gradient)
@@ -250,7 +250,7 @@ class Unit:
             return self._flat
         for parameter in self.parameters:
             if parameter.rest.is_meta:
-                raise ValueError(f"{parameter.fqn}: on the meta device; give it storage (to_empty) before its first use")
+                raise ValueError(f"{parameter.fqn}: on the meta device; give it storage (to_empty) before use")
         dtypes = {parameter.rest.dtype for parameter in self.parameters}
         dtype = self._dtype if self._dtype is not None else dtypes.pop()
         sizes = [parameter.face.shape.numel() for parameter in self.parameters]

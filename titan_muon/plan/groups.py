@@ -66,6 +66,12 @@ def _widened(components: _Components, meshes: Sequence[tuple[int, ...]]) -> dict
     return groups
 
 
+def connected(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """The ranks that are with `rank` in one of the sets, or with one that is, and so on; ascending, empty if none."""
+    components = _Components(sets)
+    return components.members(rank) if rank in components.parent else ()
+
+
 class _Components:
     """Ranks connected by the sets they appear in together (union-find)."""
 

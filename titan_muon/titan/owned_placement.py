@@ -37,21 +37,19 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         with compat.sharding_decoders_by(parallelize_fn, partial(_shard, recipe)):
-            return parallelize_fn(model, **kwargs)  # type: ignore[no-any-return]
+            return parallelize_fn(model, **kwargs)
 
     return parallelize
 
 
-def _shard(
-    recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any
-) -> None:
+def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
     """Own the matrices, then have TorchTitan shard the rest. `options` are those of its apply_fsdp_to_decoder."""
     if options.get("dp_mesh_dims") is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
             f"{recipe.parallelism.spmd_backend!r}"
         )
-    layers: list[nn.Module] = list(model.layers.values())  # type: ignore[operator, union-attr, arg-type]
+    layers: list[nn.Module] = list(model.layers.values())  # type: ignore[operator]
     mesh = flattened(dp_mesh) if dp_mesh.ndim == 2 and recipe.placement.replicas == "one" else dp_mesh
     try:
         _own_layers(recipe, model, layers, mesh, options)

@@ -1,0 +1,177 @@
+"""With owned matrices an optimizer step communicates nothing, and the passes no more than FSDP2's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.dist.c10d_counter import Call, CollectiveCounter
+from tests.dist.harness import run_ranks
+from tests.dist.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place
+from titan_muon import Muon
+from titan_muon.owned import gather, is_owned
+
+MUON = {"lr": 0.02, "weight_decay": 0.1}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step on a rank: collectives, matrices orthogonalized, and parameters that differ from torch's."""
+
+    calls: list[Call]
+    matrices: int
+    different: list[str]
+
+
+def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
+    """Stacks of experts beside a model, whole on the ranks of `mesh`: as under expert parallelism."""
+    placements = [Replicate(), Shard(0)][-mesh.ndim :]
+    stacks = {}
+    for index in range(2):
+        full = torch.randn(4, 12, 20, generator=torch.Generator().manual_seed(index))
+        stacks[f"layers.{index}.experts"] = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    return stacks
+
+
+def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
+    """Give parameters at rest equal gradients on every rank that holds them. Returns them whole."""
+    whole = {}
+    for index, (name, parameter) in enumerate(params.items()):
+        full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
+        whole[name] = full
+        if not is_owned(parameter):
+            parameter.grad = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        elif parameter.to_local().numel() > 0:
+            parameter.grad = torch.empty_like(parameter).copy_(
+                distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            )
+    return whole
+
+
+def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]:
+    """Steps of Muon on owned parameters, and of torch.optim.Muon on the whole ones, with the same gradients."""
+    model = make()
+    mesh = data_mesh(world_size, setup, model)
+    place(model, setup, mesh)
+    params = {name: p for name, p in model.named_parameters() if any(p is m for m in matrices(model))}
+    stacks = with_experts(model, mesh) if experts else {}
+    named = {**params, **stacks}
+    replicas = "redundant" if setup.replicas > 1 else "split"
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON)
+    reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
+    loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
+    alone = torch.optim.Muon(
+        [nn.Parameter(m) for ms in loose.values() for m in ms], adjust_lr_fn="match_rms_adamw", **MUON
+    )
+    found = []
+    for step in range(STEPS):
+        gradients = set_gradients(named, step)
+        flat = [m for g in gradients.values() for m in (g if g.ndim == 3 else [g])]
+        for parameter, gradient in zip(alone.param_groups[0]["params"], flat, strict=True):
+            parameter.grad = gradient
+        with CollectiveCounter() as counter:
+            optimizer.step()
+        alone.step()
+        pieces = iter(alone.param_groups[0]["params"])
+        whole = {name: torch.stack([next(pieces) for _ in ms]).detach() for name, ms in loose.items()}
+        found.append(
+            Step(
+                counter.calls,
+                optimizer.orthogonalized,
+                [name for name, p in named.items() if not torch.equal(gather(p), whole[name].view(p.shape))],
+            )
+        )
+    return found
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize(("world_size", "replicas"), [(1, 1), (2, 1), (4, 1), (4, 2)])
+def test_a_step_communicates_nothing_and_equals_torchs_bit_for_bit(
+    world_size: int, replicas: int, experts: bool
+) -> None:
+    ranks = run_ranks(steps, world_size, Setup("owned", replicas=replicas), experts)
+    for found in ranks:
+        for step in found:
+            assert step.calls == []
+            assert step.different == []
+    matrices_in_all = 18 + (8 if experts else 0)
+    assert sum(found[0].matrices for found in ranks) == matrices_in_all * replicas
+
+
+@pytest.mark.parametrize("tensor", [2])
+def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
+    """Bytes and groups: only ranks of one tensor-parallel group exchange anything."""
+    for found in run_ranks(steps, 4, Setup("owned", tensor=tensor), False):
+        for step in found:
+            assert step.different == []
+            assert {call.group_size for call in step.calls} == {tensor}
+
+
+def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
+    """Bytes that this rank sends in forward and backward of the second step, and what Owners says of them."""
+    model = make(dim=64, hidden=192)
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    loss_of(model, rank, world_size, 0).backward()
+    before = 0 if owners is None else owners.traffic.bytes_sent
+    with CollectiveCounter() as forward:
+        loss = loss_of(model, rank, world_size, 1)
+    with CollectiveCounter() as backward:
+        loss.backward()
+    told = 0 if owners is None else owners.traffic.bytes_sent - before
+    return forward.sent, backward.sent, told
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: bool) -> None:
+    """Over all ranks; FSDP2 pads its shards, and ours are whole."""
+    setup = Setup("owned", reshard=reshard)
+    ours = run_ranks(passes, world_size, setup)
+    theirs = run_ranks(passes, world_size, replace(setup, placement="sharded"))
+    for phase in (0, 1):
+        assert sum(found[phase] for found in ours) <= 1.02 * sum(found[phase] for found in theirs)
+    assert 0 < sum(found[2] for found in ours) <= sum(found[0] + found[1] for found in ours)
+
+
+def replicated(rank: int, world_size: int) -> tuple[int, int]:
+    """Calls of a step whose replicas split the work, and matrices orthogonalized."""
+    model = make()
+    setup = Setup("owned", replicas=2)
+    place(model, setup, data_mesh(world_size, setup, model))
+    named = {name: p for name, p in model.named_parameters() if is_owned(p)}
+    optimizer = Muon(named.items(), replicas="split", **MUON)
+    set_gradients(named, 0)
+    with CollectiveCounter() as counter:
+        optimizer.step()
+    return len(counter.calls), optimizer.orthogonalized
+
+
+def test_replicas_may_share_out_the_work_instead() -> None:
+    found = run_ranks(replicated, 4)
+    assert sum(matrices for _, matrices in found) == 18
+    assert all(calls > 0 for calls, _ in found)
+
+
+def joined(rank: int, world_size: int) -> tuple[int, int]:
+    """With one owner among all replicas: matrices of this rank, and calls of the step."""
+    model = make()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    place(model, Setup("owned"), mesh._flatten())
+    named = {name: p for name, p in model.named_parameters() if is_owned(p)}
+    optimizer = Muon(named.items(), **MUON)
+    set_gradients(named, 0)
+    with CollectiveCounter() as counter:
+        optimizer.step()
+    return optimizer.orthogonalized, len(counter.calls)
+
+
+def test_one_owner_among_all_replicas() -> None:
+    found = run_ranks(joined, 4)
+    assert sum(matrices for matrices, _ in found) == 18
+    assert all(matrices > 0 and calls == 0 for matrices, calls in found)
