@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
+from titan_muon.owned import gather
+from titan_muon.owned.rest import at_rest, placed_like
 from titan_muon.titan.clip import GradientClip
 
-SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8))
+SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3))
 
 
 def whole_gradients() -> list[torch.Tensor]:
@@ -42,6 +44,14 @@ def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradien
     return parameter
 
 
+def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor) -> nn.Parameter:
+    whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
+    parameter = at_rest(whole, data, owner).requires_grad_()
+    if parameter.to_local().numel() > 0:
+        parameter.grad = parameter.detach().clone()
+    return parameter
+
+
 def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm: float) -> tuple[float, list]:
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
@@ -55,17 +65,25 @@ def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm:
     ]
     parameters = [
         laid_out(mesh, placements, gradient)
-        for (mesh, placements), gradient in zip(layouts, whole_gradients(), strict=True)
+        for (mesh, placements), gradient in zip(layouts, whole_gradients(), strict=False)
+    ]
+    flat = init_device_mesh("cpu", (4,))
+    parameters += [
+        owned(flat, None, 2, whole_gradients()[5]),
+        owned(replicated, None, 1, whole_gradients()[6]),
+        owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[7]),
     ]
     clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
     norm = float(clip())
-    gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in parameters]
+    gradients = [gather(p.grad if p.grad is not None else placed_like(p.to_local(), p)) for p in parameters]
     return norm, [gradient.numpy() for gradient in gradients]
 
 
-@pytest.mark.parametrize(("clipped", "max_norm"), [([0, 1, 2, 3, 4], 0.5), ([0, 3], 0.5), ([1], 1e6), ([], 0.5)])
+@pytest.mark.parametrize(
+    ("clipped", "max_norm"), [(list(range(len(SHAPES))), 0.5), ([0, 3, 5, 7], 0.5), ([1], 1e6), ([], 0.5)]
+)
 def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None:
-    """Dense, strided, expert, plain and replicated parameters on 4 ranks must clip as in one process."""
+    """Dense, strided, expert, plain, replicated and owned parameters on 4 ranks must clip as in one process."""
     norm, gradients = expected(clipped, max_norm)
     for found_norm, found in run_ranks(clip_on_four_ranks, 4, clipped, max_norm):
         assert found_norm == pytest.approx(norm, rel=1e-6)

@@ -4,14 +4,15 @@ The reference is the plain model on the whole batch, in the same process: no mes
 its share of that batch, as in TorchTitan's trainer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from unittest import mock
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.dist.harness import run_ranks
+from titan_muon.owned import gather, is_owned
+from titan_muon.owned.rest import placed_like
 from titan_muon.titan import compat
 
 BATCH, LENGTH, VOCAB = 4, 256, 258
@@ -24,10 +25,13 @@ class Layout:
     model: str
     degrees: dict[str, int] = field(default_factory=dict)
     load_balancer: str | None = "headtail"
+    placement: str = "shard0"
+    replicas: str = "each"
 
     def __str__(self) -> str:
         balancer = f"-{self.load_balancer}" if "cp" in self.degrees else ""
-        return self.model + "".join(f"-{axis}{degree}" for axis, degree in self.degrees.items()) + balancer
+        placement = f"-{self.placement}-{self.replicas}" if self.placement == "owned" else ""
+        return self.model + "".join(f"-{axis}{degree}" for axis, degree in self.degrees.items()) + balancer + placement
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ LAYOUTS = {
         Layout(DEEPSEEK, {"shard": 2, "tp": 2, "ep": 4}),
     ],
 }
+# Every layout with owned matrices too, and HSDP with one owner among all replicas.
+for _layouts in LAYOUTS.values():
+    _layouts += [replace(layout, placement="owned") for layout in _layouts]
+LAYOUTS[2].append(Layout(LLAMA, {"replicate": 2}, placement="owned", replicas="one"))
+LAYOUTS[4].append(Layout(MOE, {"replicate": 2, "shard": 2, "ep": 2}, placement="owned", replicas="one"))
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -91,12 +100,13 @@ def _config(layout: Layout):
 
     import models
     from titan_muon.titan.parallelize import with_placement
-    from titan_muon.titan.sections import Parallelism, Placement
+    from titan_muon.titan.recipe import Recipe
+    from titan_muon.titan.sections import Placement
 
     spec = models.model_spec(*layout.model.split("/"), vocab_size=VOCAB)
     degrees = {"data_parallel_shard_degree": 1} | {KEYS[axis]: n for axis, n in layout.degrees.items()}
     return Trainer.Config(
-        model_spec=with_placement(spec, Placement(), Parallelism()),
+        model_spec=with_placement(spec, Recipe(placement=Placement(muon=layout.placement, replicas=layout.replicas))),
         training=TrainingConfig(
             local_batch_size=BATCH,
             seq_len=LENGTH,
@@ -179,8 +189,10 @@ def _parallel(layout: Layout, world_size: int):
     return (dist_utils.dist_sum(loss, dims.get_mesh("loss")) if dims.dp_cp_enabled else loss.item()), model
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if is_owned(parameter) and parameter.grad is None:
+        return gather(placed_like(parameter.to_local(), parameter))
+    return gather(parameter.grad)
 
 
 def _compare(rank: int, world_size: int) -> list[Outcome]:
@@ -195,7 +207,8 @@ def _compare(rank: int, world_size: int) -> list[Outcome]:
     for layout in LAYOUTS[world_size]:
         with mock.patch.object(torch.Tensor, "bfloat16", lambda tensor: tensor, create=True):
             loss, model = _parallel(layout, world_size)
-            whole = {name: (_whole(p.detach()), _whole(p.grad)) for name, p in model.named_parameters()}
+            whole = {name: (gather(p.detach()), _whole_gradient(p)) for name, p in model.named_parameters()}
+            assert any(map(is_owned, model.parameters())) == (layout.placement == "owned")
             if rank == 0:
                 outcomes.append(_outcome(loss, whole, *_reference(layout)))
     return outcomes

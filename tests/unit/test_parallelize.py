@@ -1,5 +1,6 @@
 """What cannot run is refused when the model is put together, with the key and what to do."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +9,7 @@ from torch.torch_version import TorchVersion
 
 import models
 from titan_muon.titan.parallelize import with_placement
-from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.sections import Parallelism, Placement
 
 
@@ -16,21 +17,24 @@ def _spec():
     return models.model_spec("qwen3", "tiny")
 
 
-@pytest.mark.parametrize(
-    ("name", "message"), [("owned", "not available yet; use 'shard0'"), ("shard1", "unknown; did you mean 'shard0'")]
-)
-def test_a_placement_that_is_not_there_is_refused(name: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=rf"placement\.muon = '{name}' is {message}"):
-        with_placement(_spec(), Placement(muon=name), Parallelism())
+def test_a_placement_that_is_not_there_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'shard1' is unknown; did you mean 'shard0'"):
+        with_placement(_spec(), Recipe(placement=Placement(muon="shard1")))
+
+
+def test_owned_is_for_decoders_of_torchtitan() -> None:
+    spec = dataclasses.replace(_spec(), parallelize_fn=lambda model, **_: model)
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'owned' knows TorchTitan's decoders.*use 'shard0'"):
+        with_placement(spec, Recipe(placement=Placement(muon="owned")))
 
 
 def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
-    pipeline = Parallelism(pipeline_parallel_degree=2)
+    pipeline = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2))
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
     with pytest.raises(RecipeError, match=r"parallelism\.pipeline_parallel_degree = 2 needs torch 2\.14"):
-        with_placement(_spec(), Placement(), pipeline)
+        with_placement(_spec(), pipeline)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
-    spec = with_placement(_spec(), Placement(), pipeline)
+    spec = with_placement(_spec(), pipeline)
     assert spec.pipelining_fn is _spec().pipelining_fn
 
 
@@ -45,16 +49,16 @@ def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
 )
 def test_degrees_that_do_not_divide_the_model_are_refused(name, flavor, degrees, message) -> None:
     with pytest.raises(RecipeError, match=message):
-        with_placement(models.model_spec(name, flavor), Placement(), Parallelism(**degrees))
+        with_placement(models.model_spec(name, flavor), Recipe(parallelism=Parallelism(**degrees)))
 
 
 def test_degrees_that_divide_the_model_are_taken() -> None:
-    degrees = Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16)
-    with_placement(models.model_spec("deepseek_v3", "tiny"), Placement(), degrees)
+    degrees = Recipe(parallelism=Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16))
+    with_placement(models.model_spec("deepseek_v3", "tiny"), degrees)
 
 
 def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
-    spec = with_placement(_spec(), Placement(), Parallelism())
+    spec = with_placement(_spec(), Recipe())
     training = SimpleNamespace(seq_len=384)
     with pytest.raises(RecipeError, match=r"training\.seq_len = 384 must be a multiple of 256"):
         spec.parallelize_fn(None, training=training, parallelism=SimpleNamespace(context_parallel_degree=2))
@@ -63,5 +67,5 @@ def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
 def test_the_given_specification_is_left_alone() -> None:
     spec = _spec()
     parallelize_fn = spec.parallelize_fn
-    assert with_placement(spec, Placement(), Parallelism()).parallelize_fn is not parallelize_fn
+    assert with_placement(spec, Recipe()).parallelize_fn is not parallelize_fn
     assert spec.parallelize_fn is parallelize_fn

@@ -6,6 +6,7 @@ they are imported. On a GPU only what the torch version lacks is filled in.
 
 import importlib
 import importlib.util
+import inspect
 import os
 import resource
 import socket
@@ -24,6 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 TORCHTITAN_VERSION = "0.3.0"
 """The version of torchtitan whose gaps these are."""
 
+_DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
@@ -165,29 +167,32 @@ def hush_router_autocast() -> None:
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
-    """Whether a parallelize_fn calls torchtitan's apply_fsdp_to_decoder, as those of its decoders do."""
-    return hasattr(sys.modules[parallelize_fn.__module__], "apply_fsdp_to_decoder")
+    """Whether a parallelize_fn shards by one of torchtitan's functions for decoders, as those of its decoders do."""
+    return any(hasattr(sys.modules[parallelize_fn.__module__], name) for name in _DECODER_SHARDING)
 
 
 @contextmanager
 def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
-    """While open, `parallelize_fn` shards its decoder by `shard(apply, model, dp_mesh, **options)`.
+    """While open, `parallelize_fn` shards its decoder by `shard(apply, **arguments)`.
 
-    `apply` is torchtitan's own `apply_fsdp_to_decoder`, with whose arguments `shard` is called. torchtitan 0.3.0 calls
-    it after tensor parallelism, activation checkpointing and compilation, and lets nobody say which parameters it is
-    to leave out. Ends when `apply_fsdp_to_decoder` takes `ignored_params`.
+    `apply` is torchtitan's own function and `arguments` are what it is called with, by name and with its defaults.
+    torchtitan 0.3.0 calls it after tensor parallelism, activation checkpointing and compilation, and lets nobody say
+    which parameters it is to leave out. Ends when `apply_fsdp_to_decoder` takes `ignored_params`.
     """
     module: Any = sys.modules[parallelize_fn.__module__]
-    original = module.apply_fsdp_to_decoder
+    (name,) = (name for name in _DECODER_SHARDING if hasattr(module, name))
+    original = getattr(module, name)
 
-    def replacement(model: Any, dp_mesh: Any, **options: Any) -> None:
-        shard(original, model, dp_mesh, **options)
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(*args, **kwargs)
+        bound.apply_defaults()
+        shard(original, **bound.arguments)
 
-    module.apply_fsdp_to_decoder = replacement
+    setattr(module, name, replacement)
     try:
         yield
     finally:
-        module.apply_fsdp_to_decoder = original
+        setattr(module, name, original)
 
 
 def has_pipeline_parallel() -> bool:

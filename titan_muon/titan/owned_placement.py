@@ -43,20 +43,26 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    """Own the matrices, then have TorchTitan shard the rest. `options` are those of its apply_fsdp_to_decoder."""
-    if options.get("dp_mesh_dims") is not None:
+    """Own the matrices, then have TorchTitan shard the rest. The arguments are those of its apply_fsdp_to_decoder."""
+    if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
             f"{recipe.parallelism.spmd_backend!r}"
         )
-    layers: list[nn.Module] = list(model.layers.values())  # type: ignore[operator]
+    layers = _layers(model)
     mesh = flattened(dp_mesh) if dp_mesh.ndim == 2 and recipe.placement.replicas == "one" else dp_mesh
     try:
         _own_layers(recipe, model, layers, mesh, options)
     except ValueError as error:
         raise RecipeError(f"placement.muon = 'owned': {error}") from error
     with hidden(layers):
-        apply(model, dp_mesh, **options)
+        apply(model=model, dp_mesh=dp_mesh, **options)
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """The decoder's layers, those that predict further tokens included."""
+    further = getattr(model, "mtp_layers", None)
+    return [*model.layers.values(), *(() if further is None else further)]
 
 
 def _own_layers(
