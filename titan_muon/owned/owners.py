@@ -16,7 +16,7 @@ from ..exchange import Collectives
 from ..layouts import layer_of, local
 from ..matrices import Split, stack_of
 from ..plan.cost import standard_flops
-from ..plan.ownership import Item, Load, Ownership, assign_owners
+from ..plan.ownership import Item, Ownership, assign_owners, load_lines
 from .passes import Passes
 from .rest import is_owned, owner_mesh
 from .unit import Group
@@ -99,22 +99,7 @@ class Owners:
 
     def table(self) -> str:
         """Who owns how much: a line for each rank of the shard axis."""
-        return ownership_table(self.ownership)
-
-
-def ownership_table(ownership: Ownership) -> str:
-    """Owner -> matrices, bytes and FLOPs; ranks that own equally much share a line."""
-    runs: list[tuple[int, int, Load]] = []
-    for rank, load in enumerate(ownership.loads()):
-        if runs and runs[-1][2] == load:
-            runs[-1] = (runs[-1][0], rank, load)
-        else:
-            runs.append((rank, rank, load))
-    lines = [f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"]
-    for first, last, load in runs:
-        ranks = str(first) if first == last else f"{first}-{last}"
-        lines.append(f"{ranks:>11}  {load.matrices:>8,}  {load.bytes / 2**20:>10,.1f}  {load.flops / 1e9:>10,.1f}")
-    return "\n".join(lines)
+        return "\n".join(load_lines(dict(enumerate(self.ownership.loads()))))
 
 
 def _group(mesh: DeviceMesh) -> Group:

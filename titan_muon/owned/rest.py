@@ -7,10 +7,14 @@ elements. DTensor operations, optimizer states and distributed checkpoints treat
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..layouts import layout_of
+from ..plan.layout import region
 from . import private
 
 OWNER_AXIS = "owner"
@@ -26,6 +30,15 @@ def is_owned(tensor: Tensor) -> bool:
 def holders(tensor: DTensor) -> tuple[int, ...]:
     """Global ranks that have elements of an owned tensor."""
     return tuple(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
+
+
+def held_elements(tensor: DTensor) -> dict[int, int]:
+    """Elements of an owned tensor that each of its holders has, by global rank."""
+    layout = layout_of("", tensor)
+    return {
+        rank: prod(sum(stop - start for start, stop in dim) for dim in region(layout, layout.mesh.coordinate(position)))
+        for position, rank in enumerate(layout.mesh.ranks)
+    }
 
 
 def owner_mesh(data: DeviceMesh, inner: DeviceMesh | None, owner: int) -> private.OwnerMesh:

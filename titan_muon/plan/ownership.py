@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .owners import BYTES_OVER_MEAN
@@ -69,3 +69,17 @@ def assign_owners(items: Sequence[Item], size: int) -> Ownership:
         left[item.layer] -= 1
         in_layer[item.layer].add(owner)
     return Ownership(size, tuple(items), tuple(owner_of[item.fqn] for item in items))
+
+
+def load_lines(loads: Mapping[int, Load]) -> Iterator[str]:
+    """A table of what each rank owns; neighbours that own equally much share a line."""
+    runs: list[tuple[int, int, Load]] = []
+    for rank, load in loads.items():
+        if runs and runs[-1][2] == load:
+            runs[-1] = (runs[-1][0], rank, load)
+        else:
+            runs.append((rank, rank, load))
+    yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
+    for first, last, load in runs:
+        ranks = str(first) if first == last else f"{first}-{last}"
+        yield f"{ranks:>11}  {load.matrices:>8,}  {load.bytes / 2**20:>10,.1f}  {load.flops / 1e9:>10,.1f}"

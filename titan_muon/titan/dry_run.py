@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.layouts import local
+from titan_muon.owned import is_owned
+from titan_muon.owned.rest import held_elements
 from titan_muon.plan import Summary, summarize
+from titan_muon.plan.ownership import Load
 from titan_muon.titan.blueprint import Blueprint, draw, smallest_world
 from titan_muon.titan.explain import optimizer_lines, parameter_table, plan_lines
+from titan_muon.titan.ownership_report import loads, ownership_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
 AVERAGES = {"adamw": 2, "adam": 2}
@@ -28,18 +34,23 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     world = smallest_world(recipe) if world_size is None else world_size
     blueprint = draw(recipe, world)
     summary = None if blueprint.plan is None else summarize(blueprint.plan)
+    owned = {} if summary is None else loads(blueprint.parameters, summary, world)
     memory = memory_per_rank(blueprint, summary, recipe.muon.state_dtype)
     print(to_toml(recipe))
     print(parameter_table(blueprint.assigned, blueprint.parameters, blueprint.plan, full=full))
     counts = optimizer_lines(blueprint.assigned, blueprint.plan, world)
     print("\n".join(["", *counts, "", *plan_lines(blueprint.plan, summary), "", *_memory_lines(memory)]))
+    if owned:
+        print("\n".join(["", *ownership_lines(owned, full=full)]))
     if json is not None:
-        _write(Path(json), blueprint, summary, memory)
+        _write(Path(json), blueprint, summary, memory, owned)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of rank 0, which holds the largest shards; activations and gathered parameters are not counted.
+    """Bytes of a rank with the largest shards, and of what the fullest owner owns.
+
+    Activations and gathered parameters are not counted.
 
     `uncounted` names the optimizers, registered by others, whose states are unknown.
     """
@@ -59,19 +70,29 @@ class Memory:
 
 
 def memory_per_rank(blueprint: Blueprint, summary: Summary | None, state_dtype: str) -> Memory:
-    """What rests in memory on rank 0 between steps, and the exchange's buffers. `state_dtype` is of Muon's momentum."""
-    shards = {name: local(parameter) for name, parameter in blueprint.parameters.items()}
-    held = sum(shard.nbytes for shard in shards.values())
+    """What rests in memory between steps, and the exchange's buffers. `state_dtype` is of Muon's momentum."""
+    elements = _elements(blueprint.parameters)
+    sizes = {name: parameter.element_size() for name, parameter in blueprint.parameters.items()}
+    held = sum(elements[name] * sizes[name] for name in sizes)
     momentum_bytes = TORCH_DTYPE_MAP[state_dtype].itemsize
-    states = 0
-    for a in blueprint.assigned:
-        shard = shards[a.fqn]
-        states += (
-            momentum_bytes * shard.numel() if a.optimizer == "muon" else AVERAGES.get(a.optimizer, 0) * shard.nbytes
-        )
+    states = sum(
+        elements[a.fqn] * (momentum_bytes if a.optimizer == "muon" else AVERAGES.get(a.optimizer, 0) * sizes[a.fqn])
+        for a in blueprint.assigned
+    )
     uncounted = sorted({a.optimizer for a in blueprint.assigned} - {"muon", *AVERAGES})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
     return Memory(held, held, states, *step, tuple(uncounted))
+
+
+def _elements(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Elements of each parameter on rank 0, which holds the largest shards, or, if owned, on the fullest owner."""
+    owned = {n: held_elements(p) for n, p in parameters.items() if isinstance(p, DTensor) and is_owned(p)}
+    totals: dict[int, int] = {}
+    for name, by_rank in owned.items():
+        for rank, elements in by_rank.items():
+            totals[rank] = totals.get(rank, 0) + elements * parameters[name].element_size()
+    fullest = max(totals, key=lambda rank: totals[rank], default=0)
+    return {n: owned[n].get(fullest, 0) if n in owned else local(p).numel() for n, p in parameters.items()}
 
 
 def _memory_lines(memory: Memory) -> Iterable[str]:
@@ -82,11 +103,14 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory) -> None:
+def _write(
+    path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]
+) -> None:
     document = {
         "world_size": blueprint.world_size,
         "parameters": [asdict(assignment) for assignment in blueprint.assigned],
         "memory": {**memory.sizes, "uncounted_optimizers": memory.uncounted},
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in owned.items()],
         **({} if summary is None else asdict(summary)),
     }
     try:

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.matrices import Assignment
+from titan_muon.owned import is_owned
+from titan_muon.owned.rest import holders
 from titan_muon.plan import Plan, Summary
 
 
@@ -37,7 +39,7 @@ def parameter_table(
     counts: dict[Row, int] = {}
     for a in assigned:
         name = a.fqn if full else re.sub(r"\.\d+(?=\.|$)", ".*", a.fqn)
-        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn])
+        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         row = Row(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)
         counts[row] = counts.get(row, 0) + 1
     rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
@@ -53,7 +55,7 @@ def _matrices(assignment: Assignment, blocks: int | None) -> str:
     return f"{blocks} of {rows}x{assignment.shape[-1]}" if rest == 0 else f"{blocks}"
 
 
-def _placement(parameter: Tensor) -> str:
+def _placement(parameter: Tensor, full: bool) -> str:
     if not isinstance(parameter, DTensor):
         return "whole on each rank"
     names: Sequence[str] | None = parameter.device_mesh.mesh_dim_names
@@ -61,6 +63,9 @@ def _placement(parameter: Tensor) -> str:
         names = [str(axis) for axis in range(parameter.device_mesh.ndim)]
     axes = zip(parameter.placements, names, parameter.device_mesh.shape, strict=True)
     parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
+    if is_owned(parameter):
+        ranks = ", ".join(map(str, holders(parameter)))
+        parts.insert(0, f"owned by rank {ranks}" if full else "owned")
     return ", ".join(parts) if parts else "whole"
 
 

@@ -1,0 +1,105 @@
+"""The private parts of PyTorch that owned placement uses are there and do what it needs of them."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titan_muon.owned import is_owned, private
+from titan_muon.owned.rest import at_rest, held_elements, holders
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Rank 0 of four; nothing is communicated."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_version_is_unchanged_by_what_was_written_since_the_call() -> None:
+    flat = torch.zeros(6)
+    weight = torch.nn.Parameter(flat[2:6].view(2, 2))
+    inputs = torch.ones(1, 2, requires_grad=True)
+    output = torch.nn.functional.linear(inputs, weight)
+    unchanged = private.unchanged_version(flat)
+    with torch.no_grad():
+        flat.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward(retain_graph=True)
+    with unchanged:
+        pass
+    output.sum().backward()
+    assert inputs.grad is not None
+    assert inputs.grad.tolist() == [[2.0, 2.0]], "backward sees what was written"
+
+
+def test_a_backward_pass_has_a_number_and_an_end() -> None:
+    seen: list[object] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(private.backward_pass())
+        private.at_end_of_backward(lambda: seen.append("end"))
+
+    y.register_hook(hook)
+    assert private.backward_pass() is None
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    numbers = [number for number in seen if number != "end"]
+    assert seen == [numbers[0], "end", numbers[1], "end"]
+    assert numbers[0] != numbers[1]
+    assert private.backward_pass() is None
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    assert private.joint_mesh(mesh["data"], mesh["tensor"]).mesh.tolist() == [[0, 1], [2, 3]]
+    flat = private.flattened(mesh)
+    assert flat.mesh.tolist() == [0, 1, 2, 3]
+    assert flat.get_group().size() == 4
+
+
+@pytest.mark.usefixtures("four_ranks")
+@pytest.mark.parametrize("owner", [0, 1])
+def test_an_owned_parameter_rests_on_its_holders_alone(owner: int) -> None:
+    """Rank 0 of the tensor axis holds the first rows of what its owner on the data axis owns."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    whole = torch.arange(15.0).view(5, 3)
+    cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
+    rest = at_rest(cut, mesh["data"], owner)
+    assert holders(rest) == ((0, 1) if owner == 0 else (2, 3))
+    assert held_elements(rest) == dict(zip(holders(rest), (9, 6), strict=True))
+    assert rest.shape == (5, 3)
+    assert rest.to_local().tolist() == (whole[:3].tolist() if owner == 0 else [])
+    assert is_owned(rest)
+    assert is_owned(rest.detach())
+    assert is_owned(torch.zeros_like(rest))
+    assert not is_owned(cut)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_owned_parameters_are_copied_and_pickled() -> None:
+    rest = at_rest(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    for copied in (copy.deepcopy(rest), pickle.loads(pickle.dumps(rest))):
+        assert is_owned(copied)
+        assert holders(copied) == (0,)
+        assert copied.device_mesh == rest.device_mesh
+        assert copied.to_local().tolist() == rest.to_local().tolist()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_pytorch_finds_no_process_groups_where_none_are() -> None:
+    rest = at_rest(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
+        rest.device_mesh.get_group()
