@@ -1,0 +1,154 @@
+"""A recipe trains alike under `owned` and `shard0`, and goes on under one from what the other saved."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests import tiny
+from tests.dist.harness import run_ranks
+
+SHARED = {"validator__enable": "false", "metrics__enable_tensorboard": "false"}
+DENSE = {"model__name": "llama3", "model__flavor": "tiny"}
+LAYOUTS = {
+    "dense": (2, DENSE, 1e-4),
+    "experts": (2, {"parallelism__expert_parallel_degree": 2}, 1e-3),
+    "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
+    "replicas, one owner": (
+        4,
+        {**DENSE, "parallelism__data_parallel_replicate_degree": 2, "placement__replicas": "one"},
+        1e-4,
+    ),
+    "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
+    "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
+    "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
+    "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
+    "kept": (2, {"parallelism__fsdp_reshard_after_forward": "never"}, 1e-3),
+}
+
+
+def train(recipe: object) -> str:
+    from titan_muon.titan import compat
+
+    compat.install()
+    from titan_muon.titan import trainer
+
+    return trainer.train(recipe)
+
+
+def both(rank: int, world_size: int, folder: Path, options: dict[str, object]) -> list[str]:
+    batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
+    return [
+        train(tiny.recipe(folder, name=name, placement__muon=name, **{**SHARED, **batch, **options}))
+        for name in ("owned", "shard0")
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
+    world_size, options, tolerance = LAYOUTS[layout]
+    tiny.write_recipe(tmp_path)
+    owned, sharded = run_ranks(both, world_size, tmp_path, options)[0]
+    losses = tiny.records(owned, "loss")
+    assert losses.keys() == set(range(1, 7))
+    assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
+    assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
+    assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
+    assert "owned by rank" in (Path(owned) / "optimizers.txt").read_text()
+
+
+def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, load: str) -> str:
+    batch = {"training__local_batch_size": 4 // world_size, "training__global_batch_size": 4}
+    resume = {"checkpoint__load": load} if load else {}
+    return train(
+        tiny.recipe(folder, placement__muon=placement, training__steps=steps, **{**SHARED, **DENSE, **batch, **resume})
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((4, "owned"), (2, "shard0")), ((2, "shard0"), (4, "owned")), ((2, "owned"), (1, "owned"))],
+    ids=lambda side: f"{side[1]}@{side[0]}",
+)
+def test_a_run_goes_on_under_another_placement(first: tuple[int, str], second: tuple[int, str], tmp_path: Path) -> None:
+    """On another number of ranks too; its losses are those of a run that was not interrupted."""
+    tiny.write_recipe(tmp_path)
+    folder = run_ranks(half, first[0], tmp_path, first[1], 3, "")[0]
+    assert run_ranks(half, second[0], tmp_path, second[1], 6, folder)[0] == folder
+    found = tiny.records(folder, "loss")
+    (tmp_path / "runs").rename(tmp_path / "interrupted")
+    straight = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
+    assert found == pytest.approx(tiny.records(straight, "loss"), abs=2e-4)
+
+
+def killed(rank: int, world_size: int, folder: Path) -> None:
+    """A run that is killed while it saves its second checkpoint: all data is written, and not what is in it."""
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    finish, saves = FileSystemWriter.finish, []
+
+    def finish_once(*args: object, **kwargs: object) -> None:
+        saves.append(1)
+        if len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        finish(*args, **kwargs)  # type: ignore[arg-type]
+
+    with mock.patch.object(FileSystemWriter, "finish", finish_once):
+        train(tiny.recipe(folder, placement__muon="owned", checkpoint__interval=2, **SHARED))
+
+
+def resumed(rank: int, world_size: int, folder: Path, load: str) -> str:
+    resume = {"checkpoint__load": load} if load else {}
+    return train(tiny.recipe(folder, placement__muon="owned", checkpoint__interval=2, **SHARED, **resume))
+
+
+def test_a_run_that_was_killed_in_a_save_goes_on_from_the_last_whole_checkpoint(tmp_path: Path) -> None:
+    tiny.write_recipe(tmp_path)
+    # Which rank is found first is chance: the one that was killed, or the other, which lost it.
+    with pytest.raises(AssertionError, match=r"rank 0 died with exit code -9|rank 1 failed"):
+        run_ranks(killed, 2, tmp_path)
+    (run,) = (path for path in (tmp_path / "runs" / "tiny").iterdir() if path.is_dir())
+    assert (run / "checkpoint" / "step-2" / ".metadata").is_file()
+    assert list((run / "checkpoint" / "step-4").glob("*.distcp"))
+    assert not (run / "checkpoint" / "step-4" / ".metadata").exists()
+    assert run_ranks(resumed, 2, tmp_path, "latest")[0] == str(run)
+    losses = tiny.records(run, "loss")
+    (tmp_path / "runs").rename(tmp_path / "killed")
+    straight = run_ranks(resumed, 2, tmp_path, "")[0]
+    assert losses == tiny.records(straight, "loss"), "to the last digit"
+
+
+def exported_and_imported(rank: int, world_size: int, folder: Path) -> tuple[str, str]:
+    """A run that exports safetensors, and one under the other placement that starts from them."""
+    hf = {"checkpoint__last_save_model_only": "true", "checkpoint__last_save_in_hf": "true"}
+    small = {**SHARED, "training__steps": 2, "checkpoint__interval": 2}
+    exported = train(tiny.recipe(folder, name="out", placement__muon="owned", **small, **hf))
+    start = {
+        "checkpoint__initial_load_path": str(Path(exported) / "checkpoint" / "step-2"),
+        "checkpoint__initial_load_in_hf": "true",
+    }
+    imported = [
+        train(tiny.recipe(folder, name=f"in_{name}", placement__muon=name, **small, **start))
+        for name in ("owned", "shard0")
+    ]
+    return exported, imported[0], imported[1]
+
+
+def test_hugging_face_weights_are_written_and_read(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    tiny.write_recipe(tmp_path)
+    exported, owned, sharded = run_ranks(exported_and_imported, 2, tmp_path)[0]
+    folder = Path(exported) / "checkpoint" / "step-2"
+    shapes = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            shapes |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (256, 128)
+    first = [tiny.records(run, "loss")[1] for run in (owned, sharded)]
+    assert first[0] == pytest.approx(first[1], abs=1e-3)
+    assert first[0] < tiny.records(exported, "loss")[2] + 0.1, "it starts where the other ended"
