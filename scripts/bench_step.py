@@ -10,9 +10,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
-from itertools import accumulate
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -23,13 +22,13 @@ import torch.multiprocessing as mp
 import tyro
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 # Scripts are no package, and the counter of collectives is among the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench_contenders import CONTENDERS, INITIAL, MODELS, Builder, Model, Parameters, Steps, sharded
+from memory_use import allocated
 
 from tests.dist.c10d_counter import CollectiveCounter
 
@@ -84,20 +83,6 @@ class Contender:
     params: Parameters
     optimizer: Steps
     counts: Counts
-
-
-def allocated(fn: Callable[[], Any]) -> tuple[Any, int, int]:
-    """What `fn` returns, the most bytes that were allocated while it ran, and those left when it was done.
-
-    Every allocation and release of PyTorch's CPU allocator is an event of its profiler.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        returned = fn()
-    assert profiler.profiler is not None, "a profile that has ended has its events"
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    live = list(accumulate((change for _, change in changes), initial=0))
-    return returned, max(live), live[-1]
 
 
 def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Contender:

@@ -13,9 +13,6 @@ from torch import Tensor
 from ..exchange import Collectives
 from .unit import Group, OwnedParameter, Unit
 
-IN_FLIGHT = 2
-"""Most units whose gradients are being reduced at one time: one travels while the next is made."""
-
 
 class Reduction:
     """The gradients of one unit: summed over the shard group, and then over replicas, for their owner.
@@ -40,7 +37,7 @@ class Reduction:
         self._mine = [parameter for parameter in parameters if parameter.owner == group.rank]
         self._group, self._divisor = group, divisor
         device = parameters[0].used.device
-        self._all = torch.empty(sum(splits), dtype=dtype, device=device)
+        self._all: Tensor | None = torch.empty(sum(splits), dtype=dtype, device=device)
         self._sum = torch.empty(splits[group.rank], dtype=dtype, device=device)
         for parameter, part in zip(parameters, _parts(self._all, parameters), strict=True):
             if parameter.unreduced is None:
@@ -49,15 +46,14 @@ class Reduction:
                 part.copy_(parameter.unreduced)
                 parameter.unreduced = None
         self._works = collectives.reduce_scatter(self._sum, splits, self._all, group.shard)
-        self._over_replicas = False
 
     def advance(self) -> None:
-        """Once the shard group is done, start the sum over replicas, if there are any."""
-        if self._over_replicas or self._group.replicate is None:
+        """Once the shard group is done, free what was sent, and start the sum over replicas, if there are any."""
+        if self._all is None:
             return
         self._wait()
-        self._over_replicas = True
-        if self._sum.numel() > 0:
+        self._all = None
+        if self._group.replicate is not None and self._sum.numel() > 0:
             work = dist.all_reduce(self._sum, group=self._group.replicate, async_op=True)
             assert work is not None, "an asynchronous collective returns what there is to wait for"
             self._works = [work]
@@ -84,9 +80,10 @@ def _parts(flat: Tensor, parameters: Sequence[OwnedParameter]) -> list[Tensor]:
 
 
 class Reductions:
-    """The reductions of one backward pass, oldest first, a few at a time.
+    """The reductions of one backward pass, oldest first.
 
-    Every rank starts them in the same order, that of its backward pass.
+    One unit's gradients travel to the shard group, and with replicas those of the unit before it between them, while
+    the next are made. Every rank starts them in the same order, that of its backward pass.
     """
 
     def __init__(self, group: Group, collectives: Collectives) -> None:
@@ -99,17 +96,18 @@ class Reductions:
         parameters = list(unit.trained())
         if not parameters:
             return
-        for reduction in self._pending:
-            reduction.advance()
-        while len(self._pending) >= IN_FLIGHT:
-            self._pending.popleft().finish()
+        # Before anything is allocated for this unit.
+        self._finish_but(0 if self._group.replicate is None else 1)
         chosen = parameters[0].used.dtype if dtype is None else dtype
         self._pending.append(Reduction(unit, parameters, chosen, divisor, self._group, self._collectives))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Wait for all that are under way."""
+        self._finish_but(0)
+
+    def _finish_but(self, left: int) -> None:
         for reduction in self._pending:
             reduction.advance()
-        while self._pending:
+        while len(self._pending) > left:
             self._pending.popleft().finish()
