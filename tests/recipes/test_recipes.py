@@ -16,7 +16,7 @@ compat.install()
 
 from titan_muon.titan.blueprint import smallest_world  # noqa: E402
 from titan_muon.titan.dry_run import report  # noqa: E402
-from titan_muon.titan.recipe import RecipeError, load, to_toml  # noqa: E402
+from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -38,7 +38,7 @@ def test_the_recipes_asked_for_are_there() -> None:
 
 
 @pytest.mark.parametrize("world_size", WORLDS)
-@pytest.mark.parametrize("recipe", [name for name in RECIPES if name != "qwen_moe_owned"])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_dry_runs(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,22 +56,60 @@ def test_every_recipe_dry_runs(
     assert plan["padding_bytes"] == plan["fallbacks"] == 0
 
 
-def test_owned_is_refused_until_it_is_there(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="'owned' is not available yet"):
-        dry_run("qwen_moe_owned", 2, tmp_path)
+@pytest.mark.parametrize("world_size", [1, 4, 64])
+@pytest.mark.parametrize("recipe", ["qwen_moe_owned", "llama_muon", "deepseek_muon"])
+def test_owned_shows_who_owns_what(
+    recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan."""
+    experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
+    plan = dry_run(recipe, world_size, tmp_path, "--placement.muon", "owned", *experts)
+    printed = capsys.readouterr().out
+    owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) == 2]
+    assert sum(owner["bytes"] for owner in plan["owners"]) == sum(4 * prod(p["shape"]) for p in owned)
+    assert sum(owner["matrices"] for owner in plan["owners"]) == len(owned)
+    flops = {rank["rank"]: rank["ns_flops"] for rank in plan["ranks"]}
+    assert {owner["rank"]: owner["flops"] for owner in plan["owners"]} == dict.fromkeys(range(world_size), 0) | flops
+    assert f"at rest on the fullest of {world_size} ranks" in printed
+    assert ("ranks own nothing" in printed) == (len(owned) < world_size)
+    if world_size <= 4:
+        assert plan["collectives_per_step"] == 0
+        assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
+        fullest = max(owner["bytes"] for owner in plan["owners"])
+        assert plan["memory"]["parameters"] >= fullest
 
 
-def test_a_package_may_bring_owned_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("replicas", "muon_replicas", "exchanged", "orthogonalized"),
+    [("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
+)
+def test_owners_under_hsdp(
+    replicas: str, muon_replicas: str, exchanged: int, orthogonalized: int, tmp_path: Path
+) -> None:
+    """An owner in each replica repeats the work or shares it out; one owner in the world does neither."""
+    keys = {"placement.muon": "owned", "placement.replicas": replicas, "muon.replicas": muon_replicas}
+    degrees = {"parallelism.data_parallel_replicate_degree": "2"}
+    plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
+    assert bool(plan["collectives_per_step"]) == bool(exchanged)
+    assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
+
+
+def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.placements, "_values", dict(registry.placements._values))
     placed = []
 
-    def owned(parallelize: registry.Parallelize) -> registry.Parallelize:
-        placed.append(parallelize)
+    def theirs(parallelize: registry.Parallelize, recipe: Recipe) -> registry.Parallelize:
+        placed.append(recipe.placement.muon)
         return parallelize
 
-    registry.placements.register("owned", owned)
-    assert dry_run("qwen_moe_owned", 2, tmp_path)["muon_matrices"] == 208
-    assert len(placed) == 1
+    registry.placements.register("theirs", theirs)
+    assert dry_run("qwen_moe_muon", 2, tmp_path, "--placement.muon", "theirs")["muon_matrices"] == 208
+    assert placed == ["theirs"]
+
+
+def test_owned_needs_a_matrix_to_own(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'owned': Muon takes no matrix of the model's layers"):
+        dry_run("qwen_moe_adamw", 2, tmp_path, "--placement.muon", "owned")
 
 
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:

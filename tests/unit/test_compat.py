@@ -128,6 +128,24 @@ def test_fsdp_can_still_be_told_to_sum() -> None:
     assert callable(FSDPModule.set_force_sum_reduction_for_comms)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
+def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
+    """It is called with what `shard` needs, and is there again afterwards."""
+    import models
+
+    parallelize_fn = models.model_spec(family, "tiny").parallelize_fn
+    module = sys.modules[parallelize_fn.__module__]
+    assert compat.shards_decoders(parallelize_fn)
+    before, calls = dict(vars(module)), []
+    with compat.sharding_decoders_by(parallelize_fn, lambda apply, **options: calls.append((apply, options))):
+        (name,) = (name for name, value in vars(module).items() if before.get(name) is not value)
+        getattr(module, name)(1, 2, param_dtype=3, reduce_dtype=4, pp_enabled=False)
+    ((apply, options),) = calls
+    assert apply is before[name]
+    assert {"model", "dp_mesh", "cpu_offload", "reshard_after_forward_policy", "dp_mesh_dims"} <= options.keys()
+    assert dict(vars(module)) == before
+
+
 def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
     from torch.torch_version import TorchVersion
 
@@ -135,6 +153,7 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         monkeypatch.setattr(torch, "__version__", TorchVersion(version))
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
+        assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
         assert compat.has_pipeline_parallel() == (backend == "spmd_types")
 
 

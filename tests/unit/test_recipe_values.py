@@ -62,6 +62,8 @@ BAD_VALUES = [
         "a divisor of training.local_batch_size",
     ),
     ("[placement]\nmuon = ''", 'placement.muon = ""', "not empty"),
+    ("[placement]\nreplicas = 'one'", 'placement.replicas = "one"', 'placement.muon = "owned"'),
+    ("[placement]\nmuon = 'owned'\nreplicas = 'one'", 'placement.replicas = "one"', "replicate_degree of 2 or more"),
     ("[muon]\nlr = -1e-3", "muon.lr = -0.001", "0 or more"),
     ("[muon]\nmomentum = 1", "muon.momentum = 1.0", "from 0 to less than 1"),
     ("[muon]\nmomentum = -0.5", "muon.momentum = -0.5", "from 0 to less than 1"),

@@ -200,15 +200,16 @@ def has_pipeline_parallel() -> bool:
     return torch.__version__ >= "2.14"
 
 
-def spmd_backend(requested: str) -> str:
+def spmd_backend(requested: str, *, owned: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
-    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD
-    mesh, and torchtitan's own default `spmd_types` from it on. Any other name is returned as it is.
+    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD mesh, and for
+    owned matrices, which rest beside a data-parallel mesh of their own; torchtitan's own default `spmd_types`
+    otherwise. Any other name is returned as it is.
     """
     if requested != "auto":
         return requested
-    return "spmd_types" if torch.__version__ >= "2.14" else "partial_dtensor"
+    return "spmd_types" if torch.__version__ >= "2.14" and not owned else "partial_dtensor"
 
 
 def single_process_environment() -> bool:

@@ -138,6 +138,14 @@ CONSTRAINTS: Mapping[str, Constraint] = {
 
 RELATIONS = (
     Relation(
+        "placement.replicas",
+        '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
+        lambda recipe: (
+            recipe.placement.replicas == "each"
+            or (recipe.placement.muon == "owned" and recipe.parallelism.data_parallel_replicate_degree > 1)
+        ),
+    ),
+    Relation(
         "data.files",
         'at least one glob pattern, because data.source = "files"',
         lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),

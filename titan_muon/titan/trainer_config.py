@@ -58,7 +58,7 @@ def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
         "parallelism": _same_keys(
             ParallelismConfig,
             recipe.parallelism,
-            spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend),
+            spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend, owned=recipe.placement.muon == "owned"),
             context_parallel_load_balancer=None if balancer == "none" else balancer,
         ),
         "checkpoint": checkpoint_config(recipe, run),
