@@ -116,6 +116,23 @@ def test_the_exchange_knows_plans_and_not_the_optimizer(path: Path) -> None:
         assert not within(module, "titan_muon") or within(module, "titan_muon.plan"), module
 
 
+@pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "owned"], ids=name)
+def test_owned_placement_knows_nothing_of_the_optimizer(path: Path) -> None:
+    unknown = ("titan_muon.muon", "titan_muon.executor", "titan_muon.storage", "titan_muon.orthogonalize")
+    for module in imports(path):
+        assert not any(within(module, one) for one in unknown), f"{name(path)} imports {module}"
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if name(path) != "titan_muon/owned/private.py"], ids=name)
+def test_owned_placement_has_its_private_calls_in_one_file(path: Path) -> None:
+    """Of PyTorch's private names for autograd and meshes, which change without notice."""
+    private = {"_execution_engine", "_current_graph_task_id", "_unsafe_preserve_version_counter", "_concatenate"}
+    private |= {"_flatten", "_init_backend", "_dim_group_names"}
+    found = {node.attr for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute)}
+    found |= {node.arg or "" for node in ast.walk(tree(path)) if isinstance(node, ast.keyword)}
+    assert found & private == set()
+
+
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_the_library_does_not_import_titan(path: Path) -> None:
     for module in imports(path):
