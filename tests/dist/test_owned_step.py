@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.dist.c10d_counter import Call, CollectiveCounter
 from tests.dist.harness import run_ranks
-from tests.dist.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place
+from tests.dist.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
 
@@ -175,3 +177,24 @@ def test_one_owner_among_all_replicas() -> None:
     found = run_ranks(joined, 4)
     assert sum(matrices for matrices, _ in found) == 18
     assert all(matrices > 0 and calls == 0 for matrices, calls in found)
+
+
+def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
+    """The example of docs/owned.md: the collectives of its step, and how far a matrix has moved."""
+    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "owned.md").read_text(), re.S)
+    model = make()
+    start = model.layers[0].wq.weight.detach().clone()
+    names = {"model": model, "mesh": init_device_mesh("cpu", (world_size,)), "matrices": matrices(model)}
+    exec(code, names)
+    summed_plainly(model)
+    loss_of(model, rank, world_size, 0).backward()
+    with CollectiveCounter() as counter:
+        names["optimizer"].step()
+    assert "owner" in names["owners"].table()
+    return counter.calls, float((gather(model.layers[0].wq.weight) - start).abs().max())
+
+
+def test_the_example_of_the_docs_runs() -> None:
+    for calls, moved in run_ranks(documented, 2):
+        assert calls == []
+        assert moved > 0
