@@ -231,3 +231,38 @@ def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
     assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
     assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
     assert {dtype for dtypes in found for dtype in dtypes[3:]} == {torch.float32}
+
+
+def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
+    """Where the parameters of each layer are while each computes, forward and then backward; and the bytes then."""
+    model = make()
+    setup = Setup("owned")
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    assert owners is not None
+    seen: list[list[str]] = []
+    held: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append([station.unit.state.name for station in owners.passes.stations])
+        held.append(owners.passes.live_bytes)
+
+    for layer in model.layers:
+        layer.wq.register_forward_hook(look)
+        layer.w2.register_full_backward_pre_hook(look)
+    loss_of(model, rank, world_size, 0).backward()
+    return seen, held
+
+
+def test_the_next_modules_parameters_travel_while_one_computes() -> None:
+    """One ahead in forward, one back in backward, and never more than two at a time."""
+    layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
+    for seen, held in run_ranks(on_their_way, 2):
+        assert seen == [
+            ["UNSHARDED", "COMING", "RESTING"],
+            ["RESTING", "UNSHARDED", "COMING"],
+            ["RESTING", "RESTING", "UNSHARDED"],
+            ["RESTING", "COMING", "UNSHARDED"],
+            ["COMING", "UNSHARDED", "RESTING"],
+            ["UNSHARDED", "RESTING", "RESTING"],
+        ]
+        assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]

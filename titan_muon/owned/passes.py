@@ -27,31 +27,32 @@ class Passes:
 
     Attributes:
         reduces: whether a backward pass sends gradients to the owners; if not they add up on each rank.
+        stations: the modules, in the order of the forward pass.
     """
 
     def __init__(self, group: Group, collectives: Collectives) -> None:
         self.reductions = Reductions(group, collectives)
         self.reduces = True
-        self._stations: list[Station] = []
+        self.stations: list[Station] = []
         self._running: int | None = None
 
     def append(self, station: Station) -> int:
         """Add the next module of the forward pass. Returns its number."""
-        self._stations.append(station)
-        return len(self._stations) - 1
+        self.stations.append(station)
+        return len(self.stations) - 1
 
     def prefetch_forward(self, number: int) -> None:
         """Start gathering what comes after module `number`; free what was expected and did not come."""
-        for station in self._stations:
+        for station in self.stations:
             if station.unit.state is State.COMING and station.number != number + 1:
                 station.unit.reshard()
-        if number + 1 < len(self._stations):
-            self._stations[number + 1].unit.prefetch()
+        if number + 1 < len(self.stations):
+            self.stations[number + 1].unit.prefetch()
 
     def prefetch_backward(self, number: int) -> None:
         """Start gathering what comes before module `number`, if its backward is still to come."""
-        if number > 0 and self._stations[number - 1].awaits_backward:
-            self._stations[number - 1].unit.prefetch()
+        if number > 0 and self.stations[number - 1].awaits_backward:
+            self.stations[number - 1].unit.prefetch()
 
     def enter_backward(self) -> None:
         """Have this backward pass, which has reached a first unit, tidied up at its end."""
@@ -62,18 +63,18 @@ class Passes:
 
     def _end_backward(self) -> None:
         self._running = None
-        for station in reversed(self._stations):
+        for station in reversed(self.stations):
             if station.in_backward:
                 station.end_backward()
         self.reductions.finish()
-        for station in self._stations:
+        for station in self.stations:
             station.unit.reshard()
             station.awaits_backward = False
 
     @property
     def live_bytes(self) -> int:
         """Bytes that unsharded parameters take now."""
-        return sum(station.unit.live_bytes for station in self._stations)
+        return sum(station.unit.live_bytes for station in self.stations)
 
 
 class Station:
