@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +34,25 @@ class Recomputed(Block):
 def recomputed_within(model: Net) -> None:
     for layer in model.layers:
         layer.__class__ = Recomputed
+
+
+class RecomputedAround(Net):
+    """Computes each layer again in backward, its hooks included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.out(x)
+
+
+def recomputed_around(model: Net) -> None:
+    model.__class__ = RecomputedAround
+
+
+def frozen_input(model: Net) -> None:
+    """The input of the first layer then requires no gradient."""
+    model.inp.requires_grad_(False)
 
 
 def compiled(model: Net) -> None:
@@ -101,6 +120,9 @@ SETUPS = {
     "checkpointed": Setup("owned", prepare=checkpointed),
     "checkpointed and kept": Setup("owned", prepare=checkpointed, reshard=False),
     "recomputed within": Setup("owned", prepare=recomputed_within),
+    "recomputed around": Setup("owned", prepare=recomputed_around),
+    "recomputed around and kept": Setup("owned", prepare=recomputed_around, reshard=False),
+    "frozen input": Setup("owned", prepare=frozen_input),
     "compiled": Setup("owned", prepare=compiled),
     "frozen": Setup("owned", prepare=frozen),
     "bf16": Setup("owned", policy=BF16),
@@ -139,21 +161,34 @@ def test_tensor_parallel_pieces_stay_where_they_are(name: str) -> None:
     assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
 
 
-class Broken(nn.Module):
-    """The identity, until it is told to fail."""
-
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise KeyError("out of memory, for example")
-        return x
+class OutOfMemory(Exception):
+    pass
 
 
-def disturbed_losses(rank: int, world_size: int, disturb: str) -> tuple[list[float], int]:
-    """Losses of a few steps with a disturbance in the second, and the bytes left unsharded at the end."""
-    model, broken = make(), Broken()
-    model.layers[1] = nn.Sequential(model.layers[1], broken)
+def fail(*_: object) -> None:
+    raise OutOfMemory
+
+
+def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
+    """A forward pass without gradients: whole, or one that fails on every rank, in a layer or between two."""
+    if kind == "evaluate":
+        handle = None
+    elif kind == "failed within a layer":
+        handle = model.layers[1].w1.register_forward_hook(fail)
+    else:
+        handle = model.layers[1].register_forward_pre_hook(fail, prepend=True)
+    try:
+        with torch.no_grad():
+            loss_of(model, rank, world_size, 9)
+    except OutOfMemory:
+        pass
+    if handle is not None:
+        handle.remove()
+
+
+def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], int]:
+    """Losses of a few steps with a disturbance before an update, and the bytes left unsharded at the end."""
+    model = make()
     mesh = data_mesh(world_size, Setup("owned"), model)
     owners = Owners(model, mesh=mesh, params=matrices(model))
     for layer in model.layers:
@@ -165,27 +200,21 @@ def disturbed_losses(rank: int, world_size: int, disturb: str) -> tuple[list[flo
         loss = loss_of(model, rank, world_size, step)
         losses.append(loss.item())
         loss.backward()
-        if step == 1 and disturb == "evaluate":
-            with torch.no_grad():
-                loss_of(model, rank, world_size, 9)
+        if step == 1 and kind:
+            disturb(model, kind, rank, world_size)
         optimizer.step()
         optimizer.zero_grad()
-        if step == 1 and disturb == "forward":
-            broken.fails = True
-            with pytest.raises(KeyError), torch.no_grad():
-                loss_of(model, rank, world_size, 9)
-            broken.fails = False
     return losses, owners.passes.live_bytes
 
 
-def disturbed_and_not(rank: int, world_size: int, disturb: str) -> list[tuple[list[float], int]]:
-    return [disturbed_losses(rank, world_size, kind) for kind in (disturb, "")]
+def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
+    return [disturbed_losses(rank, world_size, each) for each in (kind, "")]
 
 
-@pytest.mark.parametrize("disturb", ["forward", "evaluate"])
-def test_training_goes_on_as_if_nothing_had_been(disturb: str) -> None:
-    """After a forward that failed on every rank, or an evaluation before the step, nothing is stale or left over."""
-    for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, disturb):
+@pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
+def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
+    """After an evaluation before an update, whole or failed, nothing is stale or left over."""
+    for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
         assert disturbed == undisturbed
         assert disturbed[1] == 0
 

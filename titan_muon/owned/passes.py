@@ -34,6 +34,7 @@ class Passes:
         self.reductions = Reductions(group, collectives)
         self.reduces = True
         self.stations: list[Station] = []
+        self._last = -1
         self._running: int | None = None
 
     def append(self, station: Station) -> int:
@@ -42,9 +43,10 @@ class Passes:
         return len(self.stations) - 1
 
     def prefetch_forward(self, number: int) -> None:
-        """Start gathering what comes after module `number`; free what was expected and did not come."""
+        """Start gathering what comes after module `number`; free what an earlier pass expected and did not reach."""
+        anew, self._last = number <= self._last, number
         for station in self.stations:
-            if station.unit.state is State.COMING and station.number != number + 1:
+            if station.unit.state is State.COMING and (anew or station.number != number + 1):
                 station.unit.reshard()
         if number + 1 < len(self.stations):
             self.stations[number + 1].unit.prefetch()
@@ -106,7 +108,8 @@ class Station:
         self._passes, self._policy, self._keeps, self._divisor = passes, policy, keeps, divisor
         self.number = passes.append(self)
         module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
-        module.register_forward_hook(self._post_forward)
+        # After an exception too, or the copies would outlive the weights.
+        module.register_forward_hook(self._post_forward, always_call=True)
 
     @torch.compiler.disable
     def _pre_forward(
