@@ -240,6 +240,25 @@ def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> N
     assert all("owned parameters were changed" in said for said in run_ranks(stale, 1))
 
 
+def frozen_later(rank: int, world_size: int) -> list[bool]:
+    """Whether a matrix gets a gradient on its owner: before it is frozen, while it is, and after."""
+    model = make()
+    setup = Setup("owned")
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    assert owners is not None
+    resting, found = model.layers[1].wv.weight, []
+    for trained in (True, False, True):
+        resting.requires_grad_(trained)
+        loss_of(model, rank, world_size, 0).backward()
+        found.append(resting.grad is not None)
+        model.zero_grad()
+    return found if owners.owner("layers.1.wv.weight") == rank else []
+
+
+def test_a_matrix_may_be_frozen_and_thawed() -> None:
+    assert sorted(run_ranks(frozen_later, 2)) == [[], [True, False, True]]
+
+
 def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
     """Dtypes of a weight in use, of the module's output, and of the gradient at rest."""
     block, seen = Block(), []
