@@ -21,7 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.dist.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
+from titan_muon.executor import Stack
 from titan_muon.plan import types
+from titan_muon.plan.cost import Work
 from titan_muon.plan.planner import PlanOptions, make_plan
 from titan_muon.plan.program import Run, make_program
 from titan_muon.plan.summary import Summary, summarize
@@ -99,9 +101,9 @@ class Watched(Muon):
         super().__init__(*args, **options)
         orthogonalize = self._executor._newton_schulz
 
-        def noted(matrix: int, whole: Tensor) -> Tensor:
-            self.__dict__.setdefault("seen", []).append(matrix)
-            return orthogonalize(matrix, whole)
+        def noted(stack: Stack, storage: Any) -> Tensor:
+            self.__dict__.setdefault("seen", []).extend(stack.matrices)
+            return orthogonalize(stack, storage)
 
         self._executor._newton_schulz = noted
 
@@ -208,7 +210,7 @@ def test_64_ranks_orthogonalize_each_matrix_once(
     layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
     stack = types.Stack(1, (types.Block("", (types.Interval(0, 128),)),))
     parameters = [types.Parameter(f"layers.{i}.weight", f"layers.{i}", layout, stack) for i in range(90)]
-    plan = make_plan(parameters, lambda _, rows, cols: rows * cols, PlanOptions(exchange))
+    plan = make_plan(parameters, lambda _, rows, cols: Work("", rows * cols), PlanOptions(exchange))
     done = [m for rank in range(64) for run in make_program(plan, rank).runs for m in run.matrices]
     assert sorted(done) == list(range(90))
     assert summarize(plan).orthogonalizations == summarize(plan).muon_matrices == 90
