@@ -170,8 +170,8 @@ class Executor:
             load.cleared.zero_()
         for stack in self._in_runs[index]:
             _make_whole(stack, load)
-            result = self._newton_schulz(stack, storage)
-            _take_apart(result, stack, load)
+            # Not a variable: a result would outlive its turn, and two stacks be in memory.
+            _take_apart(self._newton_schulz(stack, storage), stack, load)
         self._exchange.return_(index)
 
     def _apply(self, index: int, storage: Sequence[Storage | None]) -> None:

@@ -118,7 +118,7 @@ def build(case: Case, exchange: str, **options: object) -> Watched:
         param, grad = (distribute_tensor(t, mesh, case.placements, src_data_rank=None) for t in full)
         params.append((f"layers.{index}.weight", nn.Parameter(param)))
         params[-1][1].grad = grad
-    return Watched(params, exchange=exchange, **options)
+    return Watched(params, exchange=exchange, **{"orthogonalize": "reference", **options})
 
 
 def count(optimizer: Watched) -> Counted:
