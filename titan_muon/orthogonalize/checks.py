@@ -7,12 +7,15 @@ from torch import Tensor
 
 
 def silence(stack: Tensor) -> Tensor:
-    """Set each matrix of `stack` (count, rows, cols) that has an element that is not finite to zero, in place.
+    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm is not finite to zero, in place.
 
-    Returns which they are, (count,) bool on the stack's device; nothing waits for it.
+    That is one with an element that is not finite, or with elements around 1e19 and beyond, which Newton-Schulz could
+    not normalize. Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
     """
-    broken = torch.linalg.vector_norm(stack, ord=torch.inf, dim=(1, 2)).isfinite().logical_not_()
-    stack.masked_fill_(broken[:, None, None], 0)
+    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1).isfinite().logical_not_()
+    # To ask a GPU would be to wait for it.
+    if stack.device.type != "cpu" or broken.any():
+        stack.masked_fill_(broken[:, None, None], 0)
     return broken
 
 

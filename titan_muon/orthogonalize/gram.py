@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients
-from .products import PLAIN, Products
-from .standard import normalized, restored
+from .products import PLAIN, Products, multiply, smaller_first
+from .standard import normalized
 
 
 def gram(
@@ -28,16 +28,16 @@ def gram(
     restart before step i, for each i of `restarts`, multiplies Q into X and begins anew. Source: Zhang et al.,
     "Gram Newton-Schulz" (2026).
     """
-    return restored(_iterated(normalized(stack, eps, dtype), steps, restarts, products), stack)
+    return _iterated(normalized(stack, eps, dtype), steps, restarts, products).to(stack.dtype)
 
 
 def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
     following = torch.empty_like(x)
-    work = tuple(x.new_empty(x.size(0), x.size(1), x.size(1)) for _ in range(4))
+    work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _polynomial(x, steps[first:last], work, products)
-        torch.bmm(q, x, out=following)
+        multiply(q, x, out=following)
         x, following = following, x
     return x
 
@@ -45,7 +45,7 @@ def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products:
 def _polynomial(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
     """The product of the steps' polynomials a I + b R + c R R, R advanced from X Xᵀ by each; it is one of `work`."""
     r, q, z, spare = work
-    products.gram(x, out=r)
+    products.gram(smaller_first(x), out=r)
     for index, (a, b, c) in enumerate(steps):
         if len(steps) == 1:
             products.symmetric(r, r, r, alpha=c, beta=b, delta=a, out=q)

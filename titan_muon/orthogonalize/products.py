@@ -37,3 +37,20 @@ class PlainProducts:
 
 
 PLAIN = PlainProducts()
+
+
+def smaller_first(x: Tensor) -> Tensor:
+    """(count, rows, cols) with the smaller side as rows: a transposed view of tall matrices."""
+    return x.mT if x.size(1) > x.size(2) else x
+
+
+def multiply(polynomial: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric.
+
+    Tall matrices are multiplied from the right, since results go to transposed memory a thousand times slower on CPUs.
+    """
+    left, right = (x, polynomial) if x.size(1) > x.size(2) else (polynomial, x)
+    if beta == 0:
+        torch.bmm(left, right, out=out)
+    else:
+        torch.baddbmm(x, left, right, beta=beta, out=out)

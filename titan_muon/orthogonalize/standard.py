@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients
-from .products import PLAIN, Products
+from .products import PLAIN, Products, multiply, smaller_first
 
 
 def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype, products: Products = PLAIN) -> Tensor:
@@ -15,39 +15,33 @@ def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype,
     X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source:
     Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024).
     """
-    return restored(_iterated(normalized(stack, eps, dtype), steps, products), stack)
+    return _iterated(normalized(stack, eps, dtype), steps, products).to(stack.dtype)
 
 
 def _iterated(x: Tensor, steps: Coefficients, products: Products) -> Tensor:
     following = torch.empty_like(x)
-    gram = x.new_empty(x.size(0), x.size(1), x.size(1))
+    gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     polynomial = torch.empty_like(gram)
     for a, b, c in steps:
-        products.gram(x, out=gram)
+        products.gram(smaller_first(x), out=gram)
         if c == 0:
             torch.mul(gram, b, out=polynomial)
         else:
             products.symmetric(gram, gram, gram, alpha=c, beta=b, out=polynomial)
-        torch.baddbmm(x, polynomial, x, beta=a, out=following)
+        multiply(polynomial, x, beta=a, out=following)
         x, following = following, x
     return x
 
 
 def normalized(stack: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Each matrix over max(its Frobenius norm, eps), the smaller side first, as new (count, m, n) memory in `dtype`.
+    """Each matrix of `stack` (count, rows, cols) over max(its Frobenius norm, eps), new memory in `dtype`.
 
-    The norm is taken in float32, and divided by in float32 unless that changes no dtype with float32's range: so no
-    finite matrix overflows or vanishes. A tall matrix stays as it lies in memory, multiplied as a transposed view.
+    Norm and quotient are float32, so no finite matrix overflows or vanishes; from bfloat16, which has float32's range,
+    to bfloat16 they are rounded to it, as in torch.optim.Muon.
     """
-    x = stack.mT if stack.size(1) > stack.size(2) else stack
-    norm = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-    scale = norm.clamp_(min=eps).reciprocal_()
-    if x.dtype == dtype != torch.float16:
-        # A wider factor would make the CPU hold all of X in float32.
-        scale = scale.to(dtype)
-    return torch.mul(x, scale, out=torch.empty_like(x, dtype=dtype))
-
-
-def restored(x: Tensor, stack: Tensor) -> Tensor:
-    """(count, m, n) in the shape and dtype of `stack`."""
-    return (x.mT if stack.size(1) > stack.size(2) else x).to(stack.dtype)
+    # A wider factor would make the CPU hold all of X in float32.
+    rounded = stack.dtype == dtype != torch.float16
+    factor = dtype if rounded else torch.promote_types(stack.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=None if rounded else factor)
+    scale = norm.clamp_(min=eps).reciprocal_()[:, None, None]
+    return torch.mul(stack, scale, out=torch.empty(stack.shape, dtype=dtype, device=stack.device))
