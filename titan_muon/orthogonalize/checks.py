@@ -12,7 +12,8 @@ def silence(stack: Tensor) -> Tensor:
     That is one with an element that is not finite, or with elements around 1e19 and beyond, which Newton-Schulz could
     not normalize. Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
     """
-    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1).isfinite().logical_not_()
+    wide = torch.float32 if stack.dtype == torch.float16 else None
+    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide).isfinite().logical_not_()
     # To ask a GPU would be to wait for it.
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)

@@ -78,10 +78,10 @@ class Method:
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
         """FLOPs of the products for one matrix, symmetric ones counted whole."""
-        if self.algorithm == "gram":
-            return gram_flops(rows, cols, len(steps), len(self.restarts))
         # The reference makes all three products even where c is 0.
-        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm == "standard" else 0
+        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
+        if self.algorithm == "gram":
+            return gram_flops(rows, cols, len(steps), len(self.restarts), cubic)
         return standard_flops(rows, cols, len(steps), cubic)
 
     def work_bytes(self, rows: int, cols: int, device: str) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients
-from .products import PLAIN, Products, multiply, smaller_first
+from .products import PLAIN, Products, multiply, polynomial, smaller_first
 from .standard import normalized
 
 
@@ -36,21 +36,21 @@ def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
-        q = _polynomial(x, steps[first:last], work, products)
+        q = _accumulated(x, steps[first:last], work, products)
         multiply(q, x, out=following)
         x, following = following, x
     return x
 
 
-def _polynomial(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
+def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
     """The product of the steps' polynomials a I + b R + c R R, R advanced from X Xᵀ by each; it is one of `work`."""
     r, q, z, spare = work
     products.gram(smaller_first(x), out=r)
     for index, (a, b, c) in enumerate(steps):
         if len(steps) == 1:
-            products.symmetric(r, r, r, alpha=c, beta=b, delta=a, out=q)
+            polynomial(products, r, b, c, delta=a, out=q)
             break
-        products.symmetric(r, r, r, alpha=c, beta=b, out=z)
+        polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
         else:

@@ -44,12 +44,23 @@ def smaller_first(x: Tensor) -> Tensor:
     return x.mT if x.size(1) > x.size(2) else x
 
 
-def multiply(polynomial: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
+def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with delta I + b R + c R R for symmetric R (count, m, m)."""
+    if c != 0:
+        products.symmetric(r, r, r, alpha=c, beta=b, delta=delta, out=out)
+        return
+    # Not a product with alpha = 0: PyTorch 2.13 ignores that alpha in float16 on CPUs.
+    torch.mul(r, b, out=out)
+    if delta != 0:
+        out.diagonal(dim1=1, dim2=2).add_(delta)
+
+
+def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
     """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric.
 
     Tall matrices are multiplied from the right, since results go to transposed memory a thousand times slower on CPUs.
     """
-    left, right = (x, polynomial) if x.size(1) > x.size(2) else (polynomial, x)
+    left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
     if beta == 0:
         torch.bmm(left, right, out=out)
     else:

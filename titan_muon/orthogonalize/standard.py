@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .coefficients import Coefficients
-from .products import PLAIN, Products, multiply, smaller_first
+from .products import PLAIN, Products, multiply, polynomial, smaller_first
 
 
 def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype, products: Products = PLAIN) -> Tensor:
@@ -21,14 +21,11 @@ def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype,
 def _iterated(x: Tensor, steps: Coefficients, products: Products) -> Tensor:
     following = torch.empty_like(x)
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
-    polynomial = torch.empty_like(gram)
+    p = torch.empty_like(gram)
     for a, b, c in steps:
         products.gram(smaller_first(x), out=gram)
-        if c == 0:
-            torch.mul(gram, b, out=polynomial)
-        else:
-            products.symmetric(gram, gram, gram, alpha=c, beta=b, out=polynomial)
-        multiply(polynomial, x, beta=a, out=following)
+        polynomial(products, gram, b, c, out=p)
+        multiply(p, x, beta=a, out=following)
         x, following = following, x
     return x
 

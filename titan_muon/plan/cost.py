@@ -15,15 +15,15 @@ def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
     return steps * 4 * m * m * n + (steps - cubic) * 2 * m**3
 
 
-def gram_flops(rows: int, cols: int, steps: int, restarts: int) -> int:
+def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) -> int:
     """FLOPs of the iteration on the smaller Gram matrix R = X Xᵀ of a rows x cols matrix, with that many restarts.
 
     With m <= n the two sides, R and Q X are 2 m² n each and made once more after each restart. A step has four m³
-    products, of which the first of a run needs no Q Z, and the last of a run no new R (two).
+    products, of which the first of a run needs no Q Z, the last of a run no new R (two), and a `cubic` one no R R.
     """
     m, n = min(rows, cols), max(rows, cols)
     runs = restarts + 1
-    return runs * 4 * m * m * n + (4 * steps - 3 * runs) * 2 * m**3
+    return runs * 4 * m * m * n + (4 * steps - 3 * runs - cubic) * 2 * m**3
 
 
 def standard_elements(rows: int, cols: int) -> int:
