@@ -56,6 +56,7 @@ CPU_DIVISOR = 16
 """What sides of those are divided by on the CPU."""
 SAME_DTYPE = tuple((dtype, (1, 512, 512 * aspect)) for dtype in ("float32", "bfloat16") for aspect in (2, 4, 8))
 SMALL = ((64, 64, 64), (32, 128, 512))
+ERROR_SHAPES = ((256, 256), (256, 512), (256, 1024), (128, 2048))
 SPECTRA = ("log 1 to 1e-4", "rank 8 + noise", "gaussian")
 
 
@@ -226,9 +227,9 @@ def hard_matrix(spectrum: str, rows: int, cols: int) -> Tensor:
     return (left * torch.logspace(0, -4, small, dtype=torch.float64)) @ right.mT
 
 
-def errors(bench: Bench) -> Iterator[ErrorRow]:
-    """Every algorithm x coefficients x dtype, on square, wide and very wide matrices."""
-    for rows, cols in ((256, 256), (256, 512), (256, 1024), (128, 2048)):
+def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> Iterator[ErrorRow]:
+    """Every algorithm x coefficients x dtype on hard spectra."""
+    for rows, cols in shapes:
         for spectrum in SPECTRA:
             stack = hard_matrix(spectrum, rows, cols)[None].bfloat16().to(bench.device)
             for name, table in COEFFICIENTS.items():
@@ -271,8 +272,13 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
 
     flops = sum(plan.matrices[matrix].flops for part in parts for matrix in part)
     loop_flops = sum(torchs(rows, cols, count).flops for count, rows, cols in shapes)
+
+    def loop(_: Tensor) -> None:
+        for stack in whole:
+            torch_loop(stack)
+
     contenders = [
-        Contender(TORCH, lambda _: [torch_loop(stack) for stack in whole], loop_flops),
+        Contender(TORCH, loop, loop_flops),
         Contender(f"auto, {len(shapes)} stacks", run, flops),
     ]
     for row in compare(f"share {what}", (1, 1, 1), contenders, bench):

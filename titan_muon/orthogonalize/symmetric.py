@@ -78,10 +78,10 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     """
     if choice not in KERNEL_CHOICES:
         raise ValueError(f"muon.ns_kernel = {choice!r} is unknown; choose from: {', '.join(KERNEL_CHOICES)}")
-    if choice == "plain" or (choice == "auto" and device.type != "cuda"):
-        return ()
-    if choice == "auto":
+    if choice == "auto" and device.type == "cuda" and torch.cuda.is_available():
         return known_kernels(cache_file(device))
+    if choice in ("auto", "plain"):
+        return ()
     if device.type != "cuda" or choice not in installed():
         raise ValueError(
             f"muon.ns_kernel = {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
