@@ -239,7 +239,11 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
                 methods = [Method("standard", dtype) for dtype in DTYPES]
                 methods += [Method("gram", dtype, gram) for dtype in ("float16", "float32")]
                 cpu, gpu = (Dispatch(device=kind).choose(rows, cols, computed.steps) for kind in ("cpu", "cuda"))
-                named = [*((f"{m.algorithm} {m.dtype}", m) for m in methods), ("auto on cpu", cpu), ("auto on cuda", gpu)]
+                named = [
+                    *((f"{m.algorithm} {m.dtype}", m) for m in methods),
+                    ("auto on cpu", cpu),
+                    ("auto on cuda", gpu),
+                ]
                 for label, method in named:
                     found = orthogonalize(stack.float(), computed, method)
                     error = relative_error(found, expected).item()

@@ -106,6 +106,7 @@ def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
     for found in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
         assert {name: found[name] for name in SHAPES} == UNSPOILED
+        assert found["differing"] == found["zero"] == [1, 0, 1]
         assert found["error"] == ""
         assert found["warned"].startswith("layers.0.weight, layers.2.experts: not finite")
         assert not found["stood"]

@@ -29,6 +29,12 @@ def test_auto_never_takes_gram_in_bfloat16_or_near_squares(shape: tuple[int, int
     assert Dispatch("auto", dtype, device).choose(*reversed(shape), JORDAN) == method
 
 
+@pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
+def test_whatever_the_rates_gram_is_no_candidate_near_squares_or_when_tiny(rows: int, cols: int, offered: bool) -> None:
+    candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)
+    assert any(method.algorithm == "gram" for method in candidates) == offered
+
+
 @pytest.mark.parametrize(
     ("rows", "cols", "expected"),
     [

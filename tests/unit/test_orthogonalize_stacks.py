@@ -24,6 +24,7 @@ from titan_muon.orthogonalize import (
     standard,
 )
 from titan_muon.orthogonalize.dispatch import restarts
+from titan_muon.orthogonalize.standard import normalized
 
 STEPS = {name: max(5, len(table)) for name, table in COEFFICIENTS.items()}
 SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}
@@ -130,6 +131,13 @@ def test_no_finite_matrix_overflows_or_vanishes(dtype: str, scale: float) -> Non
     found = orthogonalize(stack.float() * scale, computed, Method("standard", dtype))
     assert found.isfinite().all()
     assert relative_error(found, exact(stack, "keller_jordan")).max() < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_norm_is_not_rounded_to_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    """Only where the result is bfloat16 too."""
+    norms = normalized(drawn(8, 24, 60), 1e-7, dtype).double().norm(dim=(1, 2))
+    assert (norms - 1).abs().max() < 1e-4
 
 
 def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
