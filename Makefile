@@ -2,16 +2,20 @@
 # make train   the main job: the MoE recipe on 2 ranks
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
+# make kernels the GPU kernels' numerics, under Triton's interpreter on the CPU
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Beside the environment, since TorchTitan imports other things where it finds Triton. The version is what torch 2.13 asks for.
+TRITON := triton==3.7.1
+TRITON_FOLDER := .cache/triton
 STAMP := $(VENV)/.installed
 NPROC ?= 2
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 
-.PHONY: venv train test check lock clean
+.PHONY: venv train test check kernels lock clean
 
 venv: $(STAMP)
 
@@ -31,6 +35,10 @@ check: venv
 
 test: check
 	$(BIN)/python -m pytest $(ARGS)
+
+kernels: venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/test_symmetric.py
 
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.
 lock:

@@ -99,8 +99,8 @@ def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def ours(exchange: str, params: Parameters, mesh: DeviceMesh) -> Muon:
-    """Titan Muon with one of its exchanges."""
-    return Muon(list(params.items()), exchange=exchange, **HYPERPARAMETERS)  # type: ignore[arg-type]
+    """Titan Muon with one of its exchanges, in torch.optim.Muon's arithmetic as all contenders."""
+    return Muon(list(params.items()), exchange=exchange, orthogonalize="reference", **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
 class CpuDistMuon(DistMuon):

@@ -54,11 +54,11 @@ class Numbers:
 
 
 def plan_numbers(model: str, ranks: int) -> Numbers:
-    """Plan the recipe `configs/<model>_muon.toml` on `ranks` ranks, its experts laid out as in real runs."""
+    """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs, its experts laid out as in real runs."""
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64]
     recipe = load(ROOT / f"configs/{model}_muon.toml", ["--parallelism.expert_parallel_degree", str(degree)])
     start = time.perf_counter()
-    plan = draw(recipe, ranks).plan
+    plan = draw(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
     return Numbers(

@@ -7,7 +7,9 @@ gather, orthogonalize, return, apply.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,12 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry, update
+from .alarm import Alarm
 from .exchange import Council, Exchange, Word
 from .executor import Executor
 from .layouts import layout_of, local
 from .matrices import Split, check_splits, planned
-from .orthogonalize import Coefficients, algorithm, coefficients
-from .plan.cost import Link, standard_flops
+from .orthogonalize import KERNEL_CHOICES, Dispatch, Iteration, Method, iteration, kernels_for
+from .plan.cost import Link, Work
 from .plan.groups import connected
 from .plan.layout import Geometries
 from .plan.planner import PlanOptions, make_plan
@@ -33,6 +36,7 @@ from .storage import (
     Storage,
     check_faults,
     fault_of,
+    faulty,
     placing,
     storage_fault,
     storage_of,
@@ -49,7 +53,8 @@ STATE_DTYPES: Mapping[str, torch.dtype] = {"float32": torch.float32, "bfloat16":
 class Muon(Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices that rest anywhere.
 
-    Equal to torch.optim.Muon on the full matrices; the momentum is torch's exponential moving average.
+    Equal to torch.optim.Muon on the full matrices, bit for bit with `orthogonalize="reference"` on the CPU and to the
+    rounding of Newton-Schulz otherwise; the momentum is torch's exponential moving average.
 
     Args:
         params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
@@ -63,7 +68,14 @@ class Muon(Optimizer):
         ns_coefficients: name of a set in `orthogonalize.COEFFICIENTS`, or ns_steps triples (a, b, c).
         eps: smallest Frobenius norm that a matrix is divided by.
         lr_scale: factor on lr from the shape of a matrix, see `update.lr_scale`.
-        orthogonalize: the algorithm; `reference` is torch.optim.Muon's arithmetic.
+        orthogonalize: the algorithm: `auto`, the cheapest that is safe for each shape; `standard` or `gram`; or
+            `reference`, torch.optim.Muon's arithmetic bit for bit. See `orthogonalize.Dispatch`.
+        ns_dtype: that it computes in: `bfloat16`, `float16`, `float32`, or `auto`, by the device.
+        ns_kernel: of symmetric products: `plain`, `triton`, `quack`, or `auto`, what was measured to win on this GPU.
+        nonfinite: what comes of a matrix with an element that is not finite, in a gradient or the momentum. With
+            `error` and `skip` its update is zero in that step, on all ranks, and the elements of its momentum that are
+            not finite become zero. Then the next step raises, before it changes anything (`error`), or warns (`skip`).
+            `propagate` looks for nothing.
         exchange: how pieces meet, a name in `registry.exchanges`.
         owners: who orthogonalizes what, see `plan.owners`.
         replicas: whether copies `split` the work, repeat it (`redundant`), or `auto`.
@@ -80,8 +92,9 @@ class Muon(Optimizer):
     Raises:
         ValueError: at construction, on every rank, for parameters without names, that are no matrices, on the meta
             device, or given twice; for unknown names and numbers out of range; when nothing is to be trained; when
-            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient, or whose
-            layout, Newton-Schulz steps or coefficients have changed since construction.
+            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient, with one
+            that was not finite in the step before, or whose layout or Newton-Schulz iteration has changed since
+            construction.
     """
 
     plan: Plan
@@ -99,7 +112,9 @@ class Muon(Optimizer):
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-7,
         lr_scale: str = "match_rms_adamw",
-        orthogonalize: str = "reference",
+        orthogonalize: str = "auto",
+        ns_dtype: str = "auto",
+        ns_kernel: str = "auto",
         exchange: str = "all_to_all",
         owners: str = "balanced",
         replicas: str = "split",
@@ -107,6 +122,7 @@ class Muon(Optimizer):
         wire_dtype: str = "bfloat16",
         split: Sequence[Split] = (),
         missing_grad: str = "error",
+        nonfinite: str = "error",
         release_grads: bool = False,
         state_dtype: str = "float32",
         link: Link | None = None,
@@ -121,17 +137,19 @@ class Muon(Optimizer):
             "eps": eps,
             "lr_scale": lr_scale,
         }
-        self._algorithm = algorithm(orthogonalize)
+        self._dispatch, self._kernel = Dispatch(orthogonalize, ns_dtype), ns_kernel
         for name, value, known in (
             ("wire_dtype", wire_dtype, WIRE_DTYPES),
             ("state_dtype", state_dtype, STATE_DTYPES),
             ("missing_grad", missing_grad, ("error", "skip")),
+            ("nonfinite", nonfinite, ("error", "skip", "propagate")),
+            ("ns_kernel", ns_kernel, KERNEL_CHOICES),
         ):
             if value not in known:
                 raise ValueError(f"muon.{name} = {value!r} is not one of {', '.join(known)}")
         self._wire_dtype, self._state_dtype = WIRE_DTYPES[wire_dtype], STATE_DTYPES[state_dtype]
         self._splits = tuple(split)
-        self._skips_missing, self._releases = missing_grad == "skip", release_grads
+        self._skips_missing, self._releases, self._nonfinite = missing_grad == "skip", release_grads, nonfinite
         chosen = registry.exchanges.get(exchange)
         self._collectives = chosen.collectives
         self._options = PlanOptions(
@@ -189,17 +207,21 @@ class Muon(Optimizer):
             # The other ranks are told, or they would wait for this one.
             word = Word(ranks=(), groups=(), peers=(), signature="", fault=str(error))
         self._council.open(word)
-        device = local(self._members[0].parameter).device
+        device = self._device
         self.exchange = Exchange(self._program, device, self._wire_dtype, self._collectives(), self._council)
+        self._alarm = None if self._nonfinite == "propagate" else Alarm(len(self._members), device)
+        # Home or not, a matrix is rounded to what the wire would carry; float16 itself would overflow at home.
+        wide = torch.float32 if self._wire_dtype == torch.float32 else torch.bfloat16
         self._executor = Executor(
             self.plan,
             self._program,
             self.exchange,
             self._members,
-            self._coefficients,
-            self._algorithm,
+            self._iterations,
+            self._methods(),
+            self._alarm,
             releases=self._releases,
-            device=device,
+            workspace=(wide, device),
         )
         self._built = True
 
@@ -210,13 +232,21 @@ class Muon(Optimizer):
         self._members = tuple(self._make_members())
         if not self._members:
             raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
-        self._coefficients = tuple(coefficients(m.group["ns_coefficients"], m.group["ns_steps"]) for m in self._members)
-        steps = [m.group["ns_steps"] for m in self._members]
+        self._iterations = tuple(_iteration(member.group) for member in self._members)
         named = [(m.fqn, m.parameter) for m in self._members]
-        self.plan = plan_step(named, steps, self._options, self._splits)
+        self._device = local(self._members[0].parameter).device
+        kernels = kernels_for(self._kernel, self._device)
+        self._dispatch = replace(self._dispatch, device=self._device.type, kernels=kernels)
+        self.plan = plan_step(named, self._iterations, self._dispatch, self._options, self._splits)
         geometries = Geometries(self.plan.parameters)
         self._program = make_program(self.plan, self._rank, geometries)
         return self._word(geometries)
+
+    def _methods(self) -> tuple[Method, ...]:
+        """The method of each of the plan's works."""
+        first = {matrix.work: matrix for matrix in reversed(self.plan.matrices)}
+        chosen = (first[work] for work in range(len(self.plan.works)))
+        return tuple(self._dispatch.choose(m.rows, m.cols, self._iterations[m.parameter].steps) for m in chosen)
 
     def _make_members(self) -> Iterable[Member]:
         seen: set[str] = set()
@@ -246,7 +276,7 @@ class Muon(Optimizer):
             ranks=tuple(sorted({rank for parameter in self.plan.parameters for rank in parameter.layout.mesh.ranks})),
             groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.runs)),
             peers=connected(self._rank, self._shared()),
-            signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {groups}",
+            signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {self._nonfinite} {groups}",
             fault=next((fault for fault in faults if fault is not None), None),
         )
 
@@ -286,34 +316,62 @@ class Muon(Optimizer):
 
     def _check(self) -> list[Storage | None]:
         """Stage 1: all gradients. What is wrong on one rank is an error on all, or skipped on all (None)."""
-        programmed = zip(self._members, self._coefficients, strict=True)
-        found = [Fault.REPROGRAMMED if _changed(m.group, steps) else fault_of(m) for m, steps in programmed]
+        programmed = zip(self._members, self._iterations, strict=True)
+        found = [Fault.REPROGRAMMED if _changed(m.group, planned) else fault_of(m) for m, planned in programmed]
+        if self._alarm is not None:
+            broken = (Fault.NOT_FINITE if count else Fault.NONE for count in self._alarm.read())
+            found = [max(pair) for pair in zip(found, broken, strict=True)]
         faults = [Fault(code) for code in self._council.worst(found)]
-        check_faults(self._members, faults, Fault.NO_GRADIENT if self._skips_missing else Fault.NONE)
+        self._silence(faults)
+        left = [Fault.NOT_FINITE] if self._nonfinite == "skip" else []
+        check_faults(self._members, faults, [*left, Fault.NO_GRADIENT] if self._skips_missing else left)
         members = zip(self._members, self.plan.parameters, faults, strict=True)
-        return [storage_of(m, parameter) if m.here and not fault else None for m, parameter, fault in members]
+        return [
+            storage_of(m, parameter) if m.here and fault != Fault.NO_GRADIENT else None
+            for m, parameter, fault in members
+        ]
+
+    def _silence(self, faults: Sequence[Fault]) -> None:
+        """What was not finite is told once."""
+        names = faulty(self._members, faults, Fault.NOT_FINITE)
+        if names and self._alarm is not None:
+            self._alarm.clear()
+            if self._nonfinite == "skip":
+                warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
 
 def plan_step(
     named: Sequence[tuple[str, Tensor]],
-    ns_steps: Sequence[int],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
     options: PlanOptions,
     splits: Sequence[Split] = (),
 ) -> Plan:
-    """The plan of a Muon step on these (name, parameter) pairs, each with its number of Newton-Schulz steps.
+    """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
 
     Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
     ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
     """
     check_splits((fqn for fqn, _ in named), splits)
     parameters = [planned(fqn, tensor, splits) for fqn, tensor in named]
-    return make_plan(parameters, lambda index, rows, cols: standard_flops(rows, cols, ns_steps[index]), options)
+    return make_plan(parameters, lambda index, rows, cols: _work(iterations[index], rows, cols, dispatch), options)
 
 
-def _changed(group: dict[str, Any], planned: Coefficients) -> bool:
+def _work(computed: Iteration, rows: int, cols: int, dispatch: Dispatch) -> Work:
+    """What orthogonalizing a matrix costs by the method that will run."""
+    method = dispatch.choose(rows, cols, computed.steps)
+    flops, taken = method.flops(rows, cols, computed.steps), method.work_bytes(rows, cols, dispatch.device)
+    return Work(f"{method}; {computed}", flops, method.reason, method.stack, taken)
+
+
+def _iteration(group: Mapping[str, Any]) -> Iteration:
+    return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+
+def _changed(group: dict[str, Any], planned: Iteration) -> bool:
     """Whether a group's Newton-Schulz iteration is no longer the planned one."""
     try:
-        return coefficients(group["ns_coefficients"], group["ns_steps"]) != planned
+        return _iteration(group) != planned
     except ValueError:
         return True
 
@@ -330,4 +388,4 @@ def _check_group(group: dict[str, Any]) -> None:
     if not group["eps"] > 0:
         raise ValueError(f"muon.eps = {group['eps']} must be greater than 0")
     update.lr_scale(group["lr_scale"], 1, 1)
-    coefficients(group["ns_coefficients"], group["ns_steps"])
+    _iteration(group)

@@ -89,6 +89,9 @@ def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
 # A recipe says `buffer_gib` for what Muon takes as `buffer_bytes`.
 MUON_SHARED = (
     "orthogonalize",
+    "ns_dtype",
+    "ns_kernel",
+    "nonfinite",
     "exchange",
     "owners",
     "replicas",

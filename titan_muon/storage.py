@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from math import prod
@@ -50,18 +50,21 @@ class Fault(IntEnum):
     """What keeps a parameter from being updated in this step; of several ranks' faults the largest counts."""
 
     NONE = 0
-    NO_GRADIENT = 1
-    GRADIENT_ELSEWHERE = 2
-    RESHARDED = 3
-    REPROGRAMMED = 4
+    NOT_FINITE = 1
+    NO_GRADIENT = 2
+    GRADIENT_ELSEWHERE = 3
+    RESHARDED = 4
+    REPROGRAMMED = 5
 
 
 REMEDIES: Mapping[Fault, str] = {
+    Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, whose update of those matrices "
+    "was zero; lower the learning rate, clip gradients, or go on without those updates (muon.nonfinite = 'skip')",
     Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
     "(requires_grad = False), give it to another optimizer, or skip it in such steps (muon.missing_grad = 'skip')",
     Fault.GRADIENT_ELSEWHERE: "{names}: its gradient rests otherwise than the parameter; redistribute the gradient",
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
-    Fault.REPROGRAMMED: "{names}: ns_steps or ns_coefficients changed since Muon was built; build it anew",
+    Fault.REPROGRAMMED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was built; build it anew",
 }
 
 
@@ -79,13 +82,18 @@ def fault_of(member: Member) -> Fault:
     return Fault.NONE
 
 
-def check_faults(members: Sequence[Member], faults: Sequence[Fault], allowed: Fault) -> None:
-    """Raise ValueError naming the parameters whose fault is worse than `allowed`, and what to do."""
+def check_faults(members: Sequence[Member], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:
+    """Raise ValueError naming the parameters with a fault that is not `allowed`, and what to do."""
     for fault, remedy in REMEDIES.items():
-        names = [member.fqn for member, found in zip(members, faults, strict=True) if found == fault]
-        if names and fault > allowed:
-            shown = f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-            raise ValueError(remedy.format(names=shown))
+        names = faulty(members, faults, fault)
+        if names and fault not in allowed:
+            raise ValueError(remedy.format(names=names))
+
+
+def faulty(members: Sequence[Member], faults: Sequence[Fault], fault: Fault) -> str:
+    """The names of the parameters with a fault; empty if there are none."""
+    names = [member.fqn for member, found in zip(members, faults, strict=True) if found == fault]
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
 def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) -> str | None:

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
 LR_SCALES = ("match_rms_adamw", "original", "spectral")
 
 
@@ -26,23 +28,35 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
     raise ValueError(f"lr_scale = {name!r} is not one of {', '.join(LR_SCALES)}")
 
 
-def momentum(average: Tensor, grad: Tensor, decay: float, nesterov: bool) -> Tensor:
-    """Advance the exponential moving average in place and give what Muon orthogonalizes.
+def momentum(
+    averages: Tensors,
+    grads: Tensors,
+    packed: Tensors,
+    decay: float,
+    nesterov: bool,
+    heal: bool = False,
+) -> None:
+    """Advance exponential moving averages in place and copy what Muon orthogonalizes into `packed`, in its dtype.
 
-    With `nesterov` that is a new tensor, the gradient blended with its average; otherwise it may be `average` itself,
-    which the caller must not write to. torch.optim.Muon's convention: the gradient enters with weight 1 - decay.
-    Average and gradient may have different dtypes: the arithmetic is in the wider one.
+    With `nesterov` that is the gradient blended with its average, otherwise the average itself. `packed` is empty where
+    nothing is orthogonalized from here. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. The
+    averages have one dtype and the gradients one, maybe another: the arithmetic is in the wider one. `heal` sets
+    elements of the averages that are not finite to zero, once packed.
     """
-    wide = torch.promote_types(average.dtype, grad.dtype)
-    grad = grad.to(wide)
-    advanced = average if average.dtype == wide else average.to(wide)
-    advanced.lerp_(grad, 1 - decay)
-    if advanced is not average:
-        average.copy_(advanced)
-    return grad.lerp(advanced, decay) if nesterov else advanced
+    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
+    wide_grads = [grad.to(wide) for grad in grads]
+    advanced = [average.to(wide) for average in averages]
+    torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
+    if averages[0].dtype != wide:
+        torch._foreach_copy_(averages, advanced)
+    if packed:
+        torch._foreach_copy_(packed, torch._foreach_lerp(wide_grads, advanced, decay) if nesterov else advanced)
+    if heal:
+        for average in averages:
+            average.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def apply(param: Tensor, update: Tensor, lr: float, scale: float, weight_decay: float) -> None:
+def apply(params: Tensors, updates: Tensors, lr: float, scale: float, weight_decay: float) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled."""
-    param.mul_(1 - lr * weight_decay)
-    param.add_(update, alpha=-lr * scale)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, updates, alpha=-lr * scale)

@@ -78,7 +78,7 @@ def check_cases(rank: int, world_size: int, exchange: str, options: dict[str, ob
         mesh, placements = placed[key]
         params[key] = nn.Parameter(distribute_tensor(full.clone(), mesh, placements, src_data_rank=None))
     reference = ReferenceMuon({key: full.clone() for key, full in initial.items()}, **options)
-    optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, **options)
+    optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options)
     for step in range(STEPS):
         grads = full_tensors(shapes, seed=step + 1)
         for key, param in params.items():

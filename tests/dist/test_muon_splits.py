@@ -58,7 +58,13 @@ def check_splits(rank: int, world_size: int, exchange: str) -> list[str]:
     keys = [(layout, name) for layout in LAYOUTS for name in SHAPES]
     initial = full_tensors(0)
     params = {key: nn.Parameter(place(key[1], key[0], initial[key[1]])) for key in keys}
-    optimizer = Muon([(".".join(key), p) for key, p in params.items()], lr=0.02, exchange=exchange, split=SPLITS)
+    optimizer = Muon(
+        [(".".join(key), p) for key, p in params.items()],
+        lr=0.02,
+        exchange=exchange,
+        split=SPLITS,
+        orthogonalize="reference",
+    )
     reference = {
         name: ReferenceMuon({key: m.clone() for key, m in blocks(name, full).items()}) for name, full in initial.items()
     }

@@ -33,7 +33,7 @@ def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     frozen = params["layers.0.weight"]
     frozen.requires_grad_(False)
     frozen.grad = None
-    optimizer = Muon(named(params), lr=0.02)
+    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference")
     moving = {name: param for name, param in params.items() if param is not frozen}
     got = trained(optimizer, moving, mesh, [1, 2])
     reference = ReferenceMuon({name: full(name, 0) for name in moving})
@@ -63,7 +63,7 @@ def poison(rank: int, world_size: int) -> dict[str, list[bool]]:
         for name, param in params.items():
             param.grad = placed(gradients[name], mesh)
         for each in (params, healthy):
-            Muon(named(each), exchange=exchange).step()
+            Muon(named(each), exchange=exchange, orthogonalize="reference", nonfinite="propagate").step()
         found = []
         for name in SHAPES:
             got, expected = params[name].full_tensor(), healthy[name].full_tensor()
@@ -89,7 +89,7 @@ def rest(rank: int, world_size: int) -> bool:
     before = [param.full_tensor() for param in params.values()]
     for param in params.values():
         param.grad = torch.zeros_like(param)
-    Muon(named(params), lr=0.02, weight_decay=0.1).step()
+    Muon(named(params), lr=0.02, weight_decay=0.1, orthogonalize="reference").step()
     return equal((b * (1 - 0.02 * 0.1) for b in before), (param.full_tensor() for param in params.values()))
 
 
@@ -123,7 +123,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     """With other ns_steps loaded: whether the plan has their FLOPs, momentum is kept, and steps take that many."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params), lr=0.02)
+    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference")
     trained(optimizer, params, mesh, [1])
     before = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in params.values()]
     flops = [matrix.flops for matrix in optimizer.plan.matrices]
@@ -133,7 +133,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     after = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in params.values()]
     planned = [5 * matrix.flops for matrix in optimizer.plan.matrices] == [3 * f for f in flops]
     copies = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    fresh = Muon(named(copies), lr=0.02, ns_steps=3)
+    fresh = Muon(named(copies), lr=0.02, ns_steps=3, orthogonalize="reference")
     for param, copy_ in zip(params.values(), copies.values(), strict=True):
         fresh.state[copy_]["momentum_buffer"].copy_(optimizer.state[param]["momentum_buffer"])
     same = equal(trained(optimizer, params, mesh, [2]), trained(fresh, copies, mesh, [2]))
@@ -164,7 +164,7 @@ def towers(rank: int, world_size: int) -> bool:
             reference = ReferenceMuon({name: whole[0].clone()})
             reference.step({name: whole[1]})
             expected, own = reference.params[name].chunk(2)[ranks.index(rank)], params[name]
-    Muon(named(params), lr=0.02).step()
+    Muon(named(params), lr=0.02, orthogonalize="reference").step()
     return torch.equal(own.to_local(), expected)
 
 

@@ -62,7 +62,7 @@ class Sharded:
 def check(rank: int, world_size: int, meshes: str, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
     """Names of what differs from the reference after three steps."""
     sharded = Sharded(meshes)
-    optimizer = Muon(list(sharded.parameters.items()), lr=0.02, **options)
+    optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options)
     reference = ReferenceMuon(full_tensors(0))
     for step in range(3):
         grads = full_tensors(step + 1)
@@ -103,7 +103,9 @@ def test_meshes_of_other_ranks_equal_the_reference_bit_for_bit(meshes: str, opti
 def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether a parameter without gradient on one rank was left alone, and whether the others moved."""
     sharded = Sharded("fsdp")
-    optimizer = Muon(list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500)
+    optimizer = Muon(
+        list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500, orthogonalize="reference"
+    )
     grads, before = full_tensors(1), full_tensors(0)
     missing = next(iter(SHAPES))
     for name, parameter in sharded.parameters.items():

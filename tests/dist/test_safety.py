@@ -264,10 +264,10 @@ def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]
     return text, all(torch.equal(a, b.to_local()) for a, b in zip(before, params.values(), strict=True))
 
 
-@pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}], ids=str)
+@pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"eps": 1e-3}], ids=str)
 def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
     for text, same in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
-        assert "ns_steps or ns_coefficients changed since Muon was built" in text
+        assert "ns_steps, ns_coefficients or eps changed since Muon was built" in text
         assert same
 
 

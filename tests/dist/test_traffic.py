@@ -21,7 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.dist.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
+from titan_muon.executor import Stack
 from titan_muon.plan import types
+from titan_muon.plan.cost import Work
 from titan_muon.plan.planner import PlanOptions, make_plan
 from titan_muon.plan.program import Run, make_program
 from titan_muon.plan.summary import Summary, summarize
@@ -99,9 +101,9 @@ class Watched(Muon):
         super().__init__(*args, **options)
         orthogonalize = self._executor._newton_schulz
 
-        def noted(matrix: int, whole: Tensor) -> Tensor:
-            self.__dict__.setdefault("seen", []).append(matrix)
-            return orthogonalize(matrix, whole)
+        def noted(stack: Stack, storage: Any) -> Tensor:
+            self.__dict__.setdefault("seen", []).extend(stack.matrices)
+            return orthogonalize(stack, storage)
 
         self._executor._newton_schulz = noted
 
@@ -116,7 +118,7 @@ def build(case: Case, exchange: str, **options: object) -> Watched:
         param, grad = (distribute_tensor(t, mesh, case.placements, src_data_rank=None) for t in full)
         params.append((f"layers.{index}.weight", nn.Parameter(param)))
         params[-1][1].grad = grad
-    return Watched(params, exchange=exchange, **options)
+    return Watched(params, exchange=exchange, **{"orthogonalize": "reference", **options})
 
 
 def count(optimizer: Watched) -> Counted:
@@ -208,7 +210,7 @@ def test_64_ranks_orthogonalize_each_matrix_once(
     layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
     stack = types.Stack(1, (types.Block("", (types.Interval(0, 128),)),))
     parameters = [types.Parameter(f"layers.{i}.weight", f"layers.{i}", layout, stack) for i in range(90)]
-    plan = make_plan(parameters, lambda _, rows, cols: rows * cols, PlanOptions(exchange))
+    plan = make_plan(parameters, lambda _, rows, cols: Work("", rows * cols), PlanOptions(exchange))
     done = [m for rank in range(64) for run in make_program(plan, rank).runs for m in run.matrices]
     assert sorted(done) == list(range(90))
     assert summarize(plan).orthogonalizations == summarize(plan).muon_matrices == 90
@@ -331,3 +333,51 @@ def test_new_memory_in_an_all_to_all_step_is_that_of_one_matrix() -> None:
         few, many = measured["all_to_all", 8], measured["all_to_all", 32]
         assert many.new_in_step - few.new_in_step < SMALL
         assert many.new_in_step < 6 * prod(MATRIX) * BF16
+
+
+METHODS: tuple[dict[str, Any], ...] = (
+    {"orthogonalize": "auto"},
+    {"orthogonalize": "auto", "ns_dtype": "float32"},
+    {"orthogonalize": "standard", "ns_dtype": "float16"},
+    {"orthogonalize": "gram", "ns_coefficients": "deepseek_v4", "ns_steps": 10},
+    {"orthogonalize": "auto", "ns_coefficients": "cubic", "ns_steps": 3},
+)
+
+
+def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]:
+    """For each of METHODS on a case of many equal shapes: what was counted, and the memory of another step."""
+    counted = []
+    for options in METHODS:
+        optimizer = build(Case((world_size,), (Shard(0),), (*EXPERTS, *(MATRIX,) * 32)), "all_to_all", **options)
+        counts = count(optimizer)
+        _, new, left = allocated(partial(step_and_settle, optimizer))
+        cost = summarize(optimizer.plan).ranks[rank]
+        held = optimizer._executor._at_home + tuple(stack for run in optimizer._executor._in_runs for stack in run)
+        workspace = max(stack.whole.numel() for stack in held) * BF16
+        counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
+    return counted
+
+
+@cache
+def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]]:
+    return run_ranks(count_methods, 4)
+
+
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
+def test_flops_are_the_plans_whatever_the_method(index: int) -> None:
+    for rank, counted in enumerate(methods()):
+        plan, mine, *_ = counted[index]
+        assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
+        assert mine.flops == summarize(plan).ranks[rank].ns_flops
+        assert len(mine.matrices) == summarize(plan).ranks[rank].matrices
+
+
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
+def test_stacks_take_the_memory_that_the_plan_says(index: int) -> None:
+    """Beside the stack itself, allocated once. oneDNN's scratch and the momentum of a piece come on top."""
+    for counted in methods():
+        plan, _, (new, left), (workspace, work) = counted[index]
+        assert max(work_of.stack for work_of in plan.works) > 1
+        assert left < SMALL
+        assert workspace < work
+        assert 0.5 * (work - workspace) < new <= 1.1 * work

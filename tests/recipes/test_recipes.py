@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 from titan_muon import registry
+from titan_muon.orthogonalize import Dispatch, coefficients
 from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.blueprint import smallest_world  # noqa: E402
+from titan_muon.titan.blueprint import draw, smallest_world, this_device  # noqa: E402
 from titan_muon.titan.dry_run import report  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
 
@@ -163,6 +164,32 @@ def test_the_smallest_world_fits_the_degrees() -> None:
         assert smallest_world(load(CONFIGS / "qwen_moe_muon.toml", overrides)) == ranks
 
 
+def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
+    report(recipe, 2, full=False, json=None)
+    printed = capsys.readouterr().out
+    blueprint = draw(recipe, 2)
+    assert blueprint.plan is not None
+    shapes = {(matrix.rows, matrix.cols) for matrix in blueprint.plan.matrices}
+    lines = [line for line in printed.splitlines() if line.startswith("  orthogonalized  ")]
+    for rows, cols in shapes:
+        (line,) = (line for line in lines if f" of {rows}x{cols}" in line)
+        chosen = Dispatch("auto", "float32", this_device()).choose(rows, cols, coefficients("keller_jordan", 5))
+        assert f" by {chosen}; keller_jordan x 5, eps 1e-07: {chosen.reason}" in line
+
+
+def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None:
+    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
+    cpu, gpu = (draw(recipe, 2, device).plan for device in ("cpu", "cuda"))
+    assert cpu is not None
+    assert gpu is not None
+    assert {work.method.split(";")[0] for work in cpu.works} == {"standard bfloat16"}
+    assert "standard float16" in {work.method.split(";")[0] for work in gpu.works}
+    assert cpu.digest() != gpu.digest()
+
+
 def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
     report(recipe, 2, full=True, json=None)
@@ -176,7 +203,8 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
     ("overrides", "message"),
     [
         (["--muon.exchange", "all_to_al"], r"muon\.exchange = 'all_to_al' is unknown; did you mean 'all_to_all'"),
-        (["--muon.orthogonalize", "gram"], r"muon\.orthogonalize = 'gram' is unknown"),
+        (["--muon.orthogonalize", "gram", "--muon.ns_dtype", "bfloat16"], r"muon\.ns_dtype = 'bfloat16'.* diverges"),
+        (["--muon.ns_kernel", "quack"], r"muon\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
         (["--muon.ns_coefficients", "keler_jordan"], r"did you mean 'keller_jordan'"),
         (["--muon.buffer_gib", "1e-6"], r"muon\.buffer_gib = .* is too small"),
         (["--model.flavor", "tinny"], r"model\.flavor = 'tinny' is unknown"),

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
-from titan_muon.plan.cost import Link, standard_flops
+from titan_muon.plan.cost import Link, Work, standard_elements, standard_flops
 from titan_muon.plan.planner import PlanOptions, make_plan
 from titan_muon.plan.types import (
     Block,
@@ -138,12 +138,16 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
     return found
 
 
-def flops(parameter: int, rows: int, cols: int) -> int:
-    return standard_flops(rows, cols, 5)
+STACK = 3
+
+
+def work(parameter: int, rows: int, cols: int) -> Work:
+    """The standard iteration in bfloat16, on up to three matrices at a time."""
+    return Work("standard", standard_flops(rows, cols, 5), "", STACK, 2 * standard_elements(rows, cols))
 
 
 def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
-    return make_plan(parameters, flops, PlanOptions(**options))  # type: ignore[arg-type]
+    return make_plan(parameters, work, PlanOptions(**options))  # type: ignore[arg-type]
 
 
 @st.composite
@@ -159,9 +163,9 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
         link=draw(st.sampled_from(LINKS)),
     )
     try:
-        plan = make_plan(parameters, flops, options)
+        plan = make_plan(parameters, work, options)
     except ValueError:
-        plan = make_plan(parameters, flops, replace(options, buffer_bytes=None))
+        plan = make_plan(parameters, work, replace(options, buffer_bytes=None))
     if cut and draw(st.booleans()):
         return recut(plan, Random(draw(st.integers(0, 10**6))))
     return plan

@@ -1,6 +1,8 @@
 """A plan's numbers are what its programs do; equal plans, and only those, have equal digests."""
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.plans import PROPERTY, parameter_lists, plan_of, plans, ranks_of
+from tests.unit.plans import PROPERTY, STACK, parameter_lists, plan_of, plans, ranks_of
 from titan_muon.exchange import make_slots
 from titan_muon.plan.cost import standard_flops
 from titan_muon.plan.program import Program, Run, make_program
@@ -45,7 +47,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
     sent, received = (
         map(sum, zip(*(traffic(run, rank) for run in program.runs), strict=True)) if program.runs else (0, 0)
     )
-    mine = [item.matrix for item in program.home] + [m for run in program.runs for m in run.matrices]
+    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.runs)]
+    mine = [matrix for part in parts for matrix in part]
     return RankCost(
         rank=rank,
         matrices=len(mine),
@@ -53,15 +56,23 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_sent=sent * plan.wire_bytes,
         bytes_received=received * plan.wire_bytes,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
-        work_bytes=work_bytes([plan.matrices[m] for m in mine], plan.wire_bytes),
+        work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
         collectives=sum(1 if run.returning is None else 2 for run in program.runs),
     )
 
 
-def work_bytes(mine: list[Matrix], wire_bytes: int) -> int:
-    """The largest matrix on the wire's dtype, and in bfloat16 X, the next X, X Xᵀ and its polynomial."""
-    whole = max((m.rows * m.cols for m in mine), default=0)
-    iteration = max((2 * m.rows * m.cols + 2 * min(m.rows, m.cols) ** 2 for m in mine), default=0)
+def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
+    """The largest stack on the wire's dtype, and in bfloat16 X, the next X, X Xᵀ and its polynomial.
+
+    What is at home is a part, and so is each run; of n matrices of a shape in a part, ceil(n / ceil(n / STACK)) are
+    stacked.
+    """
+    whole = iteration = 0
+    for together in parts:
+        for (rows, cols), count in Counter((m.rows, m.cols) for m in together).items():
+            stacked = math.ceil(count / math.ceil(count / STACK))
+            whole = max(whole, stacked * rows * cols)
+            iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
     return whole * wire_bytes + iteration * 2
 
 

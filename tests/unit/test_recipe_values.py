@@ -73,7 +73,7 @@ BAD_VALUES = [
     ("[muon]\nns_coefficients = []", "muon.ns_coefficients = []", "not empty"),
     ("[muon]\nns_coefficients = [[1, 2, 3]]", "muon.ns_coefficients = [[1.0, 2.0, 3.0]]", "as many"),
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
-    ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "not empty"),
+    ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
     ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),

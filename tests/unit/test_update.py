@@ -38,7 +38,7 @@ def test_muon_in_one_process_is_torch_optim_muon(lr_scale: str, nesterov: bool, 
     expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
     params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
     options: dict[str, Any] = {"lr": 0.02, "lr_scale": lr_scale, "nesterov": nesterov, "weight_decay": weight_decay}
-    optimizer = Muon(params.items(), **options)
+    optimizer = Muon(params.items(), orthogonalize="reference", **options)
     reference = ReferenceMuon(drawn(0), **options)
     for step in range(4):
         grads = drawn(step + 1)
@@ -63,8 +63,8 @@ def test_a_stack_is_updated_matrix_by_matrix() -> None:
     stack.grad = grad.clone()
     for i, param in enumerate(apart.values()):
         param.grad = grad[i].clone()
-    Muon([("experts", stack)], lr=0.1).step()
-    Muon(apart.items(), lr=0.1).step()
+    Muon([("experts", stack)], lr=0.1, orthogonalize="reference").step()
+    Muon(apart.items(), lr=0.1, orthogonalize="reference").step()
     assert torch.equal(stack, torch.stack(tuple(apart.values())))
 
 
@@ -91,15 +91,32 @@ def test_an_unknown_lr_scale_names_those_there_are(name: str) -> None:
 
 def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:
     average, grad = torch.tensor([[2.0]]), torch.tensor([[4.0]])
-    blended = update.momentum(average, grad, decay=0.75, nesterov=True)
+    blended = torch.empty_like(grad)
+    update.momentum([average], [grad], [blended], decay=0.75, nesterov=True)
     assert average.item() == 0.75 * 2 + 0.25 * 4 == 2.5
     assert blended.item() == 0.25 * 4 + 0.75 * 2.5
     assert grad.item() == 4
 
 
 def test_without_nesterov_the_average_itself_is_orthogonalized() -> None:
+    average, packed = torch.tensor([[2.0]]), torch.tensor([[0.0]])
+    update.momentum([average], [torch.tensor([[4.0]])], [packed], decay=0.5, nesterov=False)
+    assert packed.item() == average.item() == 3
+
+
+def test_where_nothing_is_packed_the_average_advances_all_the_same() -> None:
     average = torch.tensor([[2.0]])
-    assert update.momentum(average, torch.tensor([[4.0]]), decay=0.5, nesterov=False).item() == average.item() == 3
+    update.momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
+    assert average.item() == 3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_healing_clears_the_average_and_lets_the_packed_tell(bad: float, nesterov: bool) -> None:
+    average, packed = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2)
+    update.momentum([average], [torch.tensor([[bad, 4.0]])], [packed], 0.5, nesterov, heal=True)
+    assert average.tolist() == [[0.0, 3.0]]
+    assert packed.isfinite().tolist() == [[False, True]]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -107,15 +124,15 @@ def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> No
     """The result does not carry the rounding of the state; the state is the rounded average."""
     start, grad = torch.randn(64, 2).unbind(1)
     average, exact = start.bfloat16(), start.bfloat16().float()
-    expected = update.momentum(exact, grad, 0.9, nesterov)
-    blended = update.momentum(average, grad, 0.9, nesterov)
-    assert blended.dtype == torch.float32
+    expected, blended = torch.empty(64), torch.empty(64)
+    update.momentum([exact], [grad], [expected], 0.9, nesterov)
+    update.momentum([average], [grad], [blended], 0.9, nesterov)
     assert torch.equal(blended, expected)
     assert torch.equal(average, exact.bfloat16())
 
 
 def test_apply_decays_by_lr_alone_and_scales_the_update() -> None:
     param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
-    update.apply(param, delta, lr=0.5, scale=4.0, weight_decay=0.2)
+    update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
     assert math.isclose(param.item(), 10 * (1 - 0.5 * 0.2) - 0.5 * 4)
     assert delta.item() == 1

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
 
+POLAR_EXPRESS_NORM = 1.02
+"""What the set with a cushion divides by besides the Frobenius norm."""
+
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
     "keller_jordan": ((3.4445, -4.7750, 2.0315),),
@@ -20,6 +23,33 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (2.8769, -3.1427, 1.2046),
         (2.8366, -3.0525, 1.2012),
     ),
+    # Amsel et al., "The Polar Express" (arXiv:2505.16932), l = 1e-3, every step made safe by a factor of 1.05:
+    # (a / s, b / s^3, c / s^5). The choice of gram-newton-schulz and dmuon.
+    "polar_express": (
+        (7.8925828744, -20.3830139459, 13.5553061494),
+        (3.9114848681, -2.5464635929, 0.426898832),
+        (3.7606579557, -2.5128190182, 0.4323647349),
+        (3.1603996737, -2.1496495189, 0.3996366908),
+        (2.1910971619, -1.4416620102, 0.3281464876),
+    ),
+    # The same with "safety 2e-2, cushion 2", the choice of modded-nanogpt, nanochat and dion. They divide the matrix by
+    # 1.02 times its norm; the first step has that factor here.
+    "polar_express_cushion": (
+        (
+            8.156554524902461 / POLAR_EXPRESS_NORM,
+            -22.48329292557795 / POLAR_EXPRESS_NORM**3,
+            15.878769915207462 / POLAR_EXPRESS_NORM**5,
+        ),
+        (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+        (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+        (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+        (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    ),
+    # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight that grow singular values, two that pull them to 1.
+    "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
+    # The Newton-Schulz iteration for the polar factor itself (Björck and Bowie, 1971; Higham, "Functions of Matrices",
+    # 2008, chapter 8): slow from small singular values, exact in the limit.
+    "cubic": ((1.5, -0.5, 0.0),),
 }
 """Sets by name. A set of one step is repeated; of a longer one exactly that many steps may be asked for."""
 

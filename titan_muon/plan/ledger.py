@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .cost import standard_elements
+from .cost import Work
 from .layout import Geometries
+from .stacks import stacks
 from .types import Bucket, Matrix
 
 
@@ -18,8 +19,8 @@ class Ledger:
         self.ranks = sorted({rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks})
         self.matrices = dict.fromkeys(self.ranks, 0)
         self.flops = dict.fromkeys(self.ranks, 0)
-        self.whole = dict.fromkeys(self.ranks, 0)
-        self.iteration = dict.fromkeys(self.ranks, 0)
+        self._at_home: dict[int, list[int]] = {rank: [] for rank in self.ranks}
+        self._in_buckets: dict[int, list[list[int]]] = {rank: [] for rank in self.ranks}
         self.sent = dict.fromkeys(self.ranks, 0)
         self.received = dict.fromkeys(self.ranks, 0)
         self.collectives = dict.fromkeys(self.ranks, 0)
@@ -28,6 +29,17 @@ class Ledger:
     def add_home(self, matrix: int, rank: int) -> None:
         """Count a matrix that a rank orthogonalizes where it rests."""
         self._orthogonalize(matrix, rank)
+        self._at_home[rank].append(matrix)
+
+    def stacked(self, rank: int, works: Sequence[Work]) -> tuple[int, int]:
+        """Elements of the largest stack that a rank makes whole, and most bytes that one takes to be orthogonalized."""
+        elements = bytes_ = 0
+        for together in (self._at_home[rank], *self._in_buckets[rank]):
+            for stack in stacks(together, self._matrices, works):
+                first = self._matrices[stack[0]]
+                elements = max(elements, len(stack) * first.numel)
+                bytes_ = max(bytes_, len(stack) * works[first.work].bytes)
+        return elements, bytes_
 
     def buffer(self, rank: int, slots: int) -> int:
         """Elements of the exchange's buffers on a rank.
@@ -60,9 +72,10 @@ class Ledger:
     def _all_to_all(self, bucket: Bucket) -> None:
         members = frozenset(bucket.group)
         home, gathered, inbox, outbox = (dict.fromkeys(bucket.group, 0) for _ in range(4))
+        self._open(bucket.group)
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
             replica = self._geometries[self._matrices[matrix].parameter].replica
-            self._orthogonalize(matrix, owner)
+            self._own(matrix, owner)
             for rank, elements in self._pieces(matrix, members):
                 home[rank] += elements
                 sent = replica[rank] == replica[owner]
@@ -80,13 +93,14 @@ class Ledger:
     def _all_gather(self, bucket: Bucket) -> None:
         members = frozenset(bucket.group)
         stored = dict.fromkeys(bucket.group, 0)
+        self._open(bucket.group)
         for matrix in bucket.matrices:
             for rank, elements in self._pieces(matrix, members):
                 stored[rank] += elements
                 if not bucket.owners:
-                    self._orthogonalize(matrix, rank)
+                    self._own(matrix, rank)
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=False):
-            self._orthogonalize(matrix, owner)
+            self._own(matrix, owner)
         total, others = sum(stored.values()), len(bucket.group) - 1
         for rank in bucket.group:
             self.sent[rank] += stored[rank] * others
@@ -98,12 +112,18 @@ class Ledger:
                 rank, bucket.round, (stored[rank], total, total if bucket.owners else 0), 2 if bucket.owners else 1
             )
 
+    def _open(self, group: Sequence[int]) -> None:
+        """Begin a bucket: what a rank owns in it may be stacked."""
+        for rank in group:
+            self._in_buckets[rank].append([])
+
+    def _own(self, matrix: int, rank: int) -> None:
+        self._orthogonalize(matrix, rank)
+        self._in_buckets[rank][-1].append(matrix)
+
     def _orthogonalize(self, matrix: int, rank: int) -> None:
         self.matrices[rank] += 1
-        place = self._matrices[matrix]
-        self.flops[rank] += place.flops
-        self.whole[rank] = max(self.whole[rank], place.numel)
-        self.iteration[rank] = max(self.iteration[rank], standard_elements(place.rows, place.cols))
+        self.flops[rank] += self._matrices[matrix].flops
 
     def _move(self, source: int, target: int, elements: int) -> None:
         self.sent[source] += elements

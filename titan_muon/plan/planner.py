@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .buckets import longest_path, rounds
 from .choice import fastest
-from .cost import Link
+from .cost import Link, Work
 from .groups import Meeting, meetings
 from .layout import Geometries
 from .ledger import Ledger
@@ -59,27 +59,31 @@ class PlanOptions:
             raise ValueError("muon.owners = 'everyone' needs every piece everywhere: set muon.exchange = 'all_gather'")
 
 
-FlopCount = Callable[[int, int, int], int]
-"""Newton-Schulz FLOPs of (index of the parameter, rows, columns)."""
+WorkOf = Callable[[int, int, int], Work]
+"""How matrices of (index of the parameter, rows, columns) are orthogonalized."""
 
 
-def make_plan(parameters: Sequence[Parameter], flops: FlopCount, options: PlanOptions) -> Plan:
+def make_plan(parameters: Sequence[Parameter], work_of: WorkOf, options: PlanOptions) -> Plan:
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank."""
     geometries = Geometries(parameters)
-    matrices = _matrices(parameters, geometries, flops)
+    matrices, works = _matrices(parameters, geometries, work_of)
     work = _divide(parameters, matrices, geometries, options)
     buckets, slots = _choose(work, matrices, geometries, options)
-    return Plan(tuple(parameters), matrices, work.home, buckets, slots, options.wire_bytes)
+    return Plan(tuple(parameters), matrices, work.home, buckets, slots, options.wire_bytes, works)
 
 
-def _matrices(parameters: Sequence[Parameter], geometries: Geometries, flops: FlopCount) -> tuple[Matrix, ...]:
+def _matrices(
+    parameters: Sequence[Parameter], geometries: Geometries, work_of: WorkOf
+) -> tuple[tuple[Matrix, ...], tuple[Work, ...]]:
     matrices = []
+    works: dict[Work, int] = {}
     for index, parameter in enumerate(parameters):
         cols = geometries[index].col_count
         for number, block in enumerate(parameter.stack.blocks):
             rows = sum(stop - start for start, stop in block.rows)
-            matrices.append(Matrix(index, number, rows, cols, flops(index, rows, cols)))
-    return tuple(matrices)
+            work = work_of(index, rows, cols)
+            matrices.append(Matrix(index, number, rows, cols, work.flops, works.setdefault(work, len(works))))
+    return tuple(matrices), tuple(works)
 
 
 @dataclass(frozen=True)

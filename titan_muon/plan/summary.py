@@ -9,8 +9,6 @@ from .layout import Geometries
 from .ledger import Ledger
 from .types import Plan
 
-BFLOAT16_BYTES = 2
-
 
 @dataclass(frozen=True)
 class RankCost:
@@ -41,8 +39,8 @@ class Summary:
         collectives_per_step: launched by the rank that launches most. On gloo, which gathers equal parts only, an
             all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
-        work_bytes_max: of the rank that needs most to make its largest matrix whole (once) and to orthogonalize it in
-            bfloat16 (in each step).
+        work_bytes_max: of the rank that needs most to make its largest stack of matrices whole (allocated once) and to
+            orthogonalize it (in each step).
         fallbacks: matrices that run otherwise than asked for.
     """
 
@@ -89,6 +87,7 @@ def summarize(plan: Plan) -> Summary:
 
 
 def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
+    whole, iteration = ledger.stacked(rank, plan.works)
     return RankCost(
         rank=rank,
         matrices=ledger.matrices[rank],
@@ -96,7 +95,7 @@ def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
         bytes_sent=ledger.sent[rank] * plan.wire_bytes,
         bytes_received=ledger.received[rank] * plan.wire_bytes,
         buffer_bytes=ledger.buffer(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
-        work_bytes=ledger.whole[rank] * plan.wire_bytes + ledger.iteration[rank] * BFLOAT16_BYTES,
+        work_bytes=whole * plan.wire_bytes + iteration,
         collectives=ledger.collectives[rank],
     )
 

@@ -12,6 +12,8 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
+from .cost import Work
+
 
 class Interval(NamedTuple):
     """Indices start <= i < stop."""
@@ -111,13 +113,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The 2D unit that Newton-Schulz sees: block `block` of parameter `parameter`, both by index in the plan."""
+    """The 2D unit that Newton-Schulz sees: block `block` of parameter `parameter`, both by index in the plan.
+
+    `work` is the index of how it is orthogonalized among the plan's works.
+    """
 
     parameter: int
     block: int
     rows: int
     cols: int
     flops: int
+    work: int = 0
 
     @property
     def numel(self) -> int:
@@ -175,7 +181,8 @@ class Plan:
 
     `home[i]` are the ranks that hold matrix i whole and orthogonalize it without communication; the matrices of the
     buckets have none. All ranks go through the rounds in the same order, and in a round each rank runs the buckets
-    whose group it is in, in the order of `buckets`; `slots` rounds have buffers at a time.
+    whose group it is in, in the order of `buckets`; `slots` rounds have buffers at a time. `works` are the ways in
+    which matrices are orthogonalized.
     """
 
     parameters: tuple[Parameter, ...]
@@ -184,6 +191,7 @@ class Plan:
     buckets: tuple[Bucket, ...]
     slots: int
     wire_bytes: int
+    works: tuple[Work, ...]
 
     @property
     def rounds(self) -> int:

@@ -19,7 +19,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon import registry
 from titan_muon.matrices import Assignment
 from titan_muon.muon import plan_step
-from titan_muon.orthogonalize import algorithm, coefficients
+from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
 from titan_muon.plan import Plan, PlanOptions
 from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
@@ -56,8 +56,16 @@ def smallest_world(recipe: Recipe) -> int:
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
 
 
-def draw(recipe: Recipe, world_size: int) -> Blueprint:
+def this_device() -> str:
+    """The type of device that this machine trains on."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if found is None else found.type
+
+
+def draw(recipe: Recipe, world_size: int, device: str | None = None) -> Blueprint:
     """The blueprint of a recipe on `world_size` ranks. Needs no data, no GPU and no other process.
+
+    `device` is the type of device that Newton-Schulz is planned for, by default this machine's.
 
     Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
     registered by others does not take: they are known once it is built.
@@ -73,7 +81,7 @@ def draw(recipe: Recipe, world_size: int) -> Blueprint:
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
         assigned = assignments(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
         groups = grouped(optimizer, assigned)
-        plan = _plan(parameters, groups.get("muon", []), optimizer)
+        plan = _plan(parameters, groups.get("muon", []), optimizer, this_device() if device is None else device)
         return Blueprint(world_size, parameters, assigned, groups, plan)
 
 
@@ -107,16 +115,22 @@ def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
     )
 
 
-def _plan(parameters: dict[str, Tensor], groups: list[Group], config: HybridOptimizers.Config) -> Plan | None:
+def _plan(
+    parameters: dict[str, Tensor], groups: list[Group], config: HybridOptimizers.Config, device: str
+) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
-    steps = [group.options["ns_steps"] for group in groups for _ in group.names]
+    table = config.tables["muon"]
     try:
-        algorithm(config.tables["muon"]["orthogonalize"])
-        for group in groups:
-            coefficients(group.options["ns_coefficients"], group.options["ns_steps"])
-        return plan_step(named, steps, plan_options(config), config.tables["muon"]["split"])
+        iterations = [
+            iteration(group.options["ns_coefficients"], group.options["ns_steps"], group.options["eps"])
+            for group in groups
+            for _ in group.names
+        ]
+        kernels = kernels_for(table["ns_kernel"], torch.device(device))
+        dispatch = Dispatch(table["orthogonalize"], table["ns_dtype"], device, kernels)
+        return plan_step(named, iterations, dispatch, plan_options(config), table["split"])
     except ValueError as error:
         raise RecipeError(str(error)) from error
 

@@ -97,7 +97,6 @@ CONSTRAINTS: Mapping[str, Constraint] = {
     "muon.ns_steps": COUNT,
     "muon.ns_coefficients": Constraint("the name of a set, or a list that is not empty", bool),
     "muon.eps": POSITIVE,
-    "muon.orthogonalize": TEXT,
     "muon.exchange": TEXT,
     "muon.buffer_gib": Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0),
     "link.bandwidth_gb": POSITIVE,

@@ -80,6 +80,18 @@ def optimizer_lines(assigned: Sequence[Assignment], plan: Plan | None, world_siz
         yield f"{optimizer}: {what}, {share:.1f} % of parameters"
 
 
+def _method_lines(plan: Plan) -> Iterable[str]:
+    """Which algorithm orthogonalizes which shapes, and why."""
+    shapes: dict[int, dict[str, int]] = {}
+    for matrix in plan.matrices:
+        counts, shape = shapes.setdefault(matrix.work, {}), f"{matrix.rows}x{matrix.cols}"
+        counts[shape] = counts.get(shape, 0) + 1
+    for index, counts in shapes.items():
+        work = plan.works[index]
+        which = ", ".join(f"{count:,} of {shape}" for shape, count in counts.items())
+        yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
+
+
 def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
     """What a Muon step costs, and why an automatic choice fell as it did."""
     if plan is None or summary is None:
@@ -93,6 +105,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
     yield f"  Newton-Schulz   {path} on the longest path, {ratio:.3f} x the least possible"
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
+    yield from _method_lines(plan)
     if exchanges:
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank, padding 0"

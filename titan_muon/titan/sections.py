@@ -168,8 +168,14 @@ class Muon:
     lr_scale: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
     """Factor on the learning rate from a matrix's shape: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n)."""
 
-    orthogonalize: str = "reference"
-    """Newton-Schulz algorithm. `reference` is torch.optim.Muon's arithmetic."""
+    orthogonalize: Literal["auto", "standard", "gram", "reference"] = "auto"
+    """`auto`: the cheapest that is safe for each shape. `reference`: torch.optim.Muon's arithmetic, bit for bit."""
+
+    ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of Newton-Schulz. `auto`, by the device: bfloat16 on the CPU, float16 after normalization on GPUs."""
+
+    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
+    """What makes symmetric products on GPUs. `auto` is what scripts/bench_orthogonalize.py measured to win there."""
 
     exchange: str = "all_to_all"
     """How the pieces of a matrix meet: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, or `auto`."""
@@ -191,6 +197,9 @@ class Muon:
 
     missing_grad: Literal["error", "skip"] = "error"
     """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
+
+    nonfinite: Literal["error", "skip", "propagate"] = "error"
+    """Matrices that are not finite get no update, and the next step is an error on all ranks, or warns and goes on."""
 
     release_grads: bool = False
     """Free each gradient as soon as it is packed."""

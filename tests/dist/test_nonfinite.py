@@ -1,0 +1,197 @@
+"""Matrices that are not finite: the weights stay unspoiled on every rank, and every rank hears of it."""
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.nn import Parameter
+
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS, SHAPES, full, named, parameters, placed, set_gradients
+from titan_muon import Muon
+
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
+LR, DECAY, MOMENTUM = 0.02, 0.1, 0.95
+BAD = ("layers.0.weight", (3, 5)), ("layers.2.experts", (2, 0, 0))
+"""An element of a matrix whose rows are on both ranks, and of the third of four experts."""
+
+
+def build(mesh: DeviceMesh, **options: Any) -> tuple[dict[str, Parameter], Muon]:
+    params = parameters(mesh)
+    optimizer = Muon(named(params), lr=LR, weight_decay=DECAY, momentum=MOMENTUM, **options)
+    return params, optimizer
+
+
+def spoil(params: dict[str, Parameter], mesh: DeviceMesh, seed: int, value: float) -> None:
+    """Gradients of a seed, each of BAD's elements with a value instead."""
+    for name, param in params.items():
+        gradient = full(name, seed)
+        for bad, index in BAD:
+            if bad == name:
+                gradient[index] = value
+        param.grad = placed(gradient, mesh)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value: float) -> dict[str, Any]:
+    """What a step with bad gradients left, compared with a step whose gradients were good."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    (params, optimizer), (healthy, other) = build(mesh, **options), build(mesh, **options)
+    before = {name: param.full_tensor().clone() for name, param in params.items()}
+    spoil(params, mesh, 1, value)
+    optimizer.step()
+    other.step()
+    found: dict[str, Any] = {"error": "", "warned": ""}
+    for name in SHAPES:
+        now, start, good = whole(params[name]), before[name], whole(healthy[name])
+        decayed = start * (1 - LR * DECAY)
+        if now.ndim == 2:
+            now, decayed, good = now[None], decayed[None], good[None]
+        found[name] = ["decayed" if torch.equal(a, b) else "as healthy" if torch.allclose(a, c, atol=1e-3) else "?"
+                       for a, b, c in zip(now, decayed, good, strict=True)]  # fmt: skip
+    averages = [whole(optimizer.state[param]["momentum_buffer"]) for param in params.values()]
+    goods = [whole(other.state[param]["momentum_buffer"]) for param in healthy.values()]
+    found["differing"] = [int((a != b).sum()) for a, b in zip(averages, goods, strict=True)]
+    found["zero"] = [int((a == 0).sum()) for a in averages]
+    stood = [param.full_tensor().clone() for param in params.values()]
+    set_gradients(params, mesh, 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            optimizer.step()
+        except ValueError as error:
+            found["error"] = str(error)
+        found["warned"] = " ".join(str(warning.message) for warning in caught)
+    found["stood"] = all(torch.equal(a, param.full_tensor()) for a, param in zip(stood, params.values(), strict=True))
+    # Told once: from here on all is well.
+    optimizer.step()
+    found["finite"] = all(bool(param.full_tensor().isfinite().all()) for param in params.values())
+    return found
+
+
+UNSPOILED = {
+    "layers.0.weight": ["decayed"],
+    "layers.1.weight": ["as healthy"],
+    "layers.2.experts": ["as healthy", "as healthy", "decayed", "as healthy"],
+}
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("orthogonalize", ["auto", "reference"])
+def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
+    exchange: str, value: float, orthogonalize: str
+) -> None:
+    options = {"exchange": exchange, "orthogonalize": orthogonalize}
+    for found in run_ranks(after_a_bad_step, 2, options, value, timeout=SECONDS):
+        assert {name: found[name] for name in SHAPES} == UNSPOILED
+        assert found["differing"] == found["zero"] == [1, 0, 1], "of the momentum, the bad element alone is reset"
+        assert found["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
+        assert "muon.nonfinite = 'skip'" in found["error"]
+        assert found["stood"], "the error comes before anything changes"
+        assert found["finite"]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
+    options = {"exchange": exchange, "nonfinite": "skip"}
+    for found in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
+        assert {name: found[name] for name in SHAPES} == UNSPOILED
+        assert found["differing"] == found["zero"] == [1, 0, 1]
+        assert found["error"] == ""
+        assert found["warned"].startswith("layers.0.weight, layers.2.experts: not finite")
+        assert not found["stood"]
+        assert found["finite"]
+
+
+def element_of_one_rank(
+    rank: int, world_size: int, placement: Placement, options: dict[str, Any]
+) -> tuple[str, bool, int]:
+    """The error where one rank alone stores the bad element, or has the only bad copy; finite values; matrices done."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    tensor = full("layers.0.weight", 0)
+    param = Parameter(placed(tensor, mesh, placement))
+    optimizer = Muon([("layers.0.weight", param)], **options)
+    gradient = full("layers.0.weight", 1)
+    gradient[0, 0] = math.nan
+    param.grad = placed(gradient, mesh, placement)
+    optimizer.step()
+    done = optimizer.orthogonalized
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error), bool(param.to_local().isfinite().all()), done
+    return "", bool(param.to_local().isfinite().all()), done
+
+
+@pytest.mark.parametrize(
+    ("placement", "options"),
+    [
+        (Shard(0), {}),
+        (Shard(1), {}),
+        (Replicate(), {}),
+        (Replicate(), {"replicas": "redundant"}),
+        (Shard(0), {"wire_dtype": "float32"}),
+        (Shard(0), {"wire_dtype": "float16"}),
+        (Shard(0), {"nesterov": False}),
+        (Shard(0), {"state_dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_every_rank_hears_of_what_one_rank_stores(placement: Placement, options: dict[str, Any]) -> None:
+    """The owner alone sees it; the others are told."""
+    results = run_ranks(element_of_one_rank, 4, placement, options, timeout=SECONDS)
+    for text, finite, _ in results:
+        assert text.startswith("layers.0.weight: gradient or momentum was not finite")
+        assert finite
+    assert sum(done for _, _, done in results) >= 1
+
+
+def left_out(rank: int, world_size: int) -> str:
+    """A parameter that is skipped for lack of a gradient has stale buffers, which must alarm nobody."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params, optimizer = build(mesh, missing_grad="skip", nonfinite="error")
+    for slot in optimizer.exchange._slots:
+        for buffer in (slot.home, slot.inbox, slot.outbox):
+            buffer.fill_(math.nan)
+    params["layers.0.weight"].grad = None
+    optimizer.step()
+    set_gradients(params, mesh, 2)
+    return message(optimizer.step)
+
+
+def message(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_without_gradient_is_not_taken_for_a_bad_one() -> None:
+    assert run_ranks(left_out, 2, timeout=SECONDS) == ["", ""]
+
+
+def test_propagating_looks_for_nothing_and_leaves_the_nan() -> None:
+    matrix = Parameter(full("layers.0.weight", 0))
+    matrix.grad = full("layers.0.weight", 1)
+    matrix.grad[0, 0] = math.nan
+    optimizer = Muon([("w", matrix)], nonfinite="propagate")
+    optimizer.step()
+    optimizer.step()
+    assert matrix.isnan().all()
+
+
+@pytest.mark.parametrize("value", ["", "ignore", None])
+def test_an_unknown_way_is_refused(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"muon.nonfinite = .* is not one of error, skip, propagate"):
+        Muon([("w", Parameter(torch.randn(4, 4)))], nonfinite=value)

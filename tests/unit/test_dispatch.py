@@ -1,0 +1,125 @@
+"""Which algorithm is taken for which shape: safe, cheap, the same for all who ask, and refused where it cannot be."""
+
+import pytest
+
+from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
+from titan_muon.orthogonalize.dispatch import RATES
+
+JORDAN = coefficients("keller_jordan", 5)
+SHAPES = [
+    (4096, 4096),
+    (1024, 4096),
+    (12288, 4096),
+    (768, 2048),
+    (28672, 8192),
+    (2048, 7168),
+    (7168, 18432),
+    (128, 4096),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["auto", "float16", "float32"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_auto_never_takes_gram_in_bfloat16_or_near_squares(shape: tuple[int, int], dtype: str, device: str) -> None:
+    method = Dispatch("auto", dtype, device).choose(*shape, JORDAN)
+    if method.algorithm == "gram":
+        assert method.dtype != "bfloat16"
+        assert max(shape) >= 1.5 * min(shape)
+    assert Dispatch("auto", dtype, device).choose(*reversed(shape), JORDAN) == method
+
+
+@pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
+def test_whatever_the_rates_gram_is_no_candidate_near_squares_or_when_tiny(rows: int, cols: int, offered: bool) -> None:
+    candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)
+    assert any(method.algorithm == "gram" for method in candidates) == offered
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "expected"),
+    [
+        (4096, 4096, "standard float16"),
+        (4096, 5120, "standard float16"),
+        (12288, 4096, "gram float16 restart 2"),
+        (768, 2048, "gram float16 restart 2"),
+        (8, 4096, "standard float16"),
+    ],
+)
+def test_on_gpus_gram_is_taken_where_the_aspect_ratio_pays(rows: int, cols: int, expected: str) -> None:
+    assert str(Dispatch(device="cuda").choose(rows, cols, JORDAN)) == expected
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_the_cpu_bfloat16_outruns_what_gram_saves(shape: tuple[int, int]) -> None:
+    assert str(Dispatch(device="cpu").choose(*shape, JORDAN)) == "standard bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "steps", "expected"),
+    [
+        (256, 1024, 5, ()),
+        (128, 4096, 5, ()),
+        (257, 1028, 5, (2,)),
+        (256, 1023, 5, (2,)),
+        (128, 4096, 10, (2, 4, 6, 8)),
+    ],
+)
+def test_float32_does_without_restart_where_that_is_safe(
+    rows: int, cols: int, steps: int, expected: tuple[int, ...]
+) -> None:
+    method = Dispatch("auto", "float32", "cpu").choose(rows, cols, coefficients("keller_jordan", steps))
+    assert (method.algorithm, method.restarts) == ("gram", expected)
+
+
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[int, int], name: str) -> None:
+    steps = coefficients(name, max(5, len(COEFFICIENTS[name])))
+    for device in RATES:
+        auto = Dispatch("auto", "auto", device)
+        best = auto._seconds(auto.choose(*shape, steps), *shape, steps)
+        for algorithm in ("standard", "gram"):
+            chosen = Dispatch(algorithm, "auto", device).choose(*shape, steps)
+            assert best <= auto._seconds(chosen, *shape, steps) or max(shape) < 1.5 * min(shape)
+
+
+def test_an_automatic_choice_says_why() -> None:
+    assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on cuda as standard float16"
+    assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_stacks_are_bounded_and_large_matrices_alone(device: str) -> None:
+    auto = Dispatch(device=device)
+    for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
+        method = auto.choose(rows, cols, JORDAN)
+        taken = method.stack * method.work_bytes(rows, cols, device)
+        assert method.stack == 1 or taken <= RATES[device].stack_bytes
+        assert (method.stack + 1) * method.work_bytes(rows, cols, device) > RATES[device].stack_bytes
+    assert auto.choose(8192, 28672, JORDAN).stack == 1
+    assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")
+
+
+def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> None:
+    kernels = (Kernel("float16", 512, "plain"), Kernel("float16", 2048, "triton"), Kernel("bfloat16", 256, "quack"))
+    auto = Dispatch(device="cuda", kernels=kernels)
+    products = [auto.choose(rows, 4 * rows, JORDAN).products for rows in (256, 1024, 2048, 4096)]
+    assert products == ["plain", "plain", "triton", "triton"]
+    assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"algorithm": "newton"},
+            "muon.orthogonalize = 'newton' is unknown; choose from: auto, standard, gram, reference",
+        ),
+        ({"dtype": "float64"}, "muon.ns_dtype = 'float64' is unknown; choose from: auto, bfloat16, float16, float32"),
+        ({"algorithm": "gram", "dtype": "bfloat16"}, "'gram' diverges in it; choose 'float16' or 'float32'"),
+        ({"algorithm": "reference", "dtype": "float32"}, "'reference' is torch.optim.Muon's arithmetic"),
+    ],
+)
+def test_what_is_unknown_or_unsafe_is_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Dispatch(**options)  # type: ignore[arg-type]

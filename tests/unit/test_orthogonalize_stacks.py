@@ -1,0 +1,261 @@
+"""Both iterations on stacks: every set of coefficients, dtype and shape against float64, and what must not change."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_muon.orthogonalize import (
+    COEFFICIENTS,
+    DTYPES,
+    Dispatch,
+    Method,
+    coefficients,
+    gram,
+    iteration,
+    orthogonality_error,
+    orthogonalize,
+    reference,
+    relative_error,
+    silence,
+    singular_band,
+    standard,
+)
+from titan_muon.orthogonalize.dispatch import restarts
+from titan_muon.orthogonalize.standard import normalized
+
+STEPS = {name: max(5, len(table)) for name, table in COEFFICIENTS.items()}
+SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}
+# Every algorithm in every dtype that it is safe in.
+METHODS = [Method("standard", dtype) for dtype in DTYPES] + [Method("gram", d) for d in ("float16", "float32")]
+# Five steps make the rounding of an element (2^-9, 2^-12, 2^-25) some times as much; most where a first step is steep,
+# at the singular value 1 of a row.
+TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(torch.bfloat16)
+
+
+def run(stack: Tensor, name: str, method: Method) -> Tensor:
+    computed = iteration(name, STEPS[name], 1e-7)
+    broken = restarts(len(computed.steps)) if method.algorithm == "gram" else ()
+    return orthogonalize(stack, computed, Method(method.algorithm, method.dtype, broken))
+
+
+def exact(stack: Tensor, name: str) -> Tensor:
+    """The same iteration in float64, on singular values alone."""
+    u, s, vh = torch.linalg.svd(stack.double(), full_matrices=False)
+    s = s / s.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+    for a, b, c in coefficients(name, STEPS[name]):
+        s = a * s + b * s**3 + c * s**5
+    return (u * s[:, None, :]) @ vh
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_iteration_is_that_of_float64(shape: str, name: str, method: Method) -> None:
+    stack = drawn(*SHAPES[shape])
+    found = run(stack.float(), name, method)
+    assert found.shape == stack.shape
+    assert relative_error(found, exact(stack, name)).max() < TOLERANCES[method.dtype]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Method) -> None:
+    stack = drawn(3, 20, 48).float()
+    stack[1] = 0
+    found = run(stack, name, method)
+    assert torch.equal(found[1], torch.zeros(20, 48))
+    assert relative_error(found[::2], exact(stack[::2], name)).max() < TOLERANCES[method.dtype]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(1, 24, 60), (1, 60, 24), (1, 32, 32)], ids=str)
+def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
+    shape: tuple[int, int, int], name: str, method: Method
+) -> None:
+    """Rounding makes singular values of nothing, which the steps grow; the one there was comes near 1 all the same."""
+    _, rows, cols = shape
+    u, v = (
+        torch.nn.functional.normalize(drawn(rows).float(), dim=0),
+        torch.nn.functional.normalize(drawn(cols, seed=1).float(), dim=0),
+    )
+    found = run(torch.outer(u, v)[None], name, method)[0]
+    assert found.isfinite().all()
+    assert 0.6 < u @ found @ v < 1.3
+    assert torch.linalg.matrix_norm(found, ord=2) < 1.5
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("shape", [(3, 24, 60), (3, 60, 24)], ids=str)
+def test_what_is_not_finite_spoils_its_own_matrix_only(shape: tuple[int, int, int], bad: float, method: Method) -> None:
+    stack = drawn(*shape).float()
+    stack[1, 3, 5] = bad
+    found = run(stack, "keller_jordan", method)
+    assert found[1].isnan().any()
+    assert relative_error(found[::2], exact(stack[::2], "keller_jordan")).max() < TOLERANCES[method.dtype]
+
+
+@pytest.mark.parametrize("method", [*METHODS, Method("reference", "bfloat16")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", list(SHAPES))
+def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: torch.dtype, method: Method) -> None:
+    stack = drawn(*SHAPES[shape]).to(dtype)
+    before = stack.clone()
+    found = run(stack, "keller_jordan", method)
+    assert torch.equal(stack, before)
+    assert found.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
+    assert found.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_slice_of_another_tensor_is_a_stack_too(method: Method) -> None:
+    """Stacks are views of a workspace, and need not be contiguous."""
+    wide = drawn(4, 24, 100)
+    found, apart = (run(stack, "keller_jordan", method) for stack in (wide[1:3, :, 7:67], wide[1:3, :, 7:67].clone()))
+    assert torch.equal(found, apart)
+
+
+@pytest.mark.parametrize("scale", [1e-15, 1e-7, 1e4, 1e15])
+@pytest.mark.parametrize("dtype", list(DTYPES))
+def test_no_finite_matrix_overflows_or_vanishes(dtype: str, scale: float) -> None:
+    stack = drawn(2, 24, 60)
+    computed = iteration("keller_jordan", 5, 1e-35)
+    found = orthogonalize(stack.float() * scale, computed, Method("standard", dtype))
+    assert found.isfinite().all()
+    assert relative_error(found, exact(stack, "keller_jordan")).max() < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_norm_is_not_rounded_to_the_dtype_of_the_input(dtype: torch.dtype) -> None:
+    """Only where the result is bfloat16 too."""
+    norms = normalized(drawn(8, 24, 60), 1e-7, dtype).double().norm(dim=(1, 2))
+    assert (norms - 1).abs().max() < 1e-4
+
+
+def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
+    stack = drawn(3, 24, 60)
+    steps = coefficients("keller_jordan", 5)
+    found = orthogonalize(stack, iteration("keller_jordan", 5, 1e-7), Method("reference", "bfloat16"))
+    assert torch.equal(found, torch.stack([reference(matrix, steps, 1e-7) for matrix in stack]))
+
+
+def hard(spectrum: str, rows: int, cols: int) -> Tensor:
+    """A matrix whose singular values are hard to bring near 1."""
+    small = min(rows, cols)
+    if spectrum == "low rank and noise":
+        return drawn(rows, 8).double() @ drawn(8, cols, seed=1).double() + 1e-3 * drawn(rows, cols, seed=2).double()
+    if spectrum == "gaussian":
+        return drawn(rows, cols).double()
+    left, right = (torch.linalg.qr(drawn(n, small, seed=n).double())[0] for n in (rows, cols))
+    return (left * torch.logspace(0, -4, small, dtype=torch.float64)) @ right.mT
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(128, 128), (128, 192), (128, 256), (128, 512), (512, 128), (64, 1024)], ids=str)
+@pytest.mark.parametrize("spectrum", ["log 1 to 1e-4", "low rank and noise", "gaussian"])
+def test_each_default_choice_is_as_exact_as_bfloat16(
+    spectrum: str, shape: tuple[int, int], name: str, device: str
+) -> None:
+    """What `auto` takes on GPUs is run here on the CPU: it rounds as tensor cores do, after sums in float32."""
+    stack = hard(spectrum, *shape).bfloat16()[None]
+    computed = iteration(name, STEPS[name], 1e-7)
+    expected = standard(stack.double(), computed.steps, 1e-7, torch.float64)
+    method = Dispatch(device=device).choose(*shape, computed.steps)
+    chosen = relative_error(orthogonalize(stack.float(), computed, method), expected)
+    baseline = relative_error(orthogonalize(stack.float(), computed, Method("standard", "bfloat16")), expected)
+    assert chosen.item() <= baseline.item()
+
+
+def test_ten_steps_without_restart_are_why_there_are_restarts() -> None:
+    """The guard above would be empty if nothing could go wrong."""
+    stack = torch.outer(drawn(128).double(), drawn(512, seed=1).double())[None].float()
+    steps = coefficients("deepseek_v4", 10)
+    assert not (gram(stack, steps, 1e-7, torch.float32).abs().max() < 1e6)
+    assert gram(stack, steps, 1e-7, torch.float32, restarts(10)).abs().max() < 1.5
+
+
+COUNTED = [
+    *METHODS,
+    Method("gram", "float32", (2,)),
+    Method("gram", "float16", (1, 3)),
+    Method("reference", "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("method", COUNTED, ids=str)
+@pytest.mark.parametrize("name", list(COEFFICIENTS))
+@pytest.mark.parametrize("shape", [(3, 24, 60), (2, 60, 24), (1, 32, 32), (2, 1, 9)], ids=str)
+def test_flops_are_those_of_the_products_that_run(shape: tuple[int, int, int], name: str, method: Method) -> None:
+    count, rows, cols = shape
+    computed = iteration(name, STEPS[name], 1e-7)
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(drawn(*shape), computed, method)
+    assert counter.get_total_flops() == count * method.flops(rows, cols, computed.steps)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(1, ()), (3, ()), (4, (2,)), (5, (2,)), (6, (2, 4)), (10, (2, 4, 6, 8))]
+)
+def test_restarts_come_every_second_step(steps: int, expected: tuple[int, ...]) -> None:
+    assert restarts(steps) == expected
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 6])
+def test_gram_and_standard_agree_for_any_number_of_steps(steps: int) -> None:
+    stack, table = drawn(2, 24, 60).double(), coefficients("keller_jordan", steps)
+    found, expected = (
+        gram(stack, table, 1e-7, torch.float64, restarts(steps)),
+        standard(stack, table, 1e-7, torch.float64),
+    )
+    assert relative_error(found, expected).max() < 1e-9
+
+
+def test_the_cushioned_set_is_the_published_one_on_a_matrix_over_1_02_times_its_norm() -> None:
+    published = (
+        (8.156554524902461, -22.48329292557795, 15.878769915207462),
+        *COEFFICIENTS["polar_express_cushion"][1:],
+    )
+    stack = drawn(1, 24, 60).double()
+    x = stack / (1.02 * stack.norm())
+    for a, b, c in published:
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    found = standard(stack, COEFFICIENTS["polar_express_cushion"], 1e-7, torch.float64)
+    assert relative_error(found, x).item() < 1e-12
+
+
+def test_cubic_converges_to_the_polar_factor() -> None:
+    stack = drawn(2, 24, 60).double()
+    u, _, vh = torch.linalg.svd(stack, full_matrices=False)
+    found = standard(stack, coefficients("cubic", 40), 1e-7, torch.float64)
+    assert relative_error(found, u @ vh).max() < 1e-10
+    assert orthogonality_error(found).max() < 1e-10
+    low, high = singular_band(found)
+    assert abs(low.min() - 1) < 1e-10
+    assert abs(high.max() - 1) < 1e-10
+
+
+def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> None:
+    matrix = torch.diag(torch.tensor([1.0, 2.0]))
+    assert orthogonality_error(matrix).item() == pytest.approx(3 / math.sqrt(2))
+    assert [value.item() for value in singular_band(matrix)] == pytest.approx([1, 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_silence_clears_what_is_not_finite_and_says_which(bad: float, dtype: torch.dtype) -> None:
+    stack = drawn(3, 8, 6).to(dtype) * 100
+    before = stack.clone()
+    stack[1, 2, 3] = bad
+    assert silence(stack).tolist() == [False, True, False]
+    before[1] = 0
+    assert torch.equal(stack, before)

@@ -1,0 +1,155 @@
+"""The symmetric kernel under Triton's interpreter, and what is kept of its measurement on a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_muon.orthogonalize import Kernel
+from titan_muon.orthogonalize.symmetric import KERNELS, kernels_for, known_kernels, products_of, save_kernels
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which CPU builds of PyTorch lack: make kernels"
+)
+# In a process of its own: TRITON_INTERPRET counts when triton is imported.
+PROGRAM = """
+import json, torch
+from titan_muon.orthogonalize import coefficients, gram, relative_error, standard
+from titan_muon.orthogonalize.symmetric import TritonProducts
+from titan_muon.orthogonalize.symmetric_kernel import symmetric_product
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+def error(count, size, inner, dtype, added, tall):
+    x = drawn(count, inner, size).mT if tall else drawn(count, size, inner)
+    x = x.to(dtype)
+    c = drawn(count, size, size, seed=1).to(dtype)
+    c = (c + c.mT) if added else None
+    out = torch.full((count, size, size), float("nan"), dtype=dtype)
+    symmetric_product(x, x.mT, c, out, alpha=0.5, beta=-2.0, delta=3.0, tile=16, depth=16)
+    exact = 0.5 * x.double() @ x.double().mT + 3 * torch.eye(size)
+    exact = exact - 2 * c.double() if added else exact
+    return relative_error(out, exact).max().item(), torch.equal(out, out.mT)
+
+def commuting(dtype):
+    r = drawn(2, 40, 40)
+    r = (r @ r.mT / 40).to(dtype)
+    out = torch.empty_like(r)
+    q = (r.double() @ r.double() - r.double()).to(dtype)
+    symmetric_product(q, r, q, out, beta=1.5, tile=16, depth=16)
+    return relative_error(out, q.double() @ r.double() + 1.5 * q.double()).max().item()
+
+results = {"product": {}, "commuting": {}, "iteration": {}}
+for dtype in (torch.float32, torch.float16):
+    for shape in ((1, 1, 1), (1, 16, 16), (2, 32, 48), (3, 40, 24), (2, 33, 70)):
+        for added in (False, True):
+            for tall in (False, True):
+                results["product"][f"{dtype} {shape} {added} {tall}"] = error(*shape, dtype, added, tall)
+    results["commuting"][str(dtype)] = commuting(dtype)
+    stack, steps = drawn(2, 40, 70), coefficients("you_jiacheng", 5)
+    exact = standard(stack.double(), steps, 1e-7, torch.float64)
+    for name, found in (
+        ("standard", standard(stack, steps, 1e-7, dtype, TritonProducts())),
+        ("tall", standard(stack.mT.contiguous(), steps, 1e-7, dtype, TritonProducts()).mT),
+        ("gram", gram(stack, steps, 1e-7, dtype, (2,), TritonProducts())),
+    ):
+        results["iteration"][f"{dtype} {name}"] = relative_error(found, exact).max().item()
+refused = []
+for shapes in (((1, 4, 4), (1, 5, 4)), ((1, 4, 4), (2, 4, 4))):
+    try:
+        symmetric_product(torch.ones(shapes[0]), torch.ones(shapes[1]), None, torch.ones(1, 4, 4))
+    except ValueError as problem:
+        refused.append(str(problem))
+print(json.dumps({**results, "refused": refused}))
+"""
+TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
+
+
+@cache
+def interpreted() -> dict:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
+    found = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
+    assert len(found) == 20
+    for case, (error, symmetric) in found.items():
+        assert error < TOLERANCES[dtype], case
+        assert symmetric, f"{case}: the mirror tiles are the tiles, bit for bit"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> None:
+    assert interpreted()["commuting"][dtype] < TOLERANCES[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize("algorithm", ["standard", "tall", "gram"])
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_iterations_on_the_kernel_are_those_of_float64(dtype: str, algorithm: str) -> None:
+    assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype]
+
+
+@needs_triton
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    assert len(interpreted()["refused"]) == 2
+
+
+def test_a_measurement_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "gpu.json"
+    assert known_kernels(file) == ()
+    kernels = (Kernel("float16", 2048, "triton"), Kernel("bfloat16", 4096, "plain"))
+    save_kernels(kernels, file)
+    assert known_kernels(file) == kernels
+    assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '[{"dtype": "float16"}]', '[{"dtype": "float16", "rows": 1, "products": "magic"}]',
+     '[{"dtype": "int8", "rows": 1, "products": "plain"}]', '[{"dtype": "float16", "rows": "a", "products": "plain"}]'],
+)  # fmt: skip
+def test_a_file_that_is_no_measurement_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
+        known_kernels(file)
+
+
+@pytest.mark.parametrize("choice", ["auto", "plain"])
+def test_the_cpu_has_plain_products(choice: str) -> None:
+    assert kernels_for(choice, torch.device("cpu")) == ()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("triton", "muon.ns_kernel = 'triton' needs CUDA and the package triton"),
+        ("quack", "muon.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
+        ("cutlass", "muon.ns_kernel = 'cutlass' is unknown; choose from: auto, plain, triton, quack"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(choice: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels_for(choice, torch.device("cpu"))
+
+
+def test_every_kernel_has_products() -> None:
+    assert [products_of(name) for name in KERNELS] == list(KERNELS.values())

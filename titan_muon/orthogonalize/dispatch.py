@@ -1,0 +1,202 @@
+"""Which algorithm orthogonalizes a matrix: the cheapest on its device whose numerics are safe for its shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from titan_muon.plan.cost import gram_elements, gram_flops, standard_elements, standard_flops
+
+from .coefficients import Coefficients
+
+ALGORITHMS = ("auto", "standard", "gram", "reference")
+DTYPES: Mapping[str, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+GRAM_ASPECT = 1.5
+"""Side ratio from which the Gram iteration saves products; near squares it is also less exact than the standard one."""
+GRAM_ROWS = 32
+"""Smaller side from which products take longer than launching them, of which the Gram iteration has more."""
+UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
+"""Where float32 needs no restart. Ten steps on a matrix of low rank overflow without one."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device does: FLOP/s of products by dtype, bytes per second, and bytes that stacks may take to fill it."""
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    stack_bytes: int
+
+
+RATES: Mapping[str, Rates] = {
+    # One H200 as measured with plain matrix products and copies; float32 without TF32, which rounds as float16 does.
+    "cuda": Rates({"bfloat16": 790e12, "float16": 790e12, "float32": 50e12}, 4.3e12, 2**28),
+    # One core with bfloat16 instructions; a stack stays near the caches.
+    "cpu": Rates({"bfloat16": 700e9, "float16": 150e9, "float32": 150e9}, 10e9, 2**24),
+}
+"""By type of device; others are taken to be like CUDA's."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What makes symmetric products fastest in a dtype for matrices of at least `rows` rows on the smaller side."""
+
+    dtype: str
+    rows: int
+    products: str
+
+
+@dataclass(frozen=True)
+class Method:
+    """An algorithm with all that it depends on but the coefficients.
+
+    Attributes:
+        algorithm: `standard`, `gram` or `reference`.
+        dtype: that it computes in, a name in DTYPES.
+        restarts: steps before which the Gram iteration begins anew.
+        products: what makes its symmetric products, `plain` or a name in `symmetric.KERNELS`.
+        stack: most matrices at a time.
+        reason: why `auto` chose it, or nothing.
+    """
+
+    algorithm: str
+    dtype: str
+    restarts: tuple[int, ...] = ()
+    products: str = "plain"
+    stack: int = 1
+    reason: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
+        return f"{self.algorithm} {self.dtype}{restarts}{'' if self.products == 'plain' else f' {self.products}'}"
+
+    def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
+        """FLOPs of the products for one matrix, symmetric ones counted whole."""
+        # The reference makes all three products even where c is 0.
+        cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
+        if self.algorithm == "gram":
+            return gram_flops(rows, cols, len(steps), len(self.restarts), cubic)
+        return standard_flops(rows, cols, len(steps), cubic)
+
+    def work_bytes(self, rows: int, cols: int, device: str) -> int:
+        """Bytes that one matrix takes while it is orthogonalized, besides its input and the products' own scratch."""
+        elements = gram_elements if self.algorithm == "gram" else standard_elements
+        iteration = elements(rows, cols) * DTYPES[self.dtype].itemsize
+        # The CPU normalizes to float16 through two float32 copies.
+        return max(iteration, 10 * rows * cols) if (device, self.dtype) == ("cpu", "float16") else iteration
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """What a user may choose about orthogonalization, on one type of device.
+
+    Attributes:
+        algorithm: a name in ALGORITHMS; `auto` takes the cheapest that is safe, for each shape.
+        dtype: to compute in, a name in DTYPES; `auto` takes the fastest, and of equally fast ones the most exact.
+        device: type of the device.
+        kernels: what was measured to make symmetric products fastest on this GPU; plain products otherwise.
+
+    Raises ValueError for names that are unknown, and for combinations that are not safe.
+    """
+
+    algorithm: str = "auto"
+    dtype: str = "auto"
+    device: str = "cpu"
+    kernels: tuple[Kernel, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("orthogonalize", self.algorithm, ALGORITHMS),
+            ("ns_dtype", self.dtype, ("auto", *DTYPES)),
+        ):
+            if value not in known:
+                raise ValueError(f"muon.{name} = {value!r} is unknown; choose from: {', '.join(known)}")
+        if self.algorithm == "reference" and self.dtype not in ("auto", "bfloat16"):
+            raise ValueError(
+                f"muon.ns_dtype = {self.dtype!r}: muon.orthogonalize = 'reference' is torch.optim.Muon's arithmetic, "
+                "which is bfloat16; choose 'standard' or 'auto'"
+            )
+        if self.algorithm == "gram" and self.dtype == "bfloat16":
+            raise ValueError(
+                "muon.ns_dtype = 'bfloat16': muon.orthogonalize = 'gram' diverges in it; choose 'float16' or 'float32'"
+            )
+
+    def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
+        """The method for rows x cols matrices, the same on every rank."""
+        if self.algorithm == "reference":
+            return Method("reference", "bfloat16")
+        found = self._candidates(rows, cols, len(steps))
+        seconds = {method: self._seconds(method, rows, cols, steps) for method in found}
+        best = min(found, key=lambda method: seconds[method])
+        room = self._rates.stack_bytes // best.work_bytes(rows, cols, self.device)
+        return Method(
+            best.algorithm,
+            best.dtype,
+            best.restarts,
+            self._products(best.dtype, min(rows, cols)),
+            max(1, room),
+            self._reason(best, seconds),
+        )
+
+    @property
+    def _rates(self) -> Rates:
+        return RATES[self.device] if self.device in RATES else RATES["cuda"]
+
+    def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
+        """What is safe; of equally fast ones the first is taken."""
+        dtypes = sorted(DTYPES, key=lambda name: -self._rates.flops[name]) if self.dtype == "auto" else [self.dtype]
+        if self.dtype == "auto" and self._rates.flops["float16"] == self._rates.flops["bfloat16"]:
+            # Eight times as exact at the same speed.
+            dtypes.remove("bfloat16")
+        small, large = sorted((rows, cols))
+        standard = [Method("standard", dtype) for dtype in dtypes]
+        grams = [Method("gram", dtype, restarts(steps)) for dtype in dtypes if dtype != "bfloat16"]
+        unbroken = small <= UNBROKEN_ROWS and large >= UNBROKEN_ASPECT * small and steps <= UNBROKEN_STEPS
+        if "float32" in dtypes and unbroken:
+            grams.append(Method("gram", "float32"))
+        if self.algorithm == "standard":
+            return standard
+        if self.algorithm == "gram":
+            return grams
+        pays = small >= GRAM_ROWS and large >= GRAM_ASPECT * small
+        return [*standard, *(grams if pays else ())]
+
+    def _seconds(self, method: Method, rows: int, cols: int, steps: Coefficients) -> float:
+        """Time by products or by passes over memory, whichever is longer, in a stack that fills the device."""
+        m, n = sorted((rows, cols))
+        if method.algorithm == "gram":
+            runs = len(method.restarts) + 1
+            elements = runs * (3 * m * n + 2 * m * m) + (4 * len(steps) - 3 * runs) * 4 * m * m
+        else:
+            elements = len(steps) * (4 * m * n + 5 * m * m)
+        moved = elements * DTYPES[method.dtype].itemsize
+        rates = self._rates
+        return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.bandwidth)
+
+    def _products(self, dtype: str, small: int) -> str:
+        fitting = [kernel for kernel in self.kernels if kernel.dtype == dtype and kernel.rows <= small]
+        return max(fitting, key=lambda kernel: kernel.rows).products if fitting else "plain"
+
+    def _reason(self, best: Method, seconds: Mapping[Method, float]) -> str:
+        if len(seconds) == 1 and self.algorithm != "auto":
+            return ""
+        others = {str(method): time for method, time in seconds.items() if method != best}
+        if not others:
+            return f"alone safe on {self.device} for this shape"
+        name = min(others, key=lambda other: others[other])
+        return f"{others[name] / seconds[best]:.2f} x as fast on {self.device} as {name}"
+
+
+def restarts(steps: int) -> tuple[int, ...]:
+    """Steps before which the Gram iteration begins anew: every second one, and no run of one step at the end.
+
+    Longer runs lose the small singular values to rounding: with the ten steps of DeepSeek-V4 a run of four has more
+    error in float16 than the standard iteration in bfloat16.
+    """
+    return tuple(range(2, steps - 1, 2))

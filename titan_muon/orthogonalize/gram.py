@@ -1,0 +1,63 @@
+"""The Newton-Schulz iteration on the smaller Gram matrix, on stacks of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .coefficients import Coefficients
+from .products import PLAIN, Products, multiply, polynomial, smaller_first
+from .standard import normalized
+
+
+def gram(
+    stack: Tensor,
+    steps: Coefficients,
+    eps: float,
+    dtype: torch.dtype,
+    restarts: Sequence[int] = (),
+    products: Products = PLAIN,
+) -> Tensor:
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype, new memory.
+
+    The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute: so it can be run on the small R, with
+    Q the product of all polynomials, and X be multiplied by Q once. Rounding makes R and Q drift apart from X; a
+    restart before step i, for each i of `restarts`, multiplies Q into X and begins anew. Source: Zhang et al.,
+    "Gram Newton-Schulz" (2026).
+    """
+    return _iterated(normalized(stack, eps, dtype), steps, restarts, products).to(stack.dtype)
+
+
+def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
+    following = torch.empty_like(x)
+    work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
+    starts = (0, *restarts, len(steps))
+    for first, last in pairwise(starts):
+        q = _accumulated(x, steps[first:last], work, products)
+        multiply(q, x, out=following)
+        x, following = following, x
+    return x
+
+
+def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
+    """The product of the steps' polynomials a I + b R + c R R, R advanced from X Xᵀ by each; it is one of `work`."""
+    r, q, z, spare = work
+    products.gram(smaller_first(x), out=r)
+    for index, (a, b, c) in enumerate(steps):
+        if len(steps) == 1:
+            polynomial(products, r, b, c, delta=a, out=q)
+            break
+        polynomial(products, r, b, c, out=z)
+        if index == 0:
+            q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            products.symmetric(q, z, q, alpha=1.0, beta=a, out=spare)
+            q, spare = spare, q
+        if index + 1 < len(steps):
+            # R (Z + a I)²: the next X Xᵀ.
+            products.symmetric(r, z, r, alpha=1.0, beta=a, out=spare)
+            products.symmetric(spare, z, spare, alpha=1.0, beta=a, out=r)
+    return q

@@ -1,0 +1,67 @@
+"""Batched products of matrices that are known to be symmetric, by plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Products(Protocol):
+    """How the symmetric products of an iteration are made. X is (count, m, n), all others are (count, m, m)."""
+
+    def gram(self, x: Tensor, out: Tensor) -> None:
+        """Fill `out` with X Xᵀ."""
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
+    ) -> None:
+        """Fill `out` with alpha A B + beta C + delta I. A, B and C are symmetric, A and B commute."""
+
+
+class PlainProducts:
+    """Products that compute all of a symmetric matrix, at the rate of the device's matrix library."""
+
+    def gram(self, x: Tensor, out: Tensor) -> None:
+        """Fill `out` with X Xᵀ."""
+        torch.bmm(x, x.mT, out=out)
+
+    def symmetric(
+        self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
+    ) -> None:
+        """Fill `out` with alpha A B + beta C + delta I."""
+        torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
+        if delta != 0:
+            out.diagonal(dim1=1, dim2=2).add_(delta)
+
+
+PLAIN = PlainProducts()
+
+
+def smaller_first(x: Tensor) -> Tensor:
+    """(count, rows, cols) with the smaller side as rows: a transposed view of tall matrices."""
+    return x.mT if x.size(1) > x.size(2) else x
+
+
+def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with delta I + b R + c R R for symmetric R (count, m, m)."""
+    if c != 0:
+        products.symmetric(r, r, r, alpha=c, beta=b, delta=delta, out=out)
+        return
+    # Not a product with alpha = 0: PyTorch 2.13 ignores that alpha in float16 on CPUs.
+    torch.mul(r, b, out=out)
+    if delta != 0:
+        out.diagonal(dim1=1, dim2=2).add_(delta)
+
+
+def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric.
+
+    Tall matrices are multiplied from the right, since results go to transposed memory a thousand times slower on CPUs.
+    """
+    left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
+    if beta == 0:
+        torch.bmm(left, right, out=out)
+    else:
+        torch.baddbmm(x, left, right, beta=beta, out=out)
