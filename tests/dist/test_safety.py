@@ -271,6 +271,19 @@ def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dic
         assert same
 
 
+def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
+    weight = nn.Parameter(full("layers.0.weight", 0))
+    optimizer = Muon([("layers.0.weight", weight)])
+    weight.grad = full("layers.0.weight", 1) if rank == 0 else None
+    return message(optimizer.step)
+
+
+def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
+    """As under DDP: every rank orthogonalizes its copy, and none may go on alone."""
+    for said in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
+        assert "no gradient for layers.0.weight" in said
+
+
 def test_storage_that_is_wrong_on_one_rank_is_refused_on_every_rank() -> None:
     for text in run_ranks(strided_on_one_rank, 2, timeout=SECONDS):
         assert "layers.0.weight: its storage is not contiguous" in text
