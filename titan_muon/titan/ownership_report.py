@@ -28,8 +28,8 @@ def loads(parameters: Mapping[str, Tensor], summary: Summary, world_size: int) -
     return {rank: Load(matrices[rank], held[rank], flops.get(rank, 0)) for rank in matrices} if owned else {}
 
 
-def ownership_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
-    """How even the owners are, which ranks own nothing, and the table owner -> matrices, bytes, FLOPs of its step."""
+def ownership_summary(loads: Mapping[int, Load]) -> Iterable[str]:
+    """How even the owners are, and how many ranks own nothing."""
     if not loads:
         return
     held = [load.bytes for load in loads.values()]
@@ -38,6 +38,13 @@ def ownership_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
     if idle := sum(1 for load in loads.values() if load.matrices == 0):
         total = sum(load.matrices for load in loads.values())
         yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
+
+
+def ownership_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
+    """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
+    if not loads:
+        return
+    yield from ownership_summary(loads)
     table = list(load_lines(loads))
     yield from (f"  {line}" for line in (table if full else table[: SHOWN + 1]))
     if not full and len(table) > SHOWN + 1:

@@ -31,7 +31,7 @@ from titan_muon.titan.console import say, say_error, set_up_logging
 from titan_muon.titan.explain import optimizer_lines, parameter_table, plan_lines
 from titan_muon.titan.metrics import Metrics, StepReport
 from titan_muon.titan.optimizers import HybridOptimizers
-from titan_muon.titan.ownership_report import loads, ownership_lines
+from titan_muon.titan.ownership_report import loads, ownership_lines, ownership_summary
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.runs import Run, agree, begin, discard
 from titan_muon.titan.signals import StopSignals
@@ -294,7 +294,7 @@ def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:
     lines = "\n".join([*counts, *plan_lines(plan, summary)])
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
     owned = {} if summary is None else loads(named, summary, dist.get_world_size())
-    say("\n".join([lines, *list(ownership_lines(owned, full=False))[:2]]))
+    say("\n".join([lines, *ownership_summary(owned)]))
     table = parameter_table(optimizers.assignments, named, plan, full=True)
     owners = "\n".join(ownership_lines(owned, full=True))
     (Path(run.folder) / OPTIMIZERS_FILE).write_text(f"{table}\n\n{lines}\n\n{owners}\n", encoding="utf-8")
