@@ -18,11 +18,7 @@ LAYOUTS = {
     "dense": (2, DENSE, 1e-4),
     "experts": (2, {"parallelism__expert_parallel_degree": 2}, 1e-3),
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
-    "replicas, one owner": (
-        4,
-        {**DENSE, "parallelism__data_parallel_replicate_degree": 2, "placement__replicas": "one"},
-        1e-4,
-    ),
+    "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
@@ -40,19 +36,18 @@ def train(recipe: object) -> str:
     return trainer.train(recipe)
 
 
-def both(rank: int, world_size: int, folder: Path, options: dict[str, object]) -> list[str]:
+def both(rank: int, world_size: int, folder: Path, options: dict[str, object], replicas: str) -> list[str]:
     batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
-    return [
-        train(tiny.recipe(folder, name=name, placement__muon=name, **{**SHARED, **batch, **options}))
-        for name in ("owned", "shard0")
-    ]
+    shared = {**SHARED, **batch, **options}
+    owned = {"placement__muon": "owned", "placement__replicas": replicas}
+    return [train(tiny.recipe(folder, name="owned", **shared, **owned)), train(tiny.recipe(folder, **shared))]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
     world_size, options, tolerance = LAYOUTS[layout]
     tiny.write_recipe(tmp_path)
-    owned, sharded = run_ranks(both, world_size, tmp_path, options)[0]
+    owned, sharded = run_ranks(both, world_size, tmp_path, options, "one" if "one owner" in layout else "each")[0]
     losses = tiny.records(owned, "loss")
     assert losses.keys() == set(range(1, 7))
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
