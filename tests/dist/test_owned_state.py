@@ -19,10 +19,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.harness import run_ranks
-from tests.dist.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
+from tests.dist.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from titan_muon import Muon, Owners, own
 from titan_muon.matrices import Split
 from titan_muon.owned import full_state_dict, gather, is_owned
+from titan_muon.plan.cost import standard_flops
 
 LAYOUTS = {
     "owned": Setup("owned"),
@@ -299,6 +300,18 @@ def test_a_rule_makes_matrices_of_other_shapes() -> None:
     assert run_ranks(stacks, 2) == [(True, True)] * 2
 
 
-def test_nothing_but_matrices_is_owned_by_default() -> None:
+def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
+    """What is owned by default, and the FLOPs of its items by default and by a count of one's own."""
+    mesh = init_device_mesh("cpu", (world_size,))
     model = make()
-    assert {p.ndim for p in matrices(model)} == {2}
+    plain = Owners(model, mesh=mesh)
+    counted = Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
+    return set(plain.sites), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
+
+
+def test_matrices_alone_are_owned_by_default_and_weighed_as_one_says() -> None:
+    names, plain, counted = run_ranks(chosen, 1)[0]
+    matrices_of_all = {name: tuple(p.shape) for name, p in make().named_parameters() if p.ndim == 2}
+    assert names == matrices_of_all.keys()
+    assert plain == tuple(standard_flops(*shape, 5) for shape in matrices_of_all.values())
+    assert counted == tuple(rows for rows, _ in matrices_of_all.values())

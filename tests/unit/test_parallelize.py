@@ -8,6 +8,8 @@ import torch
 from torch.torch_version import TorchVersion
 
 import models
+from titan_muon.plan.cost import gram_flops, standard_flops
+from titan_muon.titan.owned_placement import _flops
 from titan_muon.titan.parallelize import with_placement
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.sections import Parallelism, Placement
@@ -69,3 +71,10 @@ def test_the_given_specification_is_left_alone() -> None:
     parallelize_fn = spec.parallelize_fn
     assert with_placement(spec, Recipe()).parallelize_fn is not parallelize_fn
     assert spec.parallelize_fn is parallelize_fn
+
+
+def test_owners_are_weighed_by_the_algorithm_that_runs() -> None:
+    """On a GPU `auto` takes the Gram iteration for a wide matrix, which costs less than the standard one."""
+    flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
+    assert flops["cpu"] == standard_flops(1024, 8192, 5)
+    assert flops["cuda"] == gram_flops(1024, 8192, 5, restarts=1) < flops["cpu"]

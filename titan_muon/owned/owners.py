@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,6 +20,9 @@ from ..plan.ownership import Item, Ownership, assign_owners, load_lines
 from .passes import Passes
 from .rest import is_owned, owner_mesh
 from .unit import Group
+
+FlopCount = Callable[[int, int], int]
+"""FLOPs of orthogonalizing a matrix of (rows, columns)."""
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile add to names."""
@@ -46,7 +49,7 @@ class Owners:
             in each replica. For one owner among all replicas give the flattened mesh.
         params: the parameters to own; by default every matrix of the model.
         split: which parameters are several matrices, or not 2D, see `matrices.Split`.
-        ns_steps: Newton-Schulz steps, for the cost.
+        flops: of orthogonalizing a matrix of (rows, columns), for the balance; by default five standard steps.
 
     Attributes:
         ownership: who owns what, by rank of the shard axis.
@@ -65,14 +68,15 @@ class Owners:
         mesh: DeviceMesh,
         params: Iterable[nn.Parameter] | None = None,
         split: Sequence[Split] = (),
-        ns_steps: int = 5,
+        flops: FlopCount | None = None,
     ) -> None:
         self.group = _group(mesh)
         self.collectives = Collectives()
         self.traffic = self.collectives.traffic
         self.passes = Passes(self.group, self.collectives)
         self.sites: Mapping[str, Site] = _sites(model, params)
-        items = [_item(fqn, site, mesh, split, ns_steps) for fqn, site in self.sites.items()]
+        counted = _five_standard_steps if flops is None else flops
+        items = [_item(fqn, site, mesh, split, counted) for fqn, site in self.sites.items()]
         if not items:
             raise ValueError("there is nothing to own: the model has no matrix; give params, or use fully_shard alone")
         self.ownership = assign_owners(items, self.group.size)
@@ -148,7 +152,11 @@ def plain_name(fqn: str) -> str:
     return fqn
 
 
-def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], ns_steps: int) -> Item:
+def _five_standard_steps(rows: int, cols: int) -> int:
+    return standard_flops(rows, cols, 5)
+
+
+def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], flops: FlopCount) -> Item:
     parameter = getattr(site.module, site.name)
     if is_owned(parameter):
         raise ValueError(f"{fqn}: owned already; own every module once")
@@ -161,8 +169,8 @@ def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], ns_ste
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
     rows = [sum(stop - start for start, stop in block.rows) for block in stack.blocks]
-    flops = sum(standard_flops(height, columns, ns_steps) for height in rows)
-    return Item(fqn, layer_of(fqn), flops, local(parameter).numel() * parameter.element_size())
+    cost = sum(flops(height, columns) for height in rows)
+    return Item(fqn, layer_of(fqn), cost, local(parameter).numel() * parameter.element_size())
 
 
 def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:

@@ -15,6 +15,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.matrices import Split
+from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
@@ -69,7 +70,11 @@ def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     owners = Owners(
-        model, mesh=mesh, params=_matrices(recipe, model, layers), split=_splits(recipe), ns_steps=recipe.muon.ns_steps
+        model,
+        mesh=mesh,
+        params=_matrices(recipe, model, layers),
+        split=_splits(recipe),
+        flops=_flops(recipe, mesh.device_type),
     )
     reshard = get_fsdp_reshard_after_forward_policy(options["reshard_after_forward_policy"], options["pp_enabled"])
     for layer in layers:
@@ -85,6 +90,14 @@ def _own_layers(
                 # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
                 gradient_divide_factor=1.0,
             )
+
+
+def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
+    """What the recipe's Newton-Schulz costs on a type of device, by the algorithm that will run."""
+    muon = recipe.muon
+    steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
+    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device)
+    return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 
 def _splits(recipe: Recipe) -> tuple[Split, ...]:
