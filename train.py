@@ -3,8 +3,8 @@
 import os
 import sys
 
-from titan_muon.titan.command_line import Command, parse
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.command_line import Command, parse
 
 
 def main(command: Command) -> int:
@@ -14,11 +14,11 @@ def main(command: Command) -> int:
 
     compat.install()
     if command.dry_run:
-        from titan_muon.titan.dry_run import report
+        from titan_muon.titan.dry_run.report import report
 
         report(command.recipe, command.world_size, full=command.full, json=command.json)
         return 0
-    from titan_muon.titan import trainer
+    from titan_muon.titan.run import trainer
 
     return trainer.run(command.recipe)
 

@@ -45,7 +45,7 @@ def model_spec(
     and v are parameters of their own, so each is one matrix. Raises RecipeError if the family, the flavour
     or the attention is unknown, or if the attention cannot run on the device.
     """
-    from titan_muon.titan.attention import use_attention
+    from titan_muon.titan.model.attention import use_attention
 
     _check("model.flavor", flavor, flavors(name))
     spec = importlib.import_module(f"models.{name}").build(flavor, vocab_size)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
-from run_folder import LOSSES, Run, RunError, Series, common_steps, read_runs, smooth, smoothing_window
-from run_picture import draw
+from compare.run_folder import LOSSES, Run, RunError, Series, common_steps, read_runs, smooth, smoothing_window
+from compare.run_picture import draw
 
 ABSENT = "-"
 

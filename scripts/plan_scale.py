@@ -20,13 +20,13 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from titan_muon.titan import compat  # noqa: E402
+from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.plan import summarize  # noqa: E402
-from titan_muon.titan.blueprint import draw  # noqa: E402
-from titan_muon.titan.recipe import load  # noqa: E402
+from titan_muon.plan import summarize
+from titan_muon.titan.dry_run.meta_model import draw
+from titan_muon.titan.recipe import load
 
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
 RANKS = (8, 32, 64, 128, 256, 512, 1024)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from . import update
-from .alarm import Alarm
 from .exchange import Exchange, Load
+from .faults import Alarm
 from .orthogonalize import Iteration, Method, orthogonalize, silence
+from .params import Member, Storage
 from .plan.layout import Span, spans
 from .plan.program import Program
 from .plan.schedule import Act
 from .plan.stacks import stacks
 from .plan.types import Plan
-from .storage import Member, Storage
 
 TOGETHER_BYTES = 2**25
 """Most bytes of pieces that an accelerator advances the momentum of in one launch; as many are new memory meanwhile."""

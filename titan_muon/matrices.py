@@ -11,7 +11,7 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .layouts import layer_of, layout_of
+from .dtensor import layer_of, layout_of
 from .plan.types import Block, Interval, Parameter, Stack
 
 

@@ -18,19 +18,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry, update
-from .alarm import Alarm
+from .dtensor import layout_of, local
 from .exchange import Council, Exchange, Word
 from .executor import Executor
-from .layouts import layout_of, local
+from .faults import Alarm
 from .matrices import Split, check_splits, planned
 from .orthogonalize import KERNEL_CHOICES, Dispatch, Iteration, Method, iteration, kernels_for
-from .plan.cost import Link, Work
-from .plan.groups import connected
-from .plan.layout import Geometries
-from .plan.planner import PlanOptions, make_plan
-from .plan.program import make_program
-from .plan.types import Plan
-from .storage import (
+from .params import (
     Fault,
     Member,
     Storage,
@@ -41,6 +35,12 @@ from .storage import (
     storage_fault,
     storage_of,
 )
+from .plan.cost import Link, Work
+from .plan.groups import connected
+from .plan.layout import Geometries
+from .plan.planner import PlanOptions, make_plan
+from .plan.program import make_program
+from .plan.types import Plan
 
 WIRE_DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,

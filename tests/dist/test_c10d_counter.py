@@ -10,7 +10,7 @@ import torch.distributed._functional_collectives as functional
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.dist.c10d_counter import CollectiveCounter
+from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 
 Calls = dict[str, Callable[[], object]]

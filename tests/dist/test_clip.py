@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
 from titan_muon.owned import gather
-from titan_muon.owned.rest import at_rest, placed_like
+from titan_muon.owned.param import at_rest, placed_like
 from titan_muon.titan.clip import GradientClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3))

@@ -11,9 +11,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests.dist.harness import run_ranks
-from titan_muon.titan.data import dataloader_config, tokenizer_config
-from titan_muon.titan.sections import Data
-from titan_muon.titan.tokenizers import ByteTokenizer
+from titan_muon.titan.data.loader import dataloader_config, tokenizer_config
+from titan_muon.titan.data.tokenizers import ByteTokenizer
+from titan_muon.titan.recipe.sections import Data
 
 
 @pytest.fixture

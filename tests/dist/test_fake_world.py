@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.dist.c10d_counter import CollectiveCounter
+from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon import Muon
 from titan_muon.plan.program import Run, make_program
 from titan_muon.plan.summary import summarize

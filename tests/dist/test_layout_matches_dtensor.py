@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.dist.harness import run_ranks
-from titan_muon.layouts import layout_of
+from titan_muon.dtensor import layout_of
 from titan_muon.plan.layout import Geometry, region
 from titan_muon.plan.types import Block, Interval, Stack
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
-from tests.dist.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from titan_muon import Muon, Owners, own
 from titan_muon.matrices import Split
 from titan_muon.owned import full_state_dict, gather, is_owned

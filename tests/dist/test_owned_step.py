@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.dist.c10d_counter import Call, CollectiveCounter
+from benchmarks.c10d_counter import Call, CollectiveCounter
+from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from tests.dist.harness import run_ranks
-from tests.dist.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
 

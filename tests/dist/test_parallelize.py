@@ -12,7 +12,7 @@ import torch
 
 from tests.dist.harness import run_ranks
 from titan_muon.owned import gather, is_owned
-from titan_muon.owned.rest import placed_like
+from titan_muon.owned.param import placed_like
 from titan_muon.titan import compat
 
 BATCH, LENGTH, VOCAB = 4, 256, 258
@@ -99,9 +99,9 @@ def _config(layout: Layout):
     from torchtitan.trainer import Trainer
 
     import models
-    from titan_muon.titan.parallelize import with_placement
+    from titan_muon.titan.model.parallelize import with_placement
     from titan_muon.titan.recipe import Recipe
-    from titan_muon.titan.sections import Placement
+    from titan_muon.titan.recipe.sections import Placement
 
     spec = models.model_spec(*layout.model.split("/"), vocab_size=VOCAB)
     degrees = {"data_parallel_shard_degree": 1} | {KEYS[axis]: n for axis, n in layout.degrees.items()}
@@ -134,7 +134,7 @@ def _initialized(model: torch.nn.Module) -> torch.nn.Module:
 
 def _reference(layout: Layout):
     """The plain model's loss and the model itself, gradients in place."""
-    from titan_muon.titan.attention import share_dense_mask
+    from titan_muon.titan.model.attention import share_dense_mask
 
     config = _config(Layout(layout.model))
     config.model_spec.model.update_from_config(config=config)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.dist.c10d_counter import CollectiveCounter
+from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.executor import Stack

@@ -15,7 +15,7 @@ def train(recipe: object) -> str:
     from titan_muon.titan import compat
 
     compat.install()
-    from titan_muon.titan import trainer
+    from titan_muon.titan.run import trainer
 
     return trainer.train(recipe)
 

@@ -60,7 +60,7 @@ def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[
 
     compat.install()
     from titan_muon.titan.recipe import load
-    from titan_muon.titan.trainer import train
+    from titan_muon.titan.run.trainer import train
 
     folder = train(load(path, overrides))
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

@@ -15,8 +15,8 @@ from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.blueprint import draw, smallest_world, this_device  # noqa: E402
-from titan_muon.titan.dry_run import report  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import draw, smallest_world, this_device  # noqa: E402
+from titan_muon.titan.dry_run.report import report  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titan_muon"
-TENSORS_ONLY = ("orthogonalize", "update", "matrices", "layouts", "storage")
+TENSORS_ONLY = ("orthogonalize", "update", "matrices", "dtensor", "params")
 COLLECTIVES = {
     "all_reduce",
     "all_reduce_coalesced",
@@ -119,7 +119,7 @@ def test_the_exchange_knows_plans_and_not_the_optimizer(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [path for path in LIBRARY if part(path) == "owned"], ids=name)
 def test_owned_placement_knows_nothing_of_the_optimizer(path: Path) -> None:
-    unknown = ("titan_muon.muon", "titan_muon.executor", "titan_muon.storage", "titan_muon.orthogonalize")
+    unknown = ("titan_muon.muon", "titan_muon.executor", "titan_muon.params", "titan_muon.orthogonalize")
     for module in imports(path):
         assert not any(within(module, one) for one in unknown), f"{name(path)} imports {module}"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import models
-from titan_muon.titan import attention
-from titan_muon.titan.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
+from titan_muon.titan.model import attention
+from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
 from titan_muon.titan.recipe import RecipeError
 
 LENGTH = 48

@@ -8,19 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import bench_orthogonalize as bench
 from titan_muon.orthogonalize import COEFFICIENTS, Method
 from titan_muon.plan.cost import standard_flops
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
-
-import bench_orthogonalize as bench  # noqa: E402
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 CPU = bench.Bench(torch.device("cpu"), 1, 1e12, ())
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench_orthogonalize.py"), *arguments]
+    command = [sys.executable, str(BENCHMARKS / "bench_orthogonalize.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 

@@ -1,4 +1,4 @@
-"""scripts/bench_step.py: what it measures is right, on a tiny model; its errors."""
+"""benchmarks/bench_step.py: what it measures is right, on a tiny model; its errors."""
 
 import json
 import subprocess
@@ -9,22 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-SCRIPTS = Path(__file__).parents[2] / "scripts"
-# Where Python finds the neighbours of a script that it runs.
-sys.path.insert(0, str(SCRIPTS))
+from benchmarks import bench_step, contenders
 
-import bench_contenders  # noqa: E402
-import bench_step  # noqa: E402
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 RANKS = 2
-MODEL = bench_contenders.MODELS["tiny"]
+MODEL = contenders.MODELS["tiny"]
 ELEMENTS = sum(rows * cols for rows, cols in MODEL.shapes.values()) * MODEL.layers
 MATRICES = len(MODEL.shapes) * MODEL.layers
 OURS = ("all_gather", "all_to_all", "all_gather_reduce_scatter")
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPTS / "bench_step.py"), *arguments]
+    command = [sys.executable, str(BENCHMARKS / "bench_step.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
@@ -48,7 +45,7 @@ def rows(output: tuple[str, dict]) -> dict[str, dict]:
 
 def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict], rows: dict[str, dict]) -> None:
     text, figures = output
-    assert list(rows) == list(bench_contenders.CONTENDERS)
+    assert list(rows) == list(contenders.CONTENDERS)
     assert {key: figures[key] for key in ("model", "nproc", "repeats")} == {
         "model": "tiny",
         "nproc": RANKS,

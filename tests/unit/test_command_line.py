@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan import schema, sections
-from titan_muon.titan.command_line import Command, parse
-from titan_muon.titan.recipe import Recipe, differences, load
+from titan_muon.titan.recipe import Recipe, differences, load, schema, sections
+from titan_muon.titan.recipe.command_line import Command, parse
 
 # Overrides
 
@@ -157,5 +156,6 @@ def test_help_of_a_recipe_shows_the_recipes_values(tmp_path: Path, capsys: pytes
 
 
 def test_a_command_line_is_read_without_torch() -> None:
-    code = "import sys, titan_muon.titan.command_line; sys.exit('torch' in sys.modules or 'torchtitan' in sys.modules)"
+    imported = "import sys, titan_muon.titan.recipe.command_line"
+    code = f"{imported}; sys.exit('torch' in sys.modules or 'torchtitan' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

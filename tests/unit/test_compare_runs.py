@@ -13,8 +13,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_runs  # noqa: E402
-import run_folder  # noqa: E402
-import run_picture  # noqa: E402
+from compare import run_folder, run_picture  # noqa: E402
 
 RECIPE = """
 [muon]

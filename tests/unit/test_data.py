@@ -11,11 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
-from titan_muon.titan import corpus as corpus_module
-from titan_muon.titan import documents as documents_module
-from titan_muon.titan.blocks import Blocks
-from titan_muon.titan.corpus import Corpus, CorpusSource
-from titan_muon.titan.data import (
+from titan_muon.titan.data import corpus as corpus_module
+from titan_muon.titan.data import documents as documents_module
+from titan_muon.titan.data.blocks import Blocks
+from titan_muon.titan.data.corpus import Corpus, CorpusSource
+from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.data.loader import (
     PackedDataLoader,
     bytes_per_token,
     dataloader_config,
@@ -23,10 +24,9 @@ from titan_muon.titan.data import (
     validation_steps,
     vocab_size,
 )
-from titan_muon.titan.documents import Documents
+from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer
 from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.sections import Data
-from titan_muon.titan.tokenizers import BPETokenizer, ByteTokenizer
+from titan_muon.titan.recipe.sections import Data
 
 BOS, EOS, SEQ_LEN = 256, 257, 16
 TEXTS = ["", "plain ascii\n", "naïve — ünïcode", "🙂🚀 한국어", "a\0b\r\n\ttabs", "�", "<s></s><|endoftext|>"]

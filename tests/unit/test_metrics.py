@@ -13,10 +13,10 @@ from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan import metrics  # noqa: E402
-from titan_muon.titan.metrics import JsonLines, Metrics, StepReport, flatten, read_until  # noqa: E402
-from titan_muon.titan.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
-from titan_muon.titan.step_timer import StepTimer  # noqa: E402
+from titan_muon.titan.run import metrics  # noqa: E402
+from titan_muon.titan.run.metrics import JsonLines, Metrics, StepReport, flatten, read_until  # noqa: E402
+from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
+from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
 REPORT = StepReport(
     step=10,

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from titan_muon import Muon, registry
-from titan_muon.titan import compat, sections
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import Recipe, RecipeError, sections
 
 compat.install()
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon.owned import is_owned, private
-from titan_muon.owned.rest import at_rest, held_elements, holders
+from titan_muon.owned.param import at_rest, held_elements, holders
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from torch.torch_version import TorchVersion
 
 import models
 from titan_muon.plan.cost import gram_flops, standard_flops
-from titan_muon.titan.owned_placement import _flops
-from titan_muon.titan.parallelize import with_placement
+from titan_muon.titan.model.owned_placement import _flops
+from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.sections import Parallelism, Placement
+from titan_muon.titan.recipe.sections import Parallelism, Placement
 
 
 def _spec():

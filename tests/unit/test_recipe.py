@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan import schema, sections
-from titan_muon.titan.recipe import Recipe, load
+from titan_muon.titan.recipe import Recipe, load, schema, sections
 
 # Files
 

@@ -8,9 +8,8 @@ from typing import Literal
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan import schema, sections
-from titan_muon.titan.constraints import CONSTRAINTS, RELATIONS
-from titan_muon.titan.recipe import Recipe, check_degrees, load
+from titan_muon.titan.recipe import Recipe, check_degrees, load, schema, sections
+from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
 
 # Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan import sections
-from titan_muon.titan.recipe import Recipe, differences, load, to_toml
+from titan_muon.titan.recipe import Recipe, differences, load, sections, to_toml
 
 # Writing
 

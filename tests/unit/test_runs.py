@@ -13,8 +13,8 @@ from titan_muon.titan.recipe import Recipe, RecipeError, load
 
 compat.install()
 
-from titan_muon.titan.checkpoints import flaw, saved_steps  # noqa: E402
-from titan_muon.titan.runs import Run, begin, discard, open_run  # noqa: E402
+from titan_muon.titan.run.checkpoints import flaw, saved_steps  # noqa: E402
+from titan_muon.titan.run.runs import Run, begin, discard, open_run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -3,9 +3,9 @@
 After DMuon and TorchTitan's FlexShard (pytorch/torchtitan#3502), built beside FSDP2 and for every mesh.
 """
 
-from .gather import full_state_dict, gather
 from .own import own
 from .owners import Owners
-from .rest import is_owned
+from .param import is_owned
+from .state_dict import full_state_dict, gather
 
 __all__ = ["Owners", "full_state_dict", "gather", "is_owned", "own"]

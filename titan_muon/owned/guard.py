@@ -8,8 +8,8 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from .rest import holders, is_owned
-from .unit import Unit
+from .param import holders, is_owned
+from .param_group import Unit
 
 
 def guard(tensor: Any, fqn: str) -> None:

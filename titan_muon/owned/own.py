@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from .guard import guard_state_dict
+from .hooks import Station
 from .owners import Owners, Site, use_device
-from .passes import Station
-from .rest import at_rest
-from .unit import Face, OwnedParameter, State, Unit
+from .param import at_rest
+from .param_group import Face, OwnedParameter, State, Unit
 
 
 def own(

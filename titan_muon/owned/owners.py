@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ..dtensor import layer_of, local
 from ..exchange import Collectives
-from ..layouts import layer_of, local
 from ..matrices import Split, stack_of
 from ..plan.cost import standard_flops
 from ..plan.ownership import Item, Ownership, assign_owners, load_lines
-from .passes import Passes
-from .rest import is_owned, owner_mesh
-from .unit import Group
+from .hooks import Passes
+from .param import is_owned, owner_mesh
+from .param_group import Group
 
 FlopCount = Callable[[int, int], int]
 """FLOPs of orthogonalizing a matrix of (rows, columns)."""

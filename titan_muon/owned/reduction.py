@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..exchange import Collectives
-from .unit import Group, OwnedParameter, Unit
+from .param_group import Group, OwnedParameter, Unit
 
 
 class Reduction:

@@ -15,8 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from titan_muon import registry
 from titan_muon.matrices import Assignment, Rule, Split, assign, default_rules
 from titan_muon.plan.cost import Link
-from titan_muon.titan import sections
-from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe import Recipe, RecipeError, sections
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,216 @@
+"""Training with owned matrices beside FSDP2 alone: memory, traffic and time of the passes and of Muon's step.
+
+Each process has one thread and talks over gloo, on the CPU. Both train the same transformer; their timed steps take
+turns, so that whatever else the machine does hits both alike.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+# Run as a script, a file finds only its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.c10d_counter import CollectiveCounter
+from benchmarks.memory_use import allocated
+from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, place
+from titan_muon import Muon
+
+PLACEMENTS = ("owned", "sharded")
+PEAKS = 5
+"""Passes whose memory is measured; gloo's threads free their copies a little earlier or later."""
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One placement on all ranks.
+
+    Attributes:
+        rest: bytes of parameters on the rank with most.
+        peak: most bytes that forward and backward allocate on a rank beyond what was there before, of several passes.
+        forward: bytes sent over all ranks.
+        backward: the same.
+        step: the same, in Muon's step.
+        calls: collectives that the rank with most launches in forward and backward.
+        step_calls: the same, in Muon's step.
+        passes_ms: median time of forward and backward.
+        step_ms: median time of Muon's step.
+    """
+
+    name: str
+    rest: int
+    peak: int
+    forward: int
+    backward: int
+    step: int
+    calls: int
+    step_calls: int
+    passes_ms: float
+    step_ms: float
+
+
+class Trainee:
+    """A model and the Muon of its matrices under one placement, after two steps."""
+
+    def __init__(self, name: str, rank: int, nproc: int, sizes: dict[str, int], reshard: bool) -> None:
+        self.rank, self.nproc = rank, nproc
+        setup = Setup(name, reshard=reshard, policy=POLICY)
+        self.model: Net = make(**sizes)
+        place(self.model, setup, data_mesh(nproc, setup, self.model))
+        named = [(n, p) for n, p in self.model.named_parameters() if "layers" in n and p.ndim == 2]
+        self.optimizer = Muon(named, lr=1e-3)
+        self.rest = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
+        self.passes(0)
+        self.optimizer.step()
+
+    def forward(self, step: int) -> torch.Tensor:
+        return loss_of(self.model, self.rank, self.nproc, step)
+
+    def passes(self, step: int) -> None:
+        """Forward and backward, with gradients from nothing, as the optimizer leaves them."""
+        self.model.zero_grad(set_to_none=True)
+        self.forward(step).backward()
+
+    def counts(self) -> list[int]:
+        """Peak, bytes sent in forward, backward and step, and the calls of both passes and of the step."""
+        peak = 0
+        for step in range(PEAKS):
+            self.model.zero_grad(set_to_none=True)
+            peak = max(peak, allocated(lambda step=step: self.passes(step))[1])  # type: ignore[misc]
+        self.model.zero_grad(set_to_none=True)
+        with CollectiveCounter() as forward:
+            loss = self.forward(2)
+        with CollectiveCounter() as backward:
+            loss.backward()
+        with CollectiveCounter() as step:
+            self.optimizer.step()
+        calls = len(forward.calls) + len(backward.calls)
+        return [self.rest, peak, forward.sent, backward.sent, step.sent, calls, len(step.calls)]
+
+    def times(self, step: int) -> tuple[float, float]:
+        return seconds(lambda: self.passes(step)), seconds(self.optimizer.step)
+
+
+def seconds(act: Callable[[], object]) -> float:
+    """Time of the slowest rank."""
+    dist.barrier()
+    start = time.perf_counter()
+    act()
+    taken = torch.tensor(time.perf_counter() - start)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return float(taken)
+
+
+def run(rank: int, nproc: int, sizes: dict[str, int], repeats: int, reshard: bool) -> list[Figures]:
+    """The figures of both placements, the same on every rank."""
+    trainees = {name: Trainee(name, rank, nproc, sizes, reshard) for name in PLACEMENTS}
+    counted: dict[str, list[list[int]]] = {}
+    for name, trainee in trainees.items():
+        ranks: list[Any] = [None] * nproc
+        dist.all_gather_object(ranks, trainee.counts())
+        counted[name] = ranks
+    timed: dict[str, list[tuple[float, float]]] = {name: [] for name in PLACEMENTS}
+    for repeat in range(repeats):
+        for name in PLACEMENTS if repeat % 2 else reversed(PLACEMENTS):
+            timed[name].append(trainees[name].times(repeat))
+    return [figures(name, counted[name], timed[name]) for name in PLACEMENTS]
+
+
+def figures(name: str, ranks: Sequence[Sequence[int]], times: Sequence[tuple[float, float]]) -> Figures:
+    """One placement's figures, from the counts of each rank and the times of the slowest."""
+    rest, peak, forward, backward, step, calls, step_calls = zip(*ranks, strict=True)
+    return Figures(
+        name=name,
+        rest=max(rest),
+        peak=max(peak),
+        forward=sum(forward),
+        backward=sum(backward),
+        step=sum(step),
+        calls=max(calls),
+        step_calls=max(step_calls),
+        passes_ms=1e3 * median(passes for passes, _ in times),
+        step_ms=1e3 * median(taken for _, taken in times),
+    )
+
+
+def table(rows: Sequence[Figures]) -> str:
+    """Markdown; the last line is owned over sharded."""
+    lines = [["placement", *(field for field in asdict(rows[0]) if field != "name")]]
+    lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
+    for row in rows:
+        values = [v for k, v in asdict(row).items() if k != "name"]
+        lines.append([row.name, *(f"{v:,}" if isinstance(v, int) else f"{v:,.1f}" for v in values)])
+    owned, sharded = ([v for k, v in asdict(row).items() if k != "name"] for row in rows)
+    lines.append(["ratio", *(f"{a / b:.3f}" if b else "-" for a, b in zip(owned, sharded, strict=True))])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def worker(rank: int, nproc: int, folder: str, sizes: dict[str, int], repeats: int, reshard: bool) -> None:
+    """One process; rank 0 leaves the rows in the folder."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=nproc)
+    rows = run(rank, nproc, sizes, repeats, reshard)
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare owned matrices with FSDP2 alone by training a few steps on the CPU."""
+
+    nproc: int = 4
+    """Processes."""
+    dim: int = 512
+    """Width of the model."""
+    blocks: int = 6
+    """Its blocks, of four attention and two MLP matrices."""
+    repeats: int = 15
+    """Timed steps of each placement."""
+    reshard: bool = True
+    """Free the matrices between forward and backward."""
+    json: Path | None = None
+    """File to write the figures to."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "dim", "blocks", "repeats"):
+            if getattr(self, name) < 1:
+                raise SystemExit(f"--{name} must be at least 1")
+        if self.json is not None and not self.json.parent.is_dir():
+            raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
+
+
+def main(arguments: Arguments) -> None:
+    """Run the processes, print the table and write the figures."""
+    # Otherwise the profiler of each process tells of each start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    sizes = {"dim": arguments.dim, "hidden": 11 * arguments.dim // 4, "blocks": arguments.blocks}
+    with tempfile.TemporaryDirectory() as folder:
+        given = (arguments.nproc, folder, sizes, arguments.repeats, arguments.reshard)
+        mp.spawn(worker, given, arguments.nproc)
+        rows = [Figures(**row) for row in json.loads(Path(folder, "rows").read_text())]
+    print(f"{sizes}, {arguments.nproc} ranks, medians of {arguments.repeats} steps, bytes\n\n{table(rows)}")
+    if arguments.json is not None:
+        settings = {**sizes, "nproc": arguments.nproc, "repeats": arguments.repeats, "reshard": arguments.reshard}
+        arguments.json.write_text(json.dumps({**settings, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

@@ -1,0 +1,216 @@
+"""Time, traffic, work, memory and exactness of one optimizer step, side by side in one run on the CPU.
+
+Each process has one thread and talks over gloo. All optimizers step the same sharded parameters with the same
+gradients; their timed steps take turns, so that whatever else the machine does hits all of them alike.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import tyro
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.flop_counter import FlopCounterMode
+
+# Run as a script, a file finds only its own folder.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.c10d_counter import CollectiveCounter
+from benchmarks.contenders import CONTENDERS, INITIAL, MODELS, Builder, Model, Parameters, Steps, sharded
+from benchmarks.memory_use import allocated
+
+REFERENCE = "torch.optim.Muon, gathered"
+BASES = ("all_gather", "DistMuon")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one rank did in a step.
+
+    Attributes:
+        bytes_sent: to other ranks.
+        calls: collectives that carry matrices.
+        words: all-reduces of at most a byte per parameter, by which ranks agree.
+        ns_flops: of matrix products.
+        bytes_kept: allocated by the optimizer at construction or in its first step, sharded momentum not counted.
+        bytes_new: most that was allocated beyond that during a later step.
+    """
+
+    bytes_sent: int
+    calls: int
+    words: int
+    ns_flops: int
+    bytes_kept: int
+    bytes_new: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One optimizer's results; counts are of the rank with most.
+
+    Attributes:
+        ms: median over the timed steps of the slowest rank's time.
+        ratios: medians of the time over that of each of BASES in the same turn.
+        error: of the update after three steps against REFERENCE, relative, in the Frobenius norm.
+    """
+
+    name: str
+    ms: float
+    ratios: tuple[float, ...]
+    counts: Counts
+    error: float
+    bitwise: bool
+
+
+@dataclass
+class Contender:
+    """An optimizer and its parameters, after three steps."""
+
+    name: str
+    params: Parameters
+    optimizer: Steps
+    counts: Counts
+
+
+def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Contender:
+    """Build an optimizer and take three steps: the first measured with the building, then memory, then counts."""
+    params = sharded(model, mesh)
+
+    def first() -> Steps:
+        optimizer = build(params, mesh)
+        optimizer.step()
+        return optimizer
+
+    optimizer, _, left = allocated(first)
+    _, new, _ = allocated(optimizer.step)
+    with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
+        optimizer.step()
+    words = [call for call in counter.calls if call.name == "allreduce" and call.payload <= len(params)]
+    matrices = [call for call in counter.calls if call not in words]
+    momentum = sum(param.to_local().nbytes for param in params.values())  # type: ignore[attr-defined]
+    sent = sum(call.sent for call in matrices)
+    counts = Counts(sent, len(matrices), len(words), flops.get_total_flops(), left - momentum, new)
+    return Contender(name, params, optimizer, counts)
+
+
+def timed(contenders: Sequence[Contender], repeats: int) -> list[list[float]]:
+    """Seconds of this rank's steps, by repetition and contender, who begin in turn."""
+    seconds = []
+    for repeat in range(repeats):
+        row = [0.0] * len(contenders)
+        for place in range(len(contenders)):
+            index = (repeat + place) % len(contenders)
+            dist.barrier()
+            start = time.perf_counter()
+            contenders[index].optimizer.step()
+            row[index] = time.perf_counter() - start
+        seconds.append(row)
+    return seconds
+
+
+def updates(contender: Contender, model: Model) -> Tensor:
+    """All changes of the parameters in one vector; whole on every rank."""
+    whole = model.full(INITIAL)
+    with torch.no_grad():
+        parts = [param.full_tensor() - whole[name] for name, param in contender.params.items()]  # type: ignore[attr-defined]
+    return torch.cat([part.flatten() for part in parts])
+
+
+def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
+    """The table, the same on every rank."""
+    contenders = [prepare(name, build, model, mesh) for name, build in CONTENDERS.items()]
+    expected = updates(next(c for c in contenders if c.name == REFERENCE), model)
+    errors = [updates(contender, model) - expected for contender in contenders]
+    mine = (timed(contenders, repeats), [contender.counts for contender in contenders])
+    ranks: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(ranks, mine)
+    turns = [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*(r[0] for r in ranks), strict=True)]
+    bases = [list(CONTENDERS).index(base) for base in BASES]
+    return [
+        Row(
+            name=contender.name,
+            ms=1e3 * median(turn[index] for turn in turns),
+            ratios=tuple(median(turn[index] / turn[base] for turn in turns) for base in bases),
+            counts=Counts(*(max(values) for values in zip(*(astuple(r[1][index]) for r in ranks), strict=True))),
+            error=float(errors[index].norm() / expected.norm()),
+            bitwise=not errors[index].any(),
+        )
+        for index, contender in enumerate(contenders)
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown. Memory is what is kept and what is new in a step together."""
+    ratios = [f"/ {base}" for base in BASES]
+    head = ["optimizer", "ms", *ratios, "MB sent", "calls", "NS GFLOP", "extra MB", "new in step", "update error"]
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    for row in rows:
+        c = row.counts
+        memory = [f"{(c.bytes_kept + c.bytes_new) / 1e6:.2f}", f"{c.bytes_new / 1e6:.2f}"]
+        work = [f"{c.bytes_sent / 1e6:.2f}", str(c.calls), f"{c.ns_flops / 1e9:.2f}"]
+        error = "0, bitwise" if row.bitwise else f"{row.error:.1e}"
+        lines.append([row.name, f"{row.ms:.1f}", *(f"{r:.3f}" for r in row.ratios), *work, *memory, error])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def worker(rank: int, nproc: int, folder: str, model: str, repeats: int) -> None:
+    """One process; rank 0 leaves the rows in the folder."""
+    warnings.simplefilter("ignore", FutureWarning)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=nproc)
+    rows = run(MODELS[model], init_device_mesh("cpu", (nproc,), mesh_dim_names=("shard",)), repeats)
+    if rank == 0:
+        Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Compare optimizers by one step on the CPU."""
+
+    nproc: int = 4
+    """Processes; the parameters are cut in rows over them."""
+    model: Literal["peers", "dense12", "tiny"] = "peers"
+    """The matrices, see contenders.py."""
+    repeats: int = 15
+    """Timed steps of each optimizer."""
+    json: Path | None = None
+    """File to write the figures to."""
+
+    def __post_init__(self) -> None:
+        for name in ("nproc", "repeats"):
+            if getattr(self, name) < 1:
+                raise SystemExit(f"--{name} must be at least 1")
+        if self.json is not None and not self.json.parent.is_dir():
+            raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
+
+
+def main(arguments: Arguments) -> None:
+    """Run the processes, print the table and write the figures."""
+    # Otherwise the profiler of each process tells of each start and stop.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(worker, (arguments.nproc, folder, arguments.model, arguments.repeats), arguments.nproc)
+        figures = json.loads(Path(folder, "rows").read_text())
+    rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in figures]
+    print(f"{arguments.model}, {arguments.nproc} ranks, medians of {arguments.repeats} steps\n\n{table(rows)}")
+    if arguments.json is not None:
+        settings = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
+        arguments.json.write_text(json.dumps({**settings, "rows": figures}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments))

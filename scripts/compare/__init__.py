@@ -1,0 +1,1 @@
+"""What compare_runs.py reads and draws."""

@@ -1,0 +1,108 @@
+"""The picture of a comparison: loss curves, and the parts of the step."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import to_rgba
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+
+from compare.run_folder import LOSSES, Run, smooth
+
+# Okabe and Ito's colours, distinct with any colour vision; lines and markers differ for print without colour.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
+
+
+class Fill(NamedTuple):
+    """How a part of the step is drawn in the colour of its run."""
+
+    title: str
+    opacity: float
+    hatch: str
+
+
+FILLS = {
+    "time.data": Fill("data", 0.0, "////"),
+    "time.forward_backward": Fill("forward-backward", 0.3, ""),
+    "time.clip": Fill("clip", 0.6, "xxxx"),
+    "time.optimizer": Fill("optimizer", 1.0, ""),
+}
+REST = Fill("rest", 0.0, "")
+
+
+def draw_curves(axes: Axes, runs: Sequence[Run], metric: str, window: int) -> None:
+    """Draws the smoothed `metric` over its thin raw line; on the training loss, the validation loss as markers."""
+    title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {window} steps)"
+    validated = metric == "loss" and any(run.of("val_loss") for run in runs)
+    legend = []
+    for i, run in enumerate(runs):
+        color, line = COLORS[i % len(COLORS)], LINES[i % len(LINES)]
+        marker = MARKERS[i % len(MARKERS)] if validated and run.of("val_loss") else ""
+        raw, curve, validation = run.of(metric), smooth(run.of(metric), window), run.of("val_loss")
+        style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "markeredgecolor": "white"}
+        axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
+        axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2)
+        if marker:
+            axes.plot([*validation], [*validation.values()], linestyle="", **style)
+        legend.append(Line2D([], [], **style | {"linestyle": line, "linewidth": 2, "label": run.label}))
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
+    axes.set_title(f"{title}; markers: validation" if validated else title)
+    axes.grid(alpha=0.3)
+    axes.legend(handles=legend, frameon=False, handlelength=3)
+
+
+def draw_times(axes: Axes, runs: Sequence[Run]) -> None:
+    """Draws the medians of the parts of the step, one bar for each run, in the colour of its curve."""
+    longest = 0.0
+    for i, run in enumerate(runs):
+        color, left = COLORS[i % len(COLORS)], 0.0
+        for fill, width in parts_of_step(run).items():
+            face = to_rgba(color, fill.opacity)
+            axes.barh(i, width, 0.45, left, color=face, edgecolor=color, hatch=fill.hatch)
+            left += width
+        axes.text(0, i - 0.28, run.label, fontsize="small")
+        axes.text(left, i, f" {left:.0f}" if left > 0 else " not recorded", va="center", fontsize="small")
+        longest = max(longest, left)
+    # Room for the numbers right of the bars and for the legend below them.
+    axes.set_xlim(0, longest * 1.2)
+    axes.set_ylim(len(runs) * 1.35 - 0.3, -0.75)
+    axes.set_yticks([])
+    axes.set_xlabel("time (ms)")
+    axes.set_title("Time of a step (medians)")
+    grey = "0.3"
+    legend = [
+        Patch(facecolor=to_rgba(grey, fill.opacity), edgecolor=grey, hatch=fill.hatch, label=fill.title)
+        for fill in (*FILLS.values(), REST)
+    ]
+    axes.legend(handles=legend, frameon=False, fontsize="small", loc="lower center", ncols=2, columnspacing=1)
+
+
+def parts_of_step(run: Run) -> dict[Fill, float]:
+    """Medians of the recorded parts of the step in milliseconds, and what they leave of the whole step."""
+    medians = {fill: run.median(key) for key, fill in FILLS.items()}
+    parts = {fill: seconds * 1e3 for fill, seconds in medians.items() if seconds is not None}
+    step = run.median("time.step")
+    if step is not None:
+        parts[REST] = max(0.0, step * 1e3 - sum(parts.values()))
+    return parts
+
+
+def draw(runs: Sequence[Run], metric: str, window: int, title: str | None, output: Path) -> None:
+    """Writes the picture, 1200 x 500 pixels: the curves, and the parts of the step if any run recorded some."""
+    with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
+        figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
+        if any(parts_of_step(run) for run in runs):
+            curves, times = figure.subplots(1, 2, width_ratios=(2, 1))
+            draw_times(times, runs)
+        else:
+            curves = figure.subplots()
+        draw_curves(curves, runs, metric, window)
+        if title is not None:
+            figure.suptitle(title, fontweight="bold")
+        figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)

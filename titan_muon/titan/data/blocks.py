@@ -1,0 +1,80 @@
+"""Documents packed back to back into blocks of equal length. Block k is computed from k alone, so any rank reads any
+block and a run resumes from one number. Pure: reads the corpus, calls no collectives."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from titan_muon.titan.data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Block:
+    """Three int64 arrays of shape (seq_len,).
+
+    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 at the block's start
+    and at every document's start, which is how TorchTitan finds the documents for attention and rotary embedding.
+    """
+
+    inputs: np.ndarray
+    labels: np.ndarray
+    positions: np.ndarray
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """`documents` in the order of reading; document i's predictions end at `ends[i]` in the epoch's stream."""
+
+    number: int
+    documents: np.ndarray
+    ends: np.ndarray
+
+
+class Blocks:
+    """The endless stream of blocks over some documents of a corpus, epoch after epoch.
+
+    With a seed, every epoch reads the documents in a permutation of its own, drawn from (seed, epoch); with None, in
+    the order given. Predictions at an epoch's end that fill no block, fewer than `seq_len`, are dropped: another
+    permutation drops others. Every other prediction of the documents comes exactly once in an epoch.
+    """
+
+    def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
+        """`documents`: indices into the corpus. `per_epoch` is 0 if they are too short for one block."""
+        self._corpus = corpus
+        self._documents = documents
+        self.seq_len = seq_len
+        self._seed = seed
+        self._predictions = corpus.predictions[documents]
+        self.per_epoch = int(self._predictions.sum()) // seq_len
+        self._epoch = self._read_order(0)
+
+    def __getitem__(self, number: int) -> Block:
+        """Block `number` >= 0 of the stream."""
+        epoch, index = divmod(number, self.per_epoch)
+        if epoch != self._epoch.number:
+            self._epoch = self._read_order(epoch)
+        return self._cut(self._epoch, index * self.seq_len)
+
+    def _read_order(self, epoch: int) -> _Epoch:
+        order = np.arange(len(self._documents))
+        if self._seed is not None:
+            # Sorting raw draws, not Generator.permutation: NumPy promises the bit stream alone for all versions.
+            order = np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(order)), kind="stable")
+        return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
+
+    def _cut(self, epoch: _Epoch, first: int) -> Block:
+        """The block that starts at prediction `first` of the epoch's stream."""
+        inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
+        tokens, starts = self._corpus.tokens, self._corpus.starts
+        filled, i = 0, int(np.searchsorted(epoch.ends, first, side="right"))
+        while filled < self.seq_len:
+            at = first + filled
+            length = min(int(epoch.ends[i]) - at, self.seq_len - filled)
+            document = epoch.documents[i]
+            # Counted from the document's end, where its last prediction is that of its last token.
+            source = int(starts[document + 1]) - 1 - (int(epoch.ends[i]) - at)
+            inputs[filled : filled + length] = tokens[source : source + length]
+            labels[filled : filled + length] = tokens[source + 1 : source + 1 + length]
+            positions[filled : filled + length] = np.arange(length)
+            filled, i = filled + length, i + 1
+        return Block(inputs, labels, positions)

@@ -1,0 +1,156 @@
+"""All documents as one array of tokens, memory-mapped from a cache file that one process writes. Calls no
+collectives."""
+
+import time
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from torchtitan.tools.logging import logger
+
+from titan_muon.titan.data.cache import atomic, build_once, digest
+from titan_muon.titan.data.documents import Document, Documents
+
+# Part of every cache file's name: raise it when the files' layout changes.
+_FORMAT = "1"
+_READ_BYTES = 1 << 24
+_SECONDS_BETWEEN_MESSAGES = 10.0
+
+
+class DocumentTokenizer(Protocol):
+    """What a corpus needs of a tokenizer. `fingerprint` differs wherever two tokenizers differ on any text."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def document(self, text: str) -> list[int]: ...
+
+    def get_vocab_size(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokenized documents, in the order of `Documents.all`.
+
+    `tokens` is uint16 or uint32 and read-only: every document from its opening to its closing mark, back to back.
+    Document d is `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and had `text_bytes[d]` bytes of UTF-8 (int64).
+    """
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    text_bytes: np.ndarray
+    digest: str
+
+    @property
+    def predictions(self) -> np.ndarray:
+        """Tokens predicted in each document, all but its first: int64."""
+        return np.diff(self.starts) - 1
+
+
+class CorpusSource:
+    """Documents and the folder of their cache. The corpus is opened at first use and then kept, so that a validation
+    that builds its loader anew reads nothing anew."""
+
+    def __init__(self, documents: Documents) -> None:
+        self.documents = documents
+        self._opened: Corpus | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The `[data]` table, for the record TorchTitan writes of a configuration."""
+        return self.documents.to_dict()
+
+    def open(self, tokenizer: DocumentTokenizer) -> Corpus:
+        """The corpus under `tokenizer`, from the cache if a sound one is there. Raises RecipeError for bad `[data]`."""
+        name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
+        if self._opened is None or self._opened.digest != name:
+            path = Path(self.documents.data.cache) / f"corpus-{name}"
+            self._opened = build_once(
+                path,
+                load=lambda: _load(path, name, tokenizer.get_vocab_size()),
+                build=lambda: _build(path, self.documents.all, tokenizer),
+            )
+        return self._opened
+
+
+def _dtype(vocab_size: int) -> np.dtype:
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_suffix(".index.npz")
+
+
+def _tokens_path(path: Path) -> Path:
+    return path.with_suffix(".tokens")
+
+
+def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
+    """The corpus at `path`, or None if a file is absent or is not what was written."""
+    if not _index_path(path).exists():
+        return None
+    try:
+        with np.load(_index_path(path)) as index:
+            starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
+        tokens = np.memmap(_tokens_path(path), dtype=_dtype(vocab_size), mode="r")
+        problem = None if _checksum(_tokens_path(path)) == checksum else "its checksum is wrong"
+    except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        problem = str(error)
+    if problem is not None:
+        logger.warning("The corpus cached at %s is damaged (%s) and is built again", path, problem)
+        return None
+    return Corpus(tokens, starts, text_bytes, name)
+
+
+def _checksum(path: Path) -> int:
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_READ_BYTES):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum
+
+
+def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer) -> None:
+    """Tokenize into `path`'s two files. The index takes its place last: a build cut short leaves none, or one whose
+    checksum does not fit the tokens."""
+    megabytes = sum(document.size for document in documents) / 1e6
+    logger.info("Tokenizing %d documents (%.1f MB of text)", len(documents), megabytes)
+    began = time.monotonic()
+    with atomic(_index_path(path)) as index, atomic(_tokens_path(path)) as tokens:
+        starts, text_bytes, checksum = _write_tokens(tokens, documents, tokenizer)
+        with open(index, "wb") as file:
+            np.savez(file, starts=starts, text_bytes=text_bytes, checksum=np.array(checksum))
+    count = int(starts[-1])
+    size = count * _dtype(tokenizer.get_vocab_size()).itemsize / 1e6
+    logger.info(
+        "%d tokens in %.1f s, cached at %s (%.1f MB)",
+        count,
+        time.monotonic() - began,
+        _tokens_path(path),
+        size,
+    )
+
+
+def _write_tokens(
+    path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer
+) -> tuple[np.ndarray, np.ndarray, int]:
+    """Write every document's tokens to `path`; return (starts, text_bytes, checksum of the file)."""
+    vocab_size = tokenizer.get_vocab_size()
+    dtype = _dtype(vocab_size)
+    lengths, text_bytes, checksum, spoke = [0], [], 0, time.monotonic()
+    with open(path, "wb") as file:
+        for number, document in enumerate(documents):
+            text = document.text()
+            ids = np.asarray(tokenizer.document(text), dtype=np.int64)
+            assert ids.max() < vocab_size, f"token {ids.max()} in {document.path}: the vocabulary ends at {vocab_size}"
+            raw = ids.astype(dtype).tobytes()
+            file.write(raw)
+            checksum = zlib.crc32(raw, checksum)
+            lengths.append(len(ids))
+            text_bytes.append(len(text.encode()))
+            if time.monotonic() - spoke > _SECONDS_BETWEEN_MESSAGES:
+                spoke = time.monotonic()
+                logger.info("Tokenized %d of %d documents", number + 1, len(documents))
+    return np.cumsum(lengths, dtype=np.int64), np.array(text_bytes, dtype=np.int64), checksum

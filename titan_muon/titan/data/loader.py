@@ -1,0 +1,188 @@
+"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. Construction reads and writes the
+cache; calls no collectives."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.tools.logging import logger
+
+from titan_muon.titan.data.blocks import Blocks
+from titan_muon.titan.data.cache import digest
+from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
+from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTokenizer, PretrainedTokenizer
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Data
+
+
+class PackedDataLoader(BaseDataLoader):
+    """Batches of packed blocks, in an order that the rank layout does not change.
+
+    The ranks read the one stream of blocks in turns of `local_batch_size`, so what an optimizer step sees depends on
+    the seed and the global batch size alone. The state is the number of blocks that all ranks together have read: a
+    run resumes at the next block under any number of ranks and any batch size.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """`corpus` is shared by every loader built from this configuration."""
+
+        corpus: CorpusSource
+
+        validation: bool = False
+        """Read the held-out documents: once, in an order that no seed changes, from the start at every iteration."""
+
+        infinite: bool = True
+        """Read training documents epoch after epoch, not once. TorchTitan's validator sets it, without effect."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: DocumentTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        snapshot_every_n_steps: int | None = None,
+    ) -> None:
+        """The arguments are TorchTitan's; `snapshot_every_n_steps` has no use here, where every state is exact.
+
+        Raises RecipeError if the text is too short for one block, or for one validation batch on every rank.
+        """
+        documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
+        data, side = documents.data, documents.validation if config.validation else documents.training
+        self._blocks = Blocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
+        self._batch = local_batch_size
+        self._first = dp_rank * local_batch_size
+        self._stride = dp_world_size * local_batch_size
+        self._read = 0
+        self._rewinds = config.validation
+        once = config.validation or not config.infinite
+        self.batches = self._blocks.per_epoch // self._stride if once else None
+        self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
+        if self._blocks.per_epoch < (self._stride if once else 1):
+            raise RecipeError(_too_short(config.validation, self._blocks, self._stride))
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from where the
+        state stands. In pinned memory where CUDA is."""
+        if self._rewinds:
+            self._read = 0
+        while self.batches is None or self._read < self.batches * self._stride:
+            start = self._read + self._first
+            self._read += self._stride
+            yield self._make_batch(range(start, start + self._batch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """`blocks`: blocks read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""
+        return {"blocks": self._read, "stream": self.fingerprint}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue after the blocks already read. Raises ValueError if they were blocks of another stream."""
+        if state_dict["stream"] != self.fingerprint:
+            raise ValueError(
+                "The checkpoint was reading other data: the text, data.tokenizer, data.vocab_size, "
+                "data.validation_fraction, data.seed or training.seq_len differs. Restore them, or set "
+                'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
+            )
+        self._read = state_dict["blocks"]
+
+    def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        shape = (len(numbers), self._blocks.seq_len)
+        pinned = torch.cuda.is_available()
+        inputs, positions, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(3))
+        for row, number in enumerate(numbers):
+            block = self._blocks[number]
+            inputs[row] = torch.from_numpy(block.inputs)
+            positions[row] = torch.from_numpy(block.positions)
+            labels[row] = torch.from_numpy(block.labels)
+        return {"input": inputs, "positions": positions}, labels
+
+
+def tokenizer_config(data: Data) -> BaseTokenizer.Config:
+    """What TorchTitan's trainer builds its tokenizer from. Reads nothing yet."""
+    if data.tokenizer == "bytes":
+        return ByteTokenizer.Config()
+    if data.tokenizer == "bpe":
+        return BPETokenizer.Config(documents=Documents(data))
+    assert data.tokenizer_path is not None, "a recipe with tokenizer hf and no path is refused"
+    return PretrainedTokenizer.Config(path=data.tokenizer_path)
+
+
+def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader.Config:
+    """What TorchTitan's trainer, or its validator, builds its loader from. Reads no text yet.
+
+    Raises RecipeError for an unknown `data.dataset`, and for validation where nothing is held out.
+    """
+    if data.source == "hf":
+        return _hf_dataloader_config(data, validation)
+    if validation and data.validation_fraction == 0:
+        raise RecipeError("data.validation_fraction = 0 holds nothing out; raise it, or set validator.enable = false")
+    return PackedDataLoader.Config(dataset=data.source, corpus=CorpusSource(Documents(data)), validation=validation)
+
+
+def vocab_size(data: Data) -> int | None:
+    """Token ids that the model must embed, marks included; None for `hf`, whose model brings its own vocabulary."""
+    return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
+
+
+def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer) -> float | None:
+    """Bytes of UTF-8 over tokens predicted, in all documents that a loader of `config` reads; None for source `hf`.
+
+    Closing marks are predicted and hold no bytes, so bits per byte is loss / ln 2 / bytes_per_token with nothing left
+    out: the loss counts them too.
+    """
+    if not isinstance(config, PackedDataLoader.Config):
+        return None
+    documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
+    side = documents.validation if config.validation else documents.training
+    return float(corpus.text_bytes[side].sum() / corpus.predictions[side].sum())
+
+
+def validation_steps(loader: BaseDataLoader, steps: int) -> int:
+    """Batches each rank validates on: `steps` (`validator.steps`, -1 for all), or fewer where the held-out text ends.
+
+    It ends after the same batch on every rank. Logs once when that is before `steps`.
+    """
+    if not isinstance(loader, PackedDataLoader) or loader.batches is None:
+        return steps
+    if steps > loader.batches:
+        logger.warning(
+            "validator.steps = %d, but the held-out text has %d batches on each rank; validation uses those. Raise "
+            "data.validation_fraction for more.",
+            steps,
+            loader.batches,
+        )
+    return loader.batches if steps == -1 else min(steps, loader.batches)
+
+
+def _too_short(validation: bool, blocks: Blocks, stride: int) -> str:
+    if not validation:
+        return (
+            f"The training text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len}, too few for one "
+            "batch. Add text or lower training.seq_len."
+        )
+    return (
+        f"The held-out text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len}, and one step of "
+        f"validator.steps takes {stride} (local batch size x data-parallel ranks). Raise data.validation_fraction, "
+        "lower training.seq_len or training.local_batch_size, or set validator.enable = false."
+    )
+
+
+def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config:
+    # Imported here for its seconds: the dataset library comes with it.
+    from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
+
+    name = f"{data.dataset}_validation" if validation else data.dataset
+    if data.dataset not in DATASETS:
+        raise RecipeError(f"data.dataset = {data.dataset!r}: TorchTitan knows {', '.join(sorted(DATASETS))}")
+    if name not in DATASETS:
+        raise RecipeError(
+            f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
+        )
+    return HuggingFaceTextDataLoader.Config(dataset=name, dataset_path=data.dataset_path)

@@ -1,0 +1,173 @@
+"""Tokenizers that TorchTitan's trainer can build: bytes, a BPE trained once on the recipe's own text, and a Hugging
+Face folder. Each puts a document between two marks. Calls no collectives."""
+
+import time
+from abc import abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.tools.logging import logger
+
+from titan_muon.titan.data.cache import atomic, build_once, digest
+from titan_muon.titan.data.documents import Documents
+from titan_muon.titan.recipe import RecipeError
+
+BYTES = 256
+MARKS = 2
+
+
+class _MarkedTokenizer(BaseTokenizer):
+    """Token ids 0 to `vocab_size - 3` are text, the last two are the opening and the closing mark."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self.bos_id = vocab_size - 2
+        self.eos_id: int = vocab_size - 1
+
+    @abstractmethod
+    def _encode(self, text: str) -> list[int]: ...
+
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str: ...
+
+    def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """The text's ids, with the marks asked for. A lone surrogate, which UTF-8 cannot hold, becomes "?"."""
+        ids = self._encode(text.encode("utf-8", errors="replace").decode())
+        return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
+
+    def document(self, text: str) -> list[int]:
+        """The text's ids between both marks."""
+        return self.encode(text, add_bos=True, add_eos=True)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of any ids. Marks are left out; bytes that are not UTF-8 become U+FFFD."""
+        return self._decode([i for i in ids if i < self.bos_id])
+
+    def get_vocab_size(self) -> int:
+        """Ids, marks included."""
+        return self._vocab_size
+
+
+class ByteTokenizer(_MarkedTokenizer):
+    """One token for each byte of UTF-8: 258 ids with the marks. Nothing to download or to train."""
+
+    fingerprint = "bytes"
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """Nothing to choose."""
+
+    def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
+        super().__init__(BYTES + MARKS)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
+
+
+class BPETokenizer(_MarkedTokenizer):
+    """Byte-level byte-pair encoding (Sennrich et al., 2016; on bytes: Radford et al., 2019), trained on the training
+    documents and cached in `data.cache`. The marks are outside the trained model, so no text can spell one."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """`documents` whose training side is learned from; their `[data]` table gives `vocab_size` and `cache`."""
+
+        documents: Documents
+
+    def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
+        data = config.documents.data
+        if data.vocab_size < BYTES + MARKS:
+            raise RecipeError(
+                f"data.vocab_size = {data.vocab_size}: must be at least {BYTES + MARKS}, {BYTES} of it bytes"
+            )
+        super().__init__(data.vocab_size)
+        key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
+        path = Path(data.cache) / f"bpe-{key}.json"
+        self._bpe = build_once(
+            path, load=lambda: _load_bpe(path), build=lambda: _build_bpe(path, config.documents, data.vocab_size)
+        )
+        self.fingerprint = digest("bpe", self._bpe.to_str(), str(data.vocab_size))
+
+    def _encode(self, text: str) -> list[int]:
+        return self._bpe.encode(text).ids
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._bpe.decode(ids)
+
+
+class PretrainedTokenizer(HuggingFaceTokenizer):
+    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`, whatever model assets a recipe has."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTokenizer.Config):
+        """`path` is the folder that holds `tokenizer.json`."""
+
+        path: str
+
+    def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
+        if not (Path(config.path) / "tokenizer.json").is_file():
+            raise RecipeError(f"data.tokenizer_path = {config.path!r} has no tokenizer.json")
+        super().__init__(tokenizer_path=config.path)
+        if self.bos_id is None and self.eos_id is None:
+            raise RecipeError(
+                f"data.tokenizer_path = {config.path!r}: tokenizer_config.json names neither bos_token nor eos_token, "
+                "so documents cannot be marked"
+            )
+        self.fingerprint = digest("hf", self.tokenizer.to_str(), str(self.bos_id), str(self.eos_id))
+
+    def document(self, text: str) -> list[int]:
+        """The text's ids between both marks; a tokenizer with one mark only has it at both ends."""
+        opening = self.bos_id if self.bos_id is not None else self.eos_id
+        closing = self.eos_id if self.eos_id is not None else self.bos_id
+        ids = self.encode(text, add_bos=True, add_eos=True)
+        before = [opening] if self.bos_id is None else []
+        after = [closing] if self.eos_id is None else []
+        return before + ids + after
+
+    def get_vocab_size(self) -> int:
+        """One more than the largest id: a vocabulary may have gaps."""
+        return max(self.get_vocab().values()) + 1
+
+
+def _load_bpe(path: Path) -> Tokenizer | None:
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower for a file it cannot parse
+        logger.warning("The tokenizer cached at %s is damaged (%s) and is trained again", path, error)
+        return None
+
+
+def _build_bpe(path: Path, documents: Documents, vocab_size: int) -> None:
+    logger.info("Training a BPE tokenizer of %d tokens on %d documents", vocab_size, len(documents.training))
+    began = time.monotonic()
+    bpe = _train_bpe(documents.training_texts(), vocab_size - MARKS)
+    with atomic(path) as temporary:
+        bpe.save(str(temporary))
+    logger.info("Trained in %.1f s, cached at %s", time.monotonic() - began, path)
+    if bpe.get_vocab_size() < vocab_size - MARKS:
+        logger.warning(
+            "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused",
+            vocab_size,
+            bpe.get_vocab_size() + MARKS,
+        )
+
+
+def _train_bpe(texts: Iterable[str], tokens: int) -> Tokenizer:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    # Every byte is in the alphabet, so no text is out of vocabulary.
+    trainer = trainers.BpeTrainer(
+        vocab_size=tokens, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
+    )
+    bpe.train_from_iterator(texts, trainer)
+    return bpe

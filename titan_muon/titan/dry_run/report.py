@@ -1,0 +1,122 @@
+"""`--dry-run`: what training a recipe would do, printed: the recipe, who takes which parameter, the plan, memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_muon.dtensor import local
+from titan_muon.owned import is_owned
+from titan_muon.owned.param import held_elements
+from titan_muon.plan import Summary, summarize
+from titan_muon.plan.ownership import Load
+from titan_muon.titan.dry_run.explain import optimizer_lines, parameter_table, plan_lines
+from titan_muon.titan.dry_run.meta_model import Blueprint, draw, smallest_world
+from titan_muon.titan.dry_run.ownership_report import loads, ownership_lines
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+
+AVERAGES = {"adamw": 2, "adam": 2}
+"""Tensors of a parameter's shape and dtype that an optimizer keeps. Muon's one has a dtype of its own."""
+
+
+def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | None) -> None:
+    """Print what training would do on `world_size` ranks, by default the fewest that the degrees fit on.
+
+    `full` lists every parameter instead of one line for all layers; `json` is a file for the numbers. Raises
+    RecipeError as training would.
+    """
+    world = smallest_world(recipe) if world_size is None else world_size
+    blueprint = draw(recipe, world)
+    summary = None if blueprint.plan is None else summarize(blueprint.plan)
+    owned = {} if summary is None else loads(blueprint.parameters, summary, world)
+    memory = memory_per_rank(blueprint, summary, recipe.muon.state_dtype)
+    print(to_toml(recipe))
+    print(parameter_table(blueprint.assigned, blueprint.parameters, blueprint.plan, full=full))
+    counts = optimizer_lines(blueprint.assigned, blueprint.plan, world)
+    print("\n".join(["", *counts, "", *plan_lines(blueprint.plan, summary), "", *_memory_lines(memory)]))
+    if owned:
+        print("\n".join(["", *ownership_lines(owned, full=full)]))
+    if json is not None:
+        _write(Path(json), blueprint, summary, memory, owned)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank with the largest shards, and of what the fullest owner owns.
+
+    Activations and gathered parameters are not counted.
+
+    `uncounted` names the optimizers, registered by others, whose states are unknown.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer_states: int
+    exchange_buffers: int
+    orthogonalization: int
+    uncounted: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """What is counted, by its name, and the total."""
+        counted = {name: size for name, size in asdict(self).items() if name != "uncounted"}
+        return {**counted, "total": sum(counted.values())}
+
+
+def memory_per_rank(blueprint: Blueprint, summary: Summary | None, state_dtype: str) -> Memory:
+    """What rests in memory between steps, and the exchange's buffers. `state_dtype` is of Muon's momentum."""
+    elements = _elements(blueprint.parameters)
+    sizes = {name: parameter.element_size() for name, parameter in blueprint.parameters.items()}
+    held = sum(elements[name] * sizes[name] for name in sizes)
+    momentum_bytes = TORCH_DTYPE_MAP[state_dtype].itemsize
+    states = sum(
+        elements[a.fqn] * (momentum_bytes if a.optimizer == "muon" else AVERAGES.get(a.optimizer, 0) * sizes[a.fqn])
+        for a in blueprint.assigned
+    )
+    uncounted = sorted({a.optimizer for a in blueprint.assigned} - {"muon", *AVERAGES})
+    step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
+    return Memory(held, held, states, *step, tuple(uncounted))
+
+
+def _elements(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """Elements of each parameter on rank 0, which holds the largest shards, or, if owned, on the fullest owner."""
+    owned = {n: held_elements(p) for n, p in parameters.items() if isinstance(p, DTensor) and is_owned(p)}
+    totals: dict[int, int] = {}
+    for name, by_rank in owned.items():
+        for rank, elements in by_rank.items():
+            totals[rank] = totals.get(rank, 0) + elements * parameters[name].element_size()
+    fullest = max(totals, key=lambda rank: totals[rank], default=0)
+    return {n: owned[n].get(fullest, 0) if n in owned else local(p).numel() for n, p in parameters.items()}
+
+
+def _memory_lines(memory: Memory) -> Iterable[str]:
+    yield "memory per rank, without activations"
+    for name, size in memory.sizes.items():
+        yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
+    for name in memory.uncounted:
+        yield f"  the states of {name} are not counted: only the package that registered it knows their size"
+
+
+def _write(
+    path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]
+) -> None:
+    document = {
+        "world_size": blueprint.world_size,
+        "parameters": [asdict(assignment) for assignment in blueprint.assigned],
+        "memory": {**memory.sizes, "uncounted_optimizers": memory.uncounted},
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in owned.items()],
+        **({} if summary is None else asdict(summary)),
+    }
+    try:
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RecipeError(
+            f"--json {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
+        ) from error
+    print(f"\nwrote {path}")

@@ -1,0 +1,1 @@
+"""What happens to a TorchTitan model before it trains: its attention, its parallelization, its owned matrices."""

@@ -1,0 +1,97 @@
+"""TorchTitan's own parallelization of a model, and what this project does to the model after it."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from titan_muon import registry
+from titan_muon.titan import compat
+from titan_muon.titan.model.attention import share_dense_mask
+from titan_muon.titan.model.owned_placement import owned
+from titan_muon.titan.recipe import Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+registry.placements.register("owned", owned)
+
+MASK_BLOCK = 128
+"""Tokens in one block of FlexAttention's mask, torch's default."""
+
+
+def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
+    """`spec` with a parallelize_fn that also places the Muon matrices as `recipe` says and suits the backend.
+
+    Raises RecipeError for a placement that is not there, for heads or experts that the degrees do not divide,
+    and for pipeline parallelism before torch 2.14. The parallelize_fn raises it for a sequence that context
+    parallelism cannot cut.
+    """
+    place, degrees = _placement(recipe.placement.muon), recipe.parallelism
+    _check_pipeline(degrees.pipeline_parallel_degree)
+    _check_heads(spec.model, degrees.tensor_parallel_degree)
+    _check_experts(spec.model, degrees.expert_parallel_degree)
+    return dataclasses.replace(spec, parallelize_fn=_then_ours(place(spec.parallelize_fn, recipe)))
+
+
+def _then_ours(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
+        _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
+        model = parallelize_fn(model, **kwargs)
+        share_dense_mask(model)
+        if compat.install():
+            reduce_by_plain_sum(model)
+        return model
+
+    return parallelize
+
+
+def reduce_by_plain_sum(model: nn.Module) -> None:
+    """Have FSDP reduce gradients by sum and divide apart: gloo has no reduction that multiplies first."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.Parallelize]:
+    try:
+        return registry.placements.get(name)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+
+
+def _check_heads(model: Any, degree: int) -> None:
+    attention = model.first_attention
+    # Latent attention (MLA) has no key-value heads of its own.
+    kv_heads = getattr(attention, "n_kv_heads", attention.n_heads)
+    if attention.n_heads % degree or kv_heads % degree:
+        raise RecipeError(
+            f"parallelism.tensor_parallel_degree = {degree} must divide the model's {attention.n_heads} query heads "
+            f"and {kv_heads} key-value heads"
+        )
+
+
+def _check_experts(model: Any, degree: int) -> None:
+    experts = {layer.moe.num_experts for layer in model.layers if layer.moe is not None}
+    if degree > 1 and not experts:
+        raise RecipeError(f"parallelism.expert_parallel_degree = {degree}, but the model has no experts; set it to 1")
+    for number in experts:
+        if number % degree:
+            raise RecipeError(f"parallelism.expert_parallel_degree = {degree} must divide the model's {number} experts")
+
+
+def _check_sequence(length: int, context_parallel: int) -> None:
+    # torch shards the mask of packed documents in whole blocks, and says so only at the first batch.
+    unit = MASK_BLOCK * context_parallel
+    if context_parallel > 1 and length % unit:
+        raise RecipeError(
+            f"training.seq_len = {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
+            f"parallelism.context_parallel_degree = {context_parallel} ranks"
+        )
+
+
+def _check_pipeline(degree: int) -> None:
+    if degree > 1 and not compat.has_pipeline_parallel():
+        raise RecipeError(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.14 or newer; set it to 1")

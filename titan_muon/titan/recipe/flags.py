@@ -1,0 +1,145 @@
+"""A dataclass as command-line flags. tyro finds the flags and prints the help; schema.py judges the values.
+
+Every flag takes any number of words, so tyro itself never refuses one: files and flags share one set of errors.
+"""
+
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any, Literal, NoReturn, Union, get_args, get_origin
+
+import tomli
+import tyro
+
+from titan_muon.titan.recipe.schema import describe, keys, unknown, values
+from titan_muon.titan.recipe.toml import Entry, RecipeError, value_text
+
+SOURCE = "command line"
+BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
+
+
+class Words(tuple[str, ...]):
+    """What followed a flag on the command line, one item for each argument."""
+
+
+def read(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
+    """The keys of `schema` that `arguments` give, as entries to convert, and the arguments that are not its flags.
+
+    Raises RecipeError for a number of words that the key's type cannot take.
+    """
+    if not arguments:
+        return {}, []
+    given, rest = tyro.cli(
+        schema,
+        args=arguments,
+        default=default,
+        use_underscores=True,
+        return_unknown_args=True,
+        add_help=False,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_registry(),
+    )
+    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
+    kinds = keys(schema)
+    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, rest
+
+
+def refuse_rest(rest: Sequence[str], known: Sequence[str]) -> None:
+    """Raise RecipeError if arguments are left over that no flag takes; `known` are the keys to suggest from."""
+    if not rest:
+        return
+    flag, _, text = rest[0].partition("=")
+    if not flag.startswith("--"):
+        raise RecipeError(f"{SOURCE}: {rest[0]!r} belongs to no flag; overrides are written --section.key value.")
+    value = text or next((word for word in rest[1:2] if not word.startswith("--")), None)
+    raise unknown(SOURCE, flag[2:].replace("-", "_"), value, list(known))
+
+
+def print_help(schema: type, default: Any, prog: str) -> NoReturn:
+    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
+    tyro.cli(
+        schema,
+        args=["--help"],
+        prog=prog,
+        default=default,
+        use_underscores=True,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=_registry(),
+    )
+    raise AssertionError("tyro exits once it has printed the help")
+
+
+def _registry() -> tyro.constructors.ConstructorRegistry:
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_words_of)
+    return registry
+
+
+def _words_of(
+    info: tyro.constructors.PrimitiveTypeInfo,
+) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    if dataclasses.is_dataclass(info.type):
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=_metavar(info.type),
+        instance_from_str=lambda words: Words(words),
+        is_instance=lambda value: True,
+        str_from_instance=lambda value: [*map(_help_text, value if isinstance(value, tuple) else (value,))],
+    )
+
+
+def _metavar(kind: Any) -> str:
+    origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if kind is bool:
+        return "[{true,false}]"
+    if origin is Literal:
+        return "{" + ",".join(args) + "}"
+    if origin is tuple:
+        element = "LIST" if get_origin(args[0]) is tuple else _metavar(args[0])
+        return f"[{element} ...]" if args[-1] is Ellipsis else " ".join(map(_metavar, args))
+    if origin in (Union, types.UnionType):
+        return "|".join(map(_metavar, args))
+    return "TABLE" if dataclasses.is_dataclass(kind) else getattr(kind, "__name__", "VALUE").upper()
+
+
+def _help_text(value: Any) -> str:
+    if dataclasses.is_dataclass(value):
+        return value_text(values(value))
+    return "absent" if value is None else value if isinstance(value, str) else value_text(value)
+
+
+def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
+    """The words after a flag as the value that TOML would hold; left as text where the type will refuse it."""
+    members = [arg for arg in get_args(kind) if arg is not type(None)]
+    if get_origin(kind) in (Union, types.UnionType):
+        lists = [member for member in members if get_origin(member) is tuple]
+        if lists and (len(words) != 1 or words[0].startswith("[")):
+            return _value(lists[0], words, key)
+        return _value(members[0], words, key)
+    if get_origin(kind) is tuple:
+        return [_word(members[0], word) for word in words]
+    if kind is bool and not words:
+        return True
+    if len(words) != 1:
+        problem = "no value" if not words else f"{len(words)} values ({' '.join(words)})"
+        raise RecipeError(f"{SOURCE}: {key} is given {problem}; it takes {describe(kind)}.")
+    return _word(kind, words[0])
+
+
+def _word(kind: Any, word: str) -> object:
+    if kind is str or get_origin(kind) is Literal:
+        return word
+    if kind is bool:
+        return BOOLEANS.get(word, word)
+    for number in (int, float) if kind in (int, float) else ():
+        try:
+            return number(word)
+        except ValueError:
+            continue
+    if kind in (int, float):
+        return word
+    try:
+        return tomli.loads(f"value = {word}")["value"]
+    except tomli.TOMLDecodeError:
+        return word

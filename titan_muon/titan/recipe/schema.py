@@ -1,0 +1,176 @@
+"""Dataclasses as a strict schema: entries with dotted keys become one frozen instance, or one error.
+
+Types in use: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists),
+dataclasses inside lists (TOML tables) and dicts of free options. An int serves as a float; nothing else converts.
+"""
+
+import dataclasses
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from titan_muon.titan.recipe.toml import Entry, RecipeError, nearest, value_text
+
+T = TypeVar("T")
+NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+# Tried in this order, so that 1 stays an int.
+FREE_VALUE = bool | int | float | str
+
+
+def keys(schema: Any) -> dict[str, Any]:
+    """The type of each key of a dataclass, by dotted path through the dataclasses inside it."""
+    kinds: dict[str, Any] = {}
+    for name, kind in get_type_hints(schema).items():
+        inner = keys(kind) if dataclasses.is_dataclass(kind) else None
+        kinds |= {name: kind} if inner is None else {f"{name}.{leaf}": k for leaf, k in inner.items()}
+    return kinds
+
+
+def values(instance: Any) -> dict[str, Any]:
+    """The value of each key of a dataclass instance, by the same dotted paths as `keys`."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(instance):
+        value = getattr(instance, field.name)
+        inner = values(value) if dataclasses.is_dataclass(value) else None
+        found |= {field.name: value} if inner is None else {f"{field.name}.{k}": v for k, v in inner.items()}
+    return found
+
+
+def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
+    """An instance of `schema` from entries by dotted key; absent keys keep their defaults.
+
+    Raises RecipeError for an unknown key or table, and for a value of the wrong type.
+    """
+    kinds = keys(schema)
+    tables = {key.partition(".")[0] for key in kinds if "." in key}
+    arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
+    top: dict[str, Any] = {}
+    for key, entry in entries.items():
+        if key in tables and entry.value == {}:
+            continue
+        if key in tables:
+            raise refuse(entry.source, key, entry.value, f"a table: [{key}]")
+        if key not in kinds:
+            raise unknown(entry.source, key, entry.value, list(kinds))
+        table, _, leaf = key.rpartition(".")
+        (arguments[table] if table else top)[leaf] = convert(kinds[key], entry.value, key, entry.source)
+    hints = get_type_hints(schema)
+    return schema(**top, **{table: hints[table](**given) for table, given in arguments.items()})
+
+
+def convert(kind: Any, value: Any, key: str, source: str) -> Any:
+    """`value` as the type `kind`. Lists become tuples. Raises RecipeError naming the innermost key at fault."""
+    origin, args = get_origin(kind), get_args(kind)
+    if dataclasses.is_dataclass(kind) and isinstance(value, dict):
+        return _convert_table(kind, value, key, source)
+    if origin is tuple and isinstance(value, list | tuple):
+        return _convert_list(args, value, key, source, describe(kind))
+    if origin is dict and isinstance(value, dict):
+        return {name: _convert_free(item, f"{key}.{name}", source) for name, item in value.items()}
+    if origin in (Union, types.UnionType):
+        return _convert_union(args, value, key, source, describe(kind))
+    if origin is Literal and isinstance(value, str) and value in args:
+        return value
+    if kind is float and type(value) in (int, float) and _is_finite(value):
+        return float(value)
+    if kind in (bool, int, str) and type(value) is kind:
+        return value
+    raise refuse(source, key, value, describe(kind), choices=args if origin is Literal else ())
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
+    hints = get_type_hints(kind)
+    for name in value:
+        if name not in hints:
+            raise unknown(source, f"{key}.{name}", value[name], [f"{key}.{hint}" for hint in hints])
+    for field in dataclasses.fields(kind):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in value:
+            raise refuse(source, key, value, f"a table that has `{field.name}`")
+    return kind(**{name: convert(hints[name], item, f"{key}.{name}", source) for name, item in value.items()})
+
+
+def _convert_list(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> tuple[Any, ...]:
+    element_kinds = args[:1] * len(value) if args[-1] is Ellipsis else args
+    if len(value) != len(element_kinds):
+        raise refuse(source, key, value, accepted)
+    pairs = enumerate(zip(element_kinds, value, strict=True))
+    return tuple(convert(kind, item, f"{key}[{index}]", source) for index, (kind, item) in pairs)
+
+
+def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> Any:
+    kinds = [kind for kind in args if kind is not type(None)]
+    for kind in kinds:
+        try:
+            return convert(kind, value, key, source)
+        except RecipeError:
+            if len(kinds) == 1:
+                raise
+    raise refuse(source, key, value, accepted)
+
+
+def _convert_free(value: Any, key: str, source: str) -> Any:
+    if isinstance(value, list | tuple):
+        return tuple(_convert_free(item, f"{key}[{index}]", source) for index, item in enumerate(value))
+    return convert(FREE_VALUE, value, key, source)
+
+
+def describe(kind: Any) -> str:
+    """What a key of this type takes, in words."""
+    origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
+    if origin is Literal:
+        return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return f"a list, each element {describe(args[0])}"
+    if origin is tuple:
+        return f"a list of {len(args)}: {', '.join(map(describe, args))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(describe, args))
+    if dataclasses.is_dataclass(kind):
+        return f"a table with the keys {', '.join(get_type_hints(kind))}"
+    return NAMES.get(kind, "a table")
+
+
+def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[str, ...] = ()) -> RecipeError:
+    """The error for a value that its key does not take; None is an absent key."""
+    near = nearest(value, list(choices)) if isinstance(value, str) else None
+    hint = f" Did you mean {value_text(near)}?" if near else ""
+    problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"
+    return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
+
+
+def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeError:
+    """The error for a key that does not exist, with the nearest one that does. None is a flag without a value."""
+    table, _, _ = key.rpartition(".")
+    tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
+    leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
+    near = _nearest_key(key, known, leaves, tables)
+    hint = f" Did you mean {near}?" if near else ""
+    written = key if value is None else f"{key} = {_shown(value)}"
+    if table and leaves:
+        return RecipeError(f"{source}: unknown key {written}.{hint} {table} takes {', '.join(leaves)}.")
+    what = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
+    return RecipeError(f"{source}: unknown {what}: {written}.{hint} The tables are {', '.join(tables)}.")
+
+
+def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:
+    table, _, leaf = key.rpartition(".")
+    if near := nearest(leaf, leaves):
+        return f"{table}.{near}" if table else near
+    if guess := nearest(table or key, tables if not (table and leaves) else []):
+        return f"[{guess}]"
+    elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
+    return nearest(key, elsewhere) or next(iter(elsewhere), None) or nearest(key, known)
+
+
+def _shown(value: object) -> str:
+    text = value_text(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."

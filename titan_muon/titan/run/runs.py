@@ -1,0 +1,201 @@
+"""Run folders, `<dump_folder>/<recipe name>/<time>`: a new one for each run, or the one that is continued.
+
+Rank 0 decides and touches the disk; the other ranks are told (`agree`).
+"""
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
+from titan_muon.titan.run.metrics import METRICS_FILE, read_until, write_lines
+
+RECIPE_FILE = "recipe.toml"
+LATEST_FILE = "latest"
+FORMAT = "%Y%m%d-%H%M%S"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run is kept and where it goes on.
+
+    Attributes:
+        folder: its folder, absolute.
+        source: the run folder that it continues, `folder` itself or another; None if it starts anew.
+        checkpoint: checkpoint to load, in `source`.
+        step: steps already done.
+        seconds: that those steps took.
+    """
+
+    folder: str
+    source: str | None = None
+    checkpoint: str | None = None
+    step: int = 0
+    seconds: float = 0.0
+
+
+def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
+    """The run that rank 0 opens, on every rank of `group` (all ranks, on the CPU; None for a single process).
+
+    Raises what `open_run` raises, on every rank.
+    """
+    answer: list[Run | ValueError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = open_run(recipe)
+        except ValueError as error:
+            answer[0] = error
+        except OSError as error:
+            answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
+    if group is not None:
+        dist.broadcast_object_list(answer, src=0, group=group)
+    if isinstance(answer[0], ValueError):
+        raise answer[0]
+    assert answer[0] is not None, "rank 0 always answers"
+    return answer[0]
+
+
+def open_run(recipe: Recipe) -> Run:
+    """The run that `checkpoint.load` asks for. A new run's folder is made; nothing else is touched.
+
+    Raises RecipeError if `checkpoint.load` names a folder or a step from which no run can be continued.
+    """
+    runs = Path(recipe.dump_folder).resolve() / recipe.name
+    found = _source(recipe, runs)
+    if found is None:
+        return Run(str(_new_folder(runs)))
+    source, step = found
+    checkpoints = source / recipe.checkpoint.folder
+    checkpoint = checkpoint_path(checkpoints, step)
+    if "train_state" in recipe.checkpoint.exclude_from_loading:
+        return Run(str(_new_folder(runs)), str(source), str(checkpoint))
+    # After an earlier step a run goes on in a new folder, so what it computed after that step is not overwritten.
+    goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
+    folder = _new_folder(runs) if goes_back else source
+    _, seconds = read_until(source / METRICS_FILE, step)
+    return Run(str(folder), str(source), str(checkpoint), step, seconds)
+
+
+def begin(run: Run, recipe: Recipe) -> None:
+    """Ready the folder for the first step; called on rank 0 when nothing can be refused any more.
+
+    Writes the recipe and the file `latest`, takes over the metrics up to `run.step`, and sets aside what was saved for
+    later steps but cannot be continued.
+    """
+    folder = Path(run.folder)
+    _write_recipe(folder, to_toml(recipe), run.step)
+    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    if run.source is not None:
+        lines, _ = read_until(Path(run.source) / METRICS_FILE, run.step)
+        write_lines(folder / METRICS_FILE, lines)
+    if run.source == run.folder:
+        checkpoints = folder / recipe.checkpoint.folder
+        for step in _later(checkpoints, run.step):
+            _set_aside(checkpoint_path(checkpoints, step), step)
+
+
+def discard(run: Run) -> None:
+    """Remove the folder of a run that could not begin; called on rank 0. A folder that is continued is left alone."""
+    if run.source != run.folder:
+        shutil.rmtree(run.folder, ignore_errors=True)
+
+
+def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+    """The run folder and the step to continue from; None for a new run."""
+    load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
+    if load == "none":
+        if step != -1:
+            raise RecipeError(f'checkpoint.load_step = {step} needs checkpoint.load = "latest" or a run\'s folder')
+        return None
+    if not recipe.checkpoint.enable:
+        raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
+    if load != "latest":
+        folder = Path(load).resolve()
+        if not folder.is_dir():
+            raise RecipeError(
+                f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder'
+            )
+        found = _whole_step(recipe, folder)
+        if found is None:
+            raise RecipeError(
+                f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"
+            )
+        return folder, found
+    folders = sorted((path for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
+    for folder in folders:
+        found = _whole_step(recipe, folder)
+        if found is not None:
+            return folder, found
+    if step != -1:
+        raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
+    print(f'checkpoint.load = "latest": no run in {runs} has a whole checkpoint; starting anew', flush=True)
+    return None
+
+
+def _whole_step(recipe: Recipe, folder: Path) -> int | None:
+    """The step to continue a run folder from; None if there is none. Says which newer checkpoints are passed over."""
+    checkpoints = folder / recipe.checkpoint.folder
+    asked = recipe.checkpoint.load_step
+    if asked != -1:
+        return _asked_step(checkpoints, asked, must_exist=recipe.checkpoint.load != "latest")
+    passed: list[str] = []
+    for step in saved_steps(checkpoints):
+        path = checkpoint_path(checkpoints, step)
+        wrong = flaw(path)
+        if wrong is None:
+            for line in passed:
+                print(f"{line}; using step {step} instead", flush=True)
+            return step
+        passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
+    for line in passed:
+        print(line, flush=True)
+    return None
+
+
+def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None:
+    path, steps = checkpoint_path(checkpoints, step), saved_steps(checkpoints)
+    if step not in steps:
+        if must_exist:
+            there = ", ".join(map(str, steps)) if steps else "none"
+            raise RecipeError(f"checkpoint.load_step = {step}: {path} is not there; steps saved: {there}")
+        return None
+    wrong = flaw(path)
+    if wrong is not None:
+        raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
+    return step
+
+
+def _new_folder(runs: Path) -> Path:
+    """A folder named after the time, or with a number behind it if that one is taken."""
+    name, number = time.strftime(FORMAT), 1
+    while True:
+        folder = runs / (name if number == 1 else f"{name}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def _later(checkpoints: Path, step: int) -> list[int]:
+    return [other for other in saved_steps(checkpoints) if other > step]
+
+
+def _set_aside(checkpoint: Path, step: int) -> None:
+    """Rename a checkpoint that is no use for going on, so that its step can be saved into an empty folder."""
+    number = 1
+    while (target := checkpoint.with_name(f"aside-{step}" + (f"-{number}" if number > 1 else ""))).exists():
+        number += 1
+    checkpoint.rename(target)
+
+
+def _write_recipe(folder: Path, text: str, step: int) -> None:
+    """Write the recipe; one that differs and ran until `step` is kept beside it."""
+    file = folder / RECIPE_FILE
+    if file.is_file() and file.read_text(encoding="utf-8") != text:
+        file.rename(folder / f"recipe-until-step-{step}.toml")
+    file.write_text(text, encoding="utf-8")

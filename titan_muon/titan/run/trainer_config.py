@@ -1,0 +1,128 @@
+"""A recipe as TorchTitan's configuration: table by table, by name. Builds nothing and asks no process group."""
+
+import dataclasses
+import sys
+from typing import Any
+
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan.config.configs import (
+    CommConfig,
+    CompileConfig,
+    DebugConfig,
+    ParallelismConfig,
+    TrainingConfig,
+)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.tools.profiler import Profiler
+
+from models import model_spec
+from titan_muon.titan import compat
+from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
+from titan_muon.titan.data.validation import HeldOutValidator
+from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.optimizers import optimizer_config
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe.sections import Parallelism, Training
+from titan_muon.titan.run.checkpoints import RunCheckpoints
+from titan_muon.titan.run.metrics import Metrics
+from titan_muon.titan.run.runs import Run
+
+LOSS_CHUNKS = 8
+"""Pieces of the sequence whose logits exist at one time on an accelerator; TorchTitan's own number."""
+
+ACTIVATION_CHECKPOINT: dict[str, ActivationCheckpointing.Config | None] = {
+    "none": None,
+    "selective": SelectiveAC.Config(),
+    "full": FullAC.Config(),
+}
+
+
+def trainer_fields(recipe: Recipe, run: Run) -> dict[str, Any]:
+    """Every field of a TorchTitan trainer's configuration that a recipe decides, for a run kept in `run.folder`.
+
+    Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
+    """
+    model, balancer = recipe.model, recipe.parallelism.context_parallel_load_balancer
+    vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
+    spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
+    return {
+        "model_spec": with_placement(spec, recipe),
+        "dump_folder": run.folder,
+        "tokenizer": tokenizer_config(recipe.data),
+        "dataloader": dataloader_config(recipe.data),
+        "optimizer": optimizer_config(recipe),
+        "lr_scheduler": _same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
+        "training": _same_keys(TrainingConfig, recipe.training),
+        "parallelism": _same_keys(
+            ParallelismConfig,
+            recipe.parallelism,
+            spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend, owned=recipe.placement.muon == "owned"),
+            context_parallel_load_balancer=None if balancer == "none" else balancer,
+        ),
+        "checkpoint": checkpoint_config(recipe, run),
+        "activation_checkpoint": ACTIVATION_CHECKPOINT[recipe.activation_checkpoint.mode],
+        "compile": _same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
+        "comm": comm_config(recipe),
+        "metrics": metrics_config(recipe, run),
+        "validator": validator_config(recipe),
+        "profiler": _same_keys(Profiler.Config, recipe.profiler),
+        "debug": _same_keys(DebugConfig, recipe.debug, enable_structured_logging=False),
+        "loss": loss_config(recipe.training, recipe.parallelism, decoder_vocab_size(spec)),
+    }
+
+
+def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
+    """An instance of TorchTitan's `config` with every key of `section`, which has the same names, and `others`."""
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return config(**(values | others))
+
+
+def comm_config(recipe: Recipe) -> CommConfig:
+    """Time-outs of collectives."""
+    return _same_keys(CommConfig, recipe.comm)
+
+
+def checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
+    """What is saved, and what `run` is continued from."""
+    section = recipe.checkpoint
+    values = {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    del values["load"], values["load_step"]
+    values["exclude_from_loading"] = list(section.exclude_from_loading)
+    # TorchTitan warns about the default when there is nothing to load.
+    values["initial_load_model_only"] &= section.initial_load_path is not None
+    return RunCheckpoints.Config(**values, resume=run.checkpoint)
+
+
+def metrics_config(recipe: Recipe, run: Run) -> Metrics.Config:
+    """What is reported, and where the report of `run` goes on."""
+    return _same_keys(
+        Metrics.Config,
+        recipe.metrics,
+        total_steps=recipe.training.steps,
+        first_step=run.step + 1,
+        seconds_before=run.seconds,
+        disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
+    )
+
+
+def validator_config(recipe: Recipe) -> HeldOutValidator.Config:
+    """How the held-out loss is measured; disabled, it reads no data."""
+    if not recipe.validator.enable:
+        return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
+    return _same_keys(
+        HeldOutValidator.Config, recipe.validator, dataloader=dataloader_config(recipe.data, validation=True)
+    )
+
+
+def loss_config(training: Training, parallelism: Parallelism, vocabulary: int) -> BaseLoss.Config:
+    """Cross entropy; on an accelerator a piece of the sequence at a time, where its length divides.
+
+    On the CPU memory is not short, and one matrix product is faster than eight.
+    """
+    entropy = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
+    tokens = training.seq_len // parallelism.context_parallel_degree
+    if compat.install() or tokens % LOSS_CHUNKS:
+        return entropy
+    return ChunkedLossWrapper.Config(num_chunks=LOSS_CHUNKS, loss_fn=entropy)
