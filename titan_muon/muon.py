@@ -22,7 +22,8 @@ from .dtensor import layout_of, local
 from .exchange import Council, Exchange, Word
 from .executor import Executor
 from .faults import Alarm
-from .matrices import Split, check_splits, planned
+from .matrices import check_splits, planned
+from .options import Split
 from .orthogonalize import KERNEL_CHOICES, Dispatch, Iteration, Method, iteration, kernels_for
 from .params import (
     Fault,

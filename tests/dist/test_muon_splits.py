@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from tests.dist.harness import run_ranks
 from tests.reference_muon import ReferenceMuon
 from titan_muon import Muon
-from titan_muon.matrices import Split
+from titan_muon.options import Split
 
 SHAPES = {"heads": (24, 20), "qkv": (32, 12), "fused": (36, 12), "gate_up": (4, 20, 8), "conv": (6, 3, 2, 2)}
 SPLITS = (

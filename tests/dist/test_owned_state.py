@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, Owners, own
-from titan_muon.matrices import Split
+from titan_muon.options import Split
 from titan_muon.owned import full_state_dict, gather, is_owned
 from titan_muon.plan.cost import standard_flops
 

@@ -3,8 +3,10 @@
 import pytest
 import torch
 
-from titan_muon.matrices import Assignment, Rule, Split, assign, check_splits, default_rules, planned, stack_of
+from titan_muon.matrices import check_splits, planned, stack_of
+from titan_muon.options import Split
 from titan_muon.plan.types import Block, Interval, Layout, Mesh, Replicate
+from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
 
 # Names and shapes as TorchTitan's models have them.
 MODEL = {

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor import layer_of, local
 from ..exchange import Collectives
-from ..matrices import Split, stack_of
+from ..matrices import stack_of
+from ..options import Split
 from ..plan.cost import standard_flops
 from ..plan.ownership import Item, Ownership, assign_owners, load_lines
 from .hooks import Passes

@@ -13,9 +13,10 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import registry
-from titan_muon.matrices import Assignment, Rule, Split, assign, default_rules
+from titan_muon.options import Split
 from titan_muon.plan.cost import Link
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
+from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_muon.matrices import Assignment
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import holders
 from titan_muon.plan import Plan, Summary
+from titan_muon.titan.rules import Assignment
 
 
 @dataclass(frozen=True)

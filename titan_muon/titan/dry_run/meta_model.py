@@ -17,12 +17,12 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon import registry
-from titan_muon.matrices import Assignment
 from titan_muon.muon import plan_step
 from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
 from titan_muon.plan import Plan, PlanOptions
 from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer, trainer_config
 

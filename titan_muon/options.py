@@ -1,0 +1,225 @@
+"""Every option of Muon, declared once: name, type, default, meaning and range.
+
+Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the choice of algorithms and
+the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help` needs
+no PyTorch, and `plan/` may import nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+
+class OptionError(ValueError):
+    """An option with a value that it does not take.
+
+    Attributes:
+        option: its name as a keyword of Muon; a recipe may have another key for it.
+        problem: what is wrong with the value, and what to do.
+    """
+
+    def __init__(self, option: str, problem: str) -> None:
+        super().__init__(f"{option} {problem}")
+        self.option, self.problem = option, problem
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """A condition on one value, and its wording."""
+
+    accepted: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(low: float, but: int | None = None) -> Constraint:
+    """Numbers from `low` on, and the one exception `but`."""
+    also = "" if but is None else f"{but}, or "
+    return Constraint(f"{also}{low} or more", lambda value: low <= value < math.inf or value == but)
+
+
+def from_to(low: float, high: float) -> Constraint:
+    """The closed interval from `low` to `high`."""
+    return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
+
+
+def below(low: float, high: float) -> Constraint:
+    """The interval from `low`, included, to `high`, excluded."""
+    return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
+
+
+COUNT = at_least(1)
+NOT_NEGATIVE = at_least(0)
+POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
+FRACTION = below(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Split:
+    """One `[[muon.split]]`: parameters whose name matches are cut into several matrices."""
+
+    match: str
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+
+    rows: tuple[int, ...] = ()
+    """Rows of the matrices, in order; the pattern repeats down the parameter, within each matrix of a stack."""
+
+    joined: bool = False
+    """Entries at the same place of the repeated pattern are one matrix: TorchTitan's fused q, k and v."""
+
+    row_dims: int | None = None
+    """Leading dims that are flattened to rows, the others to columns; absent, all but the last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What communication costs, and what it is weighed against: for `exchange` and `replicas` of `auto`."""
+
+    bandwidth_gb: Annotated[float, POSITIVE] = 45.0
+    """Gigabytes per second that a rank can send."""
+
+    latency_us: Annotated[float, NOT_NEGATIVE] = 15.0
+    """Microseconds that a collective takes however little it carries."""
+
+    tflops: Annotated[float, POSITIVE] = 700.0
+    """TFLOP/s at which a rank orthogonalizes."""
+
+    @property
+    def latency(self) -> float:
+        """Seconds that a collective takes however little it carries."""
+        return self.latency_us * 1e-6
+
+    def transfer_seconds(self, sent: float) -> float:
+        """Time for one rank to send `sent` bytes, without the latency."""
+        return sent / (self.bandwidth_gb * 1e9)
+
+    def compute_seconds(self, flops: float) -> float:
+        """Time for one rank to orthogonalize `flops` FLOPs."""
+        return flops / (self.tflops * 1e12)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyperparameters:
+    """What each parameter group may have for itself."""
+
+    lr: Annotated[float, NOT_NEGATIVE] = 1e-3
+    """Learning rate."""
+
+    momentum: Annotated[float, FRACTION] = 0.95
+    """Decay of the average of gradients."""
+
+    nesterov: bool = True
+    """Orthogonalize the gradient blended with its average, not the average alone."""
+
+    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
+    """Decoupled weight decay, scaled by the learning rate."""
+
+    ns_steps: Annotated[int, COUNT] = 5
+    """Newton-Schulz iterations."""
+
+    ns_coefficients: Annotated[
+        str | tuple[tuple[float, float, float], ...],
+        Constraint("the name of a set, or a list that is not empty", bool),
+    ] = "keller_jordan"
+    """Name of a coefficient set, or a list of [a, b, c], one for each step."""
+
+    eps: Annotated[float, POSITIVE] = 1e-7
+    """Smallest norm that a matrix is divided by."""
+
+    lr_scale: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
+    """Factor on the learning rate from a matrix's shape: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What holds for all parameters of one Muon."""
+
+    orthogonalize: Literal["auto", "standard", "gram", "reference"] = "auto"
+    """`auto`: the cheapest that is safe for each shape. `reference`: torch.optim.Muon's arithmetic, bit for bit."""
+
+    ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    """Dtype of Newton-Schulz. `auto`, by the device: bfloat16 on the CPU, float16 after normalization on GPUs."""
+
+    ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
+    """What computes symmetric products on GPUs. `auto` is what benchmarks/bench_orthogonalize.py measured to win."""
+
+    exchange: str = "all_to_all"
+    """Which collective assembles a sharded matrix: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, `auto`."""
+
+    owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
+    """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
+
+    replicas: Literal["split", "redundant", "auto"] = "split"
+    """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""
+
+    wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
+
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the momentum."""
+
+    missing_grad: Literal["error", "skip"] = "error"
+    """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
+
+    nonfinite: Literal["error", "skip", "propagate"] = "error"
+    """Matrices that are not finite get no update, and the next step is an error on all ranks, or warns and goes on."""
+
+    release_grads: bool = False
+    """Free each gradient as soon as it is packed."""
+
+    split: tuple[Split, ...] = ()
+    """Which parameters are cut into several matrices; the first that matches counts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonOptions(StepOptions, Hyperparameters):
+    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, and `[link]` for `link`.
+
+    Raises OptionError for a value out of range, or not among the choices.
+    """
+
+    buffer_bytes: Annotated[int, POSITIVE] | None = None
+    """Most bytes of exchange buffers on a rank. None: the smallest within 2 % of the best plan, at most 4 GiB."""
+
+    link: Link = field(default_factory=Link)
+    """What communication costs, for choices of `auto`."""
+
+    def __post_init__(self) -> None:
+        check_values(self)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of an element in transit."""
+        return 4 if self.wire_dtype == "float32" else 2
+
+
+HYPERPARAMETERS = tuple(item.name for item in fields(Hyperparameters))
+"""Options that a parameter group may have for itself."""
+SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYPERPARAMETERS)
+"""Options that hold for all parameters of one Muon."""
+
+
+def constraints(table: type) -> Iterator[tuple[str, Constraint]]:
+    """The range of each option of a dataclass that has one."""
+    for name, kind in get_type_hints(table, include_extras=True).items():
+        for part in (kind, *get_args(kind)):
+            if get_origin(part) is Annotated:
+                yield from ((name, extra) for extra in get_args(part)[1:] if isinstance(extra, Constraint))
+
+
+def check_values(options: object) -> None:
+    """Raise OptionError for the first option that is out of its range, or not among its choices."""
+    values = {item.name: getattr(options, item.name) for item in fields(options)}  # type: ignore[arg-type]
+    check(type(options), values)
+
+
+def check(table: type, values: Mapping[str, Any]) -> None:
+    """Raise OptionError for the first of `values`, options of `table` by name, that its declaration refuses."""
+    for name, kind in get_type_hints(table).items():
+        if name in values and get_origin(kind) is Literal and values[name] not in get_args(kind):
+            raise OptionError(name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
+    for name, constraint in constraints(table):
+        if values.get(name) is not None and not constraint.holds(values[name]):
+            raise OptionError(name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
