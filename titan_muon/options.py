@@ -1,6 +1,6 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
-Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the choice of algorithms and
+Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the dispatch
 the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help` needs
 no PyTorch, and `plan/` may import nothing else.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -183,7 +183,7 @@ class MuonOptions(StepOptions, Hyperparameters):
     buffer_bytes: Annotated[int, POSITIVE] | None = None
     """Most bytes of exchange buffers on a rank. None: the smallest within 2 % of the best plan, at most 4 GiB."""
 
-    link: Link = field(default_factory=Link)
+    link: Link = Link()
     """What communication costs, for choices of `auto`."""
 
     def __post_init__(self) -> None:
