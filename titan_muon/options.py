@@ -1,6 +1,6 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
-Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the dispatch
+Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the dispatch and
 the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help` needs
 no PyTorch, and `plan/` may import nothing else.
 """
