@@ -29,44 +29,41 @@ def read(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str
     """
     if not arguments:
         return {}, []
-    given, rest = tyro.cli(
+    given, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
+    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
+    kinds = keys(schema)
+    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, unknown_flags
+
+
+def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
+    """Raise RecipeError if there are arguments that no flag takes; `known` are the keys to suggest from."""
+    if not arguments:
+        return
+    flag, _, text = arguments[0].partition("=")
+    if not flag.startswith("--"):
+        raise RecipeError(f"{SOURCE}: {arguments[0]!r} belongs to no flag; overrides are written --section.key value.")
+    value = text or next((word for word in arguments[1:2] if not word.startswith("--")), None)
+    raise unknown(SOURCE, flag[2:].replace("-", "_"), value, list(known))
+
+
+def print_help(schema: type, default: Any, description: str | None, prog: str) -> NoReturn:
+    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
+    _tyro(schema, default, ["--help"], description=description, prog=prog)
+    raise AssertionError("tyro exits once it has printed the help")
+
+
+def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
+    # One call for reading and for help, so that what the help shows is what is read.
+    return tyro.cli(
         schema,
         args=arguments,
         default=default,
         use_underscores=True,
-        return_unknown_args=True,
-        add_help=False,
+        # A boolean takes a value like any other key: a pair of flags would have no form in a recipe file.
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
+        **options,
     )
-    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
-    kinds = keys(schema)
-    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, rest
-
-
-def refuse_rest(rest: Sequence[str], known: Sequence[str]) -> None:
-    """Raise RecipeError if arguments are left over that no flag takes; `known` are the keys to suggest from."""
-    if not rest:
-        return
-    flag, _, text = rest[0].partition("=")
-    if not flag.startswith("--"):
-        raise RecipeError(f"{SOURCE}: {rest[0]!r} belongs to no flag; overrides are written --section.key value.")
-    value = text or next((word for word in rest[1:2] if not word.startswith("--")), None)
-    raise unknown(SOURCE, flag[2:].replace("-", "_"), value, list(known))
-
-
-def print_help(schema: type, default: Any, prog: str) -> NoReturn:
-    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
-    tyro.cli(
-        schema,
-        args=["--help"],
-        prog=prog,
-        default=default,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_registry(),
-    )
-    raise AssertionError("tyro exits once it has printed the help")
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:

@@ -86,16 +86,22 @@ def _is_finite(value: float) -> bool:
         return False
 
 
+def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
+    """The items of the table at `place`, each as the type of its key. Raises RecipeError for a key not in `kinds`."""
+    # All names before any value: for a misspelt key the nearest key helps more than what another key takes.
+    for name, item in items.items():
+        if name not in kinds:
+            raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
+    return {name: convert(kinds[name], item, f"{place}.{name}", source) for name, item in items.items()}
+
+
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    hints = get_type_hints(kind)
-    for name in value:
-        if name not in hints:
-            raise unknown(source, f"{key}.{name}", value[name], [f"{key}.{hint}" for hint in hints])
+    converted = convert_items(get_type_hints(kind), value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:
             raise refuse(source, key, value, f"a table that has `{field.name}`")
-    return kind(**{name: convert(hints[name], item, f"{key}.{name}", source) for name, item in value.items()})
+    return kind(**converted)
 
 
 def _convert_list(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> tuple[Any, ...]:
