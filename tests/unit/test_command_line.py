@@ -152,6 +152,8 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
     assert "--data.tokenizer {bytes,bpe,hf}" in text
     assert "--world_size INT With dry_run: number of ranks" in text
+    assert "Which model is trained." in text
+    assert "The order is that of the help" not in text, "comments are for readers of the code"
 
 
 def test_help_of_a_recipe_shows_the_recipes_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

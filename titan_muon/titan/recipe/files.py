@@ -5,9 +5,11 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titan_muon.titan.recipe import constraints, flags, schema, toml
+from titan_muon.titan.recipe.constraints import check
+from titan_muon.titan.recipe.flags import read_flags, refuse_unknown
+from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import Adam, AdamW, Muon, Recipe, Rule
-from titan_muon.titan.recipe.toml import Entry, RecipeError
+from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, value_text
 
 TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW, "adam": Adam}
 
@@ -18,15 +20,15 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises RecipeError, with one message, for anything that a recipe does not accept.
     """
     file = Path(path)
-    written = toml.read(file)
-    given, unknown = flags.read(Recipe, Recipe(), overrides)
-    flags.refuse_unknown(unknown, list(schema.keys(Recipe)))
+    written = read_file(file)
+    given, unknown = read_flags(Recipe, Recipe(), overrides)
+    refuse_unknown(unknown, list(keys(Recipe)))
     # Later entries win: what the file and its bases say over the name of the file, the command line over all.
     entries = {"name": Entry(file.stem, str(file))} | written | given
     sources = {key: entry.source for key, entry in entries.items()}
-    recipe = _with_typed_options(schema.build(Recipe, entries), sources.get("optimizer.rule", str(file)))
+    recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
     # Checked when all sources are joined: a base may be sound only together with the file that names it.
-    constraints.check(recipe, sources, str(file))
+    check(recipe, sources, str(file))
     return recipe
 
 
@@ -41,7 +43,7 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
     if rule.optimizer not in TYPED_OPTIMIZERS:
         return rule
     kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
-    return replace(rule, options=schema.convert_items(kinds, rule.options, place, source))
+    return replace(rule, options=convert_items(kinds, rule.options, place, source))
 
 
 def to_toml(recipe: Recipe) -> str:
@@ -49,15 +51,15 @@ def to_toml(recipe: Recipe) -> str:
 
     Raises RecipeError for a value that no file can give the recipe, such as a NaN.
     """
-    kinds, defaults = schema.keys(Recipe), schema.values(Recipe())
-    plain = {key: _plain(value) for key, value in schema.values(recipe).items()}
+    kinds, defaults = keys(Recipe), values(Recipe())
+    plain = {key: _plain(value) for key, value in values(recipe).items()}
     for key, value in plain.items():
         # TOML has no null: left out, the key would load as its default, and the file would be of another recipe.
         if value is None and defaults[key] is not None:
             raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
         if value is not None:
-            schema.convert(kinds[key], value, key, "recipe")
-    return toml.document_text({key: value for key, value in plain.items() if value is not None})
+            convert(kinds[key], value, key, "recipe")
+    return document_text({key: value for key, value in plain.items() if value is not None})
 
 
 def _plain(value: Any) -> Any:
@@ -83,9 +85,9 @@ class Difference:
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
     """The keys in which two recipes differ, in the order of the recipe's tables."""
-    left, right = schema.values(a), schema.values(b)
+    left, right = values(a), values(b)
     return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
 
 
 def _text(value: Any) -> str | None:
-    return None if value is None else toml.value_text(_plain(value))
+    return None if value is None else value_text(_plain(value))

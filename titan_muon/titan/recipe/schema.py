@@ -47,6 +47,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
     top: dict[str, Any] = {}
     for key, entry in entries.items():
+        # A file may leave a table empty, with all its keys commented out.
         if key in tables and entry.value == {}:
             continue
         if key in tables:
@@ -61,6 +62,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type `kind`. Lists become tuples. Raises RecipeError naming the innermost key at fault."""
+    # `type(value) is`, not isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _convert_table(kind, value, key, source)
@@ -80,6 +82,7 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
 
 
 def _is_finite(value: float) -> bool:
+    # TOML's integers have no bound; beyond a float's range Python raises instead of returning inf.
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -118,6 +121,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
+            # For `X | None` the error of X, which may name an element inside. With more types it would speak of one
+            # alone, where the others are accepted too.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)

@@ -75,6 +75,7 @@ class Data:
     tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
     """`bytes`: nothing to download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
 
+    # 256 bytes and two marks: with fewer, some text could not be written in tokens.
     vocab_size: Annotated[int, at_least(258)] = 2048
     """Tokens that `bpe` trains, its marks included."""
 
@@ -93,8 +94,9 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the Muon matrices rest between steps."""
+    """Where the Muon matrices are between steps."""
 
+    # Not a Literal: packages register placements, and their names are known only once they are asked for.
     muon: Annotated[str, TEXT] = "shard0"
     """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
 
@@ -106,6 +108,7 @@ class Placement:
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and how it runs on many ranks."""
 
+    # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
@@ -122,6 +125,7 @@ class AdamW:
     betas: Annotated[tuple[float, float], each(FRACTION)] = (0.9, 0.95)
     """Decay of the averages of the gradient and its square."""
 
+    # 0 is allowed, unlike Muon's: it is added to a root of squares, where Muon's is what a zero matrix is divided by.
     eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     """Added to the denominator."""
 
@@ -147,6 +151,7 @@ class Rule:
     optimizer: Annotated[str, TEXT]
     """Name of a registered optimizer."""
 
+    # Free here, because the optimizer decides what is in it: loading gives it the types of that optimizer's table.
     options: dict[str, object] = field(default_factory=dict)
     """Hyperparameters that differ from the optimizer's own table, for these parameters only."""
 
@@ -161,6 +166,7 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
+    # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Whose gradients training.max_norm clips. `adamw`: all but Muon's, since its update does not grow with them."""
 
@@ -181,6 +187,7 @@ class Recipe:
     dump_folder: Annotated[str, TEXT] = "runs"
     """Folder of all runs."""
 
+    # The order is that of the help, of the resolved recipe.toml and of `differences`.
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)

@@ -31,7 +31,7 @@ class Training:
     """Largest gradient norm; gradients above it are scaled down."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states at rest."""
+    """Dtype in which parameters, gradients and optimizer states are stored."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of parameters in forward and backward under FSDP."""
@@ -42,6 +42,7 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
 
+    # Not TorchTitan's default, under which a recipe with expert parallelism would not start on a GPU.
     disable_cuda_graphs: bool = True
     """Run forward and backward without CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
 
@@ -77,6 +78,7 @@ class Parallelism:
     pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
 
+    # Not a Literal: PyTorch looks schedules up by name, and its list grows.
     pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
     """Pipeline schedule, by PyTorch's name."""
 
