@@ -100,10 +100,15 @@ def test_a_bad_override_is_one_error_and_prints_nothing(
 def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
-    assert plain == Command(load(path, ["--muon.momentum", "0.1"]), False, False, None, None)
+    assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))
     flags = ["--dry-run", "--full", "--world-size", "8", "--json", "plan.json", "--training.steps", "3"]
     assert parse([*flags, f"--config={path}"]) == Command(
-        load(path, ["--training.steps", "3"]), True, True, 8, "plan.json"
+        config=path,
+        recipe=load(path, ["--training.steps", "3"]),
+        dry_run=True,
+        full=True,
+        world_size=8,
+        json="plan.json",
     )
     assert parse(["--config", path, "--dry_run"]).dry_run
 
@@ -147,6 +152,8 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
     assert "--data.tokenizer {bytes,bpe,hf}" in text
     assert "--world_size INT With dry_run: number of ranks" in text
+    assert "Which model is trained." in text
+    assert "The order is that of the help" not in text, "comments are for readers of the code"
 
 
 def test_help_of_a_recipe_shows_the_recipes_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

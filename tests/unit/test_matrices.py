@@ -6,7 +6,8 @@ import torch
 from titan_muon.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
 from titan_muon.plan.types import Block, Interval, Layout, Mesh, Replicate
-from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
+from titan_muon.titan.recipe.sections import Rule
+from titan_muon.titan.rules import Assignment, assign, default_rules
 
 # Names and shapes as TorchTitan's models have them.
 MODEL = {
@@ -22,6 +23,10 @@ MODEL = {
     "norm.weight": (64,),
     "lm_head.weight": (512, 64),
 }
+
+
+def rule(match: str, optimizer: str) -> Rule:
+    return Rule(match=match, optimizer=optimizer)
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
@@ -75,46 +80,46 @@ def test_routers_go_where_the_recipe_says() -> None:
 
 
 def test_the_first_rule_that_matches_wins() -> None:
-    rules = [Rule("*.wo.weight", "adamw", "mine"), Rule("layers.0.attention.*", "muon", "second")]
+    rules = [rule("*.wo.weight", "adamw"), rule("layers.0.attention.*", "muon")]
     found = assigned(rules)
     assert (found["layers.0.attention.wo.weight"].optimizer, found["layers.0.attention.wo.weight"].rule) == ("adamw", 0)
-    assert found["layers.0.attention.wo.weight"].reason == "mine"
+    assert found["layers.0.attention.wo.weight"].reason == "optimizer.rule[0] '*.wo.weight'"
     assert found["layers.0.attention.qkv_linear.wq.weight"].rule == 1
     assert found["layers.0.feed_forward.w1.weight"].rule is None
 
 
 def test_rules_win_over_defaults() -> None:
-    found = assigned([Rule("tok_embeddings.*", "muon", "an experiment")])["tok_embeddings.weight"]
-    assert (found.optimizer, found.reason, found.rule) == ("muon", "an experiment", 0)
+    found = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
+    assert (found.optimizer, found.reason, found.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
 def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.rule: .* takes no parameter.*remove it"):
-        assigned([Rule(pattern, "adamw", "")])
+        assigned([rule(pattern, "adamw")])
 
 
 def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.rule: '\*\.wo\.weight' takes no parameter.*move it up"):
-        assigned([Rule("layers.*", "adamw", ""), Rule("*.wo.weight", "muon", "")])
+        assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 
 def test_a_pipeline_stage_may_have_nothing_for_a_rule() -> None:
-    assert assigned([Rule("layers.7.*", "adamw", "")], all_rules=False)["norm.weight"].optimizer == "adamw"
+    assert assigned([rule("layers.7.*", "adamw")], all_rules=False)["norm.weight"].optimizer == "adamw"
 
 
 def test_without_defaults_every_parameter_needs_a_rule() -> None:
     with pytest.raises(ValueError, match=r"no rule matches norm\.weight, lm_head\.weight \(2 parameters\).*defaults"):
-        assigned([Rule("layers.*", "muon", ""), Rule("tok*", "adamw", "")], defaults=False)
+        assigned([rule("layers.*", "muon"), rule("tok*", "adamw")], defaults=False)
 
 
 def test_many_open_parameters_are_named_in_part() -> None:
     with pytest.raises(ValueError, match=r"\.\.\. \(10 parameters\)"):
-        assigned([Rule("norm.weight", "adamw", "")], defaults=False)
+        assigned([rule("norm.weight", "adamw")], defaults=False)
 
 
 def test_without_defaults_rules_alone_decide() -> None:
-    found = assigned([Rule("*", "adamw", "everything")], defaults=False)
+    found = assigned([rule("*", "adamw")], defaults=False)
     assert {one.optimizer for one in found.values()} == {"adamw"}
 
 

@@ -20,8 +20,8 @@ from titan_muon import registry
 from titan_muon.muon import plan_step
 from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
 from titan_muon.plan import Plan, PlanOptions
-from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
+from titan_muon.titan.recipe import Recipe, check_degrees, recipe_error
 from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer, trainer_config
@@ -41,7 +41,7 @@ class Blueprint:
     world_size: int
     parameters: dict[str, Tensor]
     assigned: tuple[Assignment, ...]
-    groups: dict[str, list[Group]]
+    groups: dict[str, list[ParamGroup]]
     plan: Plan | None
 
 
@@ -116,7 +116,7 @@ def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
 
 
 def _plan(
-    parameters: dict[str, Tensor], groups: list[Group], config: HybridOptimizers.Config, device: str
+    parameters: dict[str, Tensor], groups: list[ParamGroup], config: HybridOptimizers.Config, device: str
 ) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
@@ -132,7 +132,7 @@ def _plan(
         dispatch = Dispatch(table["orthogonalize"], table["ns_dtype"], device, kernels)
         return plan_step(named, iterations, dispatch, plan_options(config), table["split"])
     except ValueError as error:
-        raise RecipeError(str(error)) from error
+        raise recipe_error(error) from error
 
 
 def plan_options(config: HybridOptimizers.Config) -> PlanOptions:

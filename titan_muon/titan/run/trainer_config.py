@@ -24,7 +24,7 @@ from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe
-from titan_muon.titan.recipe.sections import Parallelism, Training
+from titan_muon.titan.recipe.torchtitan_sections import Parallelism, Training
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import Metrics
 from titan_muon.titan.run.runs import Run
