@@ -1,7 +1,7 @@
-"""Optimizers, placements and exchanges by the names that a recipe uses; other packages can add theirs.
+"""Optimizers, placements, exchanges and models by the names that a recipe uses; other packages can add theirs.
 
-A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements` or
-`titan_muon.exchanges`, found when the name is first asked for, or by calling `register`.
+A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements`,
+`titan_muon.exchanges` or `titan_muon.models`, found when the name is first asked for, or by calling `register`.
 """
 
 from __future__ import annotations
@@ -44,13 +44,18 @@ class Registry(Generic[T]):
         if entries:
             self.register(name, entries[0].load())
             return self._values[name]
-        near = difflib.get_close_matches(name, self.names(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{self.key} = {name!r} is unknown; {hint}choose from: {', '.join(self.names())}")
+        raise ValueError(unknown_name(self.key, name, self.names()))
 
     def names(self) -> tuple[str, ...]:
         """All known names, those of installed packages included."""
         return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
+
+
+def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
+    """The message for a name that is none of those a recipe key takes."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{key} = {name!r} is unknown; {hint}choose from: {', '.join(known)}"
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,22 @@ Parallelize = Callable[..., Any]
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
 """A placement changes how a model is parallelized: it is given a parallelize_fn and the recipe, and returns another."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models of one architecture, by flavor.
+
+    Attributes:
+        flavors: called without arguments; returns the names that `model.flavor` takes.
+        build: called with a flavor and a vocabulary size, None for the flavor's own; returns a new TorchTitan ModelSpec.
+    """
+
+    flavors: Callable[[], Sequence[str]]
+    build: Callable[[str, int | None], Any]
+
+
+models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
