@@ -153,7 +153,7 @@ class ModelFamily:
 
     Attributes:
         flavors: called without arguments; returns the names that `model.flavor` takes.
-        build: called with a flavor and a vocabulary size, None for the flavor's own; returns a new TorchTitan ModelSpec.
+        build: called with a flavor and a vocabulary size, None for its own; returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]

@@ -24,11 +24,12 @@ from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, gr
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer import MuonTrainer, trainer_config
+from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.titan.run.trainer_config import trainer_config
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """What training a recipe on `world_size` ranks would set up.
 
     Attributes:
@@ -62,8 +63,8 @@ def this_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def draw(recipe: Recipe, world_size: int, device: str | None = None) -> Blueprint:
-    """The blueprint of a recipe on `world_size` ranks. Needs no data, no GPU and no other process.
+def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None) -> MetaModel:
+    """The model of a recipe on `world_size` ranks, and Muon's plan for it. Needs no data, no GPU and no other process.
 
     `device` is the type of device that Newton-Schulz is planned for, by default this machine's.
 
@@ -82,7 +83,7 @@ def draw(recipe: Recipe, world_size: int, device: str | None = None) -> Blueprin
         assigned = assignments(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
         groups = grouped(optimizer, assigned)
         plan = _plan(parameters, groups.get("muon", []), optimizer, this_device() if device is None else device)
-        return Blueprint(world_size, parameters, assigned, groups, plan)
+        return MetaModel(world_size, parameters, assigned, groups, plan)
 
 
 @contextmanager
