@@ -3,6 +3,7 @@
 import os
 import sys
 
+import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 
@@ -18,9 +19,9 @@ def main(command: Command) -> int:
 
         report(command.recipe, command.world_size, full=command.full, json=command.json)
         return 0
-    from titan_muon.titan.run import trainer
+    from titan_muon.titan.run import job
 
-    return trainer.run(command.recipe)
+    return job.run(command.recipe)
 
 
 if __name__ == "__main__":

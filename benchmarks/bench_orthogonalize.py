@@ -252,16 +252,17 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
 
 def share(what: str, bench: Bench) -> Iterator[Row]:
     """Exactly the matrices that one rank of a plan orthogonalizes, in the plan's stacks: MODEL:WORLD:RANK."""
+    import models  # noqa: F401 (registers the families)
     from titan_muon.titan import compat
 
     compat.install()
     from titan_muon.plan.program import make_program
     from titan_muon.plan.stacks import stacks
-    from titan_muon.titan.dry_run.meta_model import draw
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 
     model, world, rank = what.split(":")
-    plan = draw(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan
+    plan = build_meta_model(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan
     assert plan is not None, f"{model} has Muon parameters"
     program = make_program(plan, int(rank))
     parts = [[item.matrix for item in program.home], *(run.matrices for run in program.runs)]

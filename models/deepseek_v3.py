@@ -15,14 +15,14 @@ from torchtitan.models.deepseek_v3.model import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from models import parts
+from models import common
 
 EPS = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavour. `q_rank` 0 is a full query projection; `yarn` 1 is plain RoPE."""
+    """Sizes of one flavor. `q_rank` 0 is a full query projection; `yarn` 1 is plain RoPE."""
 
     layers: int
     dense_layers: int
@@ -125,16 +125,16 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavour; `vocab_size` replaces its own."""
+    """The specification of a flavor; `vocab_size` replaces its own."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = DeepSeekV3Model.Config(
         dim=size.dim,
         vocab_size=vocab,
-        tok_embeddings=parts.embedding(vocab, size.dim, size.std),
+        tok_embeddings=common.embedding(vocab, size.dim, size.std),
         layers=_layers(size),
-        norm=parts.norm(size.dim, EPS),
-        lm_head=parts.head(vocab, size.dim, size.std),
+        norm=common.norm(size.dim, EPS),
+        lm_head=common.head(vocab, size.dim, size.std),
         mtp_layers=[],
     )
     return ModelSpec(
@@ -173,10 +173,10 @@ def _layers(size: Size) -> list[TransformerBlock.Config]:
         attn_backend="flex",
         moe_comm_backend="standard",
         non_blocking_capacity_factor=None,
-        linear_init=parts.linear_init(size.std),
-        norm_init=parts.NORM_INIT,
-        depth_init=lambda layer: parts.linear_init(size.std),
-        depth_experts_init=lambda layer: parts.experts_init(size.std, size.std),
+        linear_init=common.linear_init(size.std),
+        norm_init=common.NORM_INIT,
+        depth_init=lambda layer: common.linear_init(size.std),
+        depth_experts_init=lambda layer: common.experts_init(size.std, size.std),
         rope=_rope(size),
     )
 

@@ -11,7 +11,7 @@ from torchtitan.models.llama3.model import Llama3Model, Llama3TransformerBlock
 from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from models import parts
+from models import common
 
 STD = 0.02
 EPS = 1e-5
@@ -19,7 +19,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavour; a head is dim / heads wide."""
+    """Sizes of one flavor; a head is dim / heads wide."""
 
     layers: int
     dim: int
@@ -39,16 +39,16 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavour; `vocab_size` replaces its own."""
+    """The specification of a flavor; `vocab_size` replaces its own."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = Llama3Model.Config(
         dim=size.dim,
         vocab_size=vocab,
-        tok_embeddings=parts.embedding(vocab, size.dim, STD),
+        tok_embeddings=common.embedding(vocab, size.dim, STD),
         layers=[_layer(size) for _ in range(size.layers)],
-        norm=parts.norm(size.dim, EPS),
-        lm_head=parts.head(vocab, size.dim, STD),
+        norm=common.norm(size.dim, EPS),
+        lm_head=common.head(vocab, size.dim, STD),
     )
     return ModelSpec(
         name="llama3",
@@ -62,24 +62,24 @@ def build(flavor: str, vocab_size: int | None) -> ModelSpec:
 
 
 def _layer(size: Size) -> Llama3TransformerBlock.Config:
-    into_residual = parts.linear_init(parts.residual_std(STD, size.layers))
+    into_residual = common.linear_init(common.residual_std(STD, size.layers))
     return Llama3TransformerBlock.Config(
-        attention_norm=parts.norm(size.dim, EPS),
+        attention_norm=common.norm(size.dim, EPS),
         attention=make_gqa_config(
             dim=size.dim,
             n_heads=size.heads,
             n_kv_heads=size.kv_heads,
-            wqkv_param_init=parts.linear_init(STD),
+            wqkv_param_init=common.linear_init(STD),
             wo_param_init=into_residual,
             inner_attention=FlexAttention.Config(),
             rope=ComplexRoPE.Config(dim=size.dim // size.heads, max_seq_len=size.max_seq_len, theta=size.theta),
             fuse_qkv=False,
         ),
-        ffn_norm=parts.norm(size.dim, EPS),
+        ffn_norm=common.norm(size.dim, EPS),
         feed_forward=make_ffn_config(
             dim=size.dim,
             hidden_dim=size.hidden,
-            w1_param_init=parts.linear_init(STD),
-            w2w3_param_init=parts.linear_init(STD),
+            w1_param_init=common.linear_init(STD),
+            w2w3_param_init=common.linear_init(STD),
         ),
     )

@@ -19,7 +19,7 @@ from torchtitan.models.qwen3.model import Qwen3Model, Qwen3TransformerBlock
 from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from models import parts
+from models import common
 
 STD = 0.02
 EPS = 1e-6
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavour. `hidden` is the width of an expert, or of the feed-forward if `experts` is 0."""
+    """Sizes of one flavor. `hidden` is the width of an expert, or of the feed-forward if `experts` is 0."""
 
     layers: int
     dim: int
@@ -56,17 +56,17 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavour; `vocab_size` replaces its own."""
+    """The specification of a flavor; `vocab_size` replaces its own."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = Qwen3Model.Config(
         dim=size.dim,
         vocab_size=vocab,
         enable_weight_tying=size.tied,
-        tok_embeddings=parts.embedding(vocab, size.dim, STD, tied=size.tied),
+        tok_embeddings=common.embedding(vocab, size.dim, STD, tied=size.tied),
         layers=[_layer(size) for _ in range(size.layers)],
-        norm=parts.norm(size.dim, EPS),
-        lm_head=parts.head(vocab, size.dim, STD),
+        norm=common.norm(size.dim, EPS),
+        lm_head=common.head(vocab, size.dim, STD),
     )
     return ModelSpec(
         name="qwen3",
@@ -85,13 +85,13 @@ def _layer(size: Size) -> Qwen3TransformerBlock.Config:
         feed_forward = make_ffn_config(
             dim=size.dim,
             hidden_dim=size.hidden,
-            w1_param_init=parts.linear_init(STD),
-            w2w3_param_init=parts.linear_init(STD),
+            w1_param_init=common.linear_init(STD),
+            w2w3_param_init=common.linear_init(STD),
         )
     return Qwen3TransformerBlock.Config(
-        attention_norm=parts.norm(size.dim, EPS),
+        attention_norm=common.norm(size.dim, EPS),
         attention=_attention(size),
-        ffn_norm=parts.norm(size.dim, EPS),
+        ffn_norm=common.norm(size.dim, EPS),
         feed_forward=feed_forward,
         moe=_experts(size) if size.experts else None,
     )
@@ -103,11 +103,11 @@ def _attention(size: Size) -> GQAttention.Config:
         n_heads=size.heads,
         n_kv_heads=size.kv_heads,
         head_dim=size.head_dim,
-        wqkv_param_init=parts.linear_init(STD),
-        wo_param_init=parts.linear_init(parts.residual_std(STD, size.layers)),
+        wqkv_param_init=common.linear_init(STD),
+        wo_param_init=common.linear_init(common.residual_std(STD, size.layers)),
         inner_attention=FlexAttention.Config(),
         rope=CosSinRoPE.Config(dim=size.head_dim, max_seq_len=size.max_seq_len, theta=size.theta),
-        qk_norm=parts.norm(size.head_dim, EPS),
+        qk_norm=common.norm(size.head_dim, EPS),
         fuse_qkv=False,
     )
 
@@ -118,7 +118,7 @@ def _experts(size: Size) -> MoE.Config:
         router=make_router_config(
             dim=size.dim,
             num_experts=size.experts,
-            gate_param_init=parts.linear_init(STD),
+            gate_param_init=common.linear_init(STD),
             top_k=size.top_k,
             score_func="softmax",
             route_norm=True,
@@ -128,7 +128,7 @@ def _experts(size: Size) -> MoE.Config:
             hidden_dim=size.hidden,
             num_experts=size.experts,
             top_k=size.top_k,
-            param_init=parts.experts_init(STD, parts.residual_std(STD, size.layers)),
+            param_init=common.experts_init(STD, common.residual_std(STD, size.layers)),
             comm_backend="standard",
         ),
     )

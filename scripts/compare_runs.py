@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import tyro
-from compare.run_folder import LOSSES, Run, RunError, Series, common_steps, read_runs, smooth, smoothing_window
-from compare.run_picture import draw
+from compare.run_folder import LOSSES, RunError, RunRecord, Series, common_steps, read_runs, smooth, smoothing_window
+from compare.run_picture import write_picture
 
 ABSENT = "-"
 
@@ -65,7 +65,7 @@ def first_reach(curve: Series, loss: float) -> int | None:
     return next((step for step, value in curve.items() if value <= loss), None)
 
 
-def markdown(corner: str, runs: Sequence[Run], rows: Sequence[Sequence[str]]) -> str:
+def markdown(corner: str, runs: Sequence[RunRecord], rows: Sequence[Sequence[str]]) -> str:
     """A table with a column for each run, the columns aligned: the first left, the others right."""
     table = [[corner, *(run.label for run in runs)], *rows]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in table]
@@ -94,7 +94,7 @@ def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
     return cells
 
 
-def recipe_section(runs: Sequence[Run]) -> str:
+def recipe_section(runs: Sequence[RunRecord]) -> str:
     """The keys whose values differ."""
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     rows = [[key, *(run.recipe.get(key, ABSENT) for run in runs)] for key in keys]
@@ -102,7 +102,7 @@ def recipe_section(runs: Sequence[Run]) -> str:
     return markdown("key", runs, differing) if differing else "The recipes are the same."
 
 
-def loss_section(runs: Sequence[Run], key: str) -> str:
+def loss_section(runs: Sequence[RunRecord], key: str) -> str:
     """`key` at common steps, and at each run's own end where these differ."""
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
@@ -116,7 +116,7 @@ def loss_section(runs: Sequence[Run], key: str) -> str:
     return markdown("step", runs, rows)
 
 
-def reach_section(runs: Sequence[Run], key: str, window: int) -> str:
+def reach_section(runs: Sequence[RunRecord], key: str, window: int) -> str:
     """Steps, and seconds if any run recorded them, until the smoothed `key` first reaches each threshold."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
     steps, seconds = [], []
@@ -139,7 +139,7 @@ def reach_section(runs: Sequence[Run], key: str, window: int) -> str:
     return "\n\n".join(parts)
 
 
-def speed_section(runs: Sequence[Run]) -> str:
+def speed_section(runs: Sequence[RunRecord]) -> str:
     """Medians of the throughput, of the parts of the step and of the peak memory, and ratios to the first run."""
     rows = []
     for key, speed in SPEEDS.items():
@@ -150,7 +150,7 @@ def speed_section(runs: Sequence[Run]) -> str:
     return markdown("median", runs, rows) if rows else "Not recorded."
 
 
-def report(runs: Sequence[Run], metric: str, window: int) -> str:
+def report(runs: Sequence[RunRecord], metric: str, window: int) -> str:
     """All the text: which runs, then the sections."""
     ends = [max(step for series in run.series.values() for step in series) for run in runs]
     names = [f"- {run.label}: {run.folder}, to step {end}" for run, end in zip(runs, ends, strict=True)]
@@ -182,7 +182,7 @@ def compare(
     found = read_runs(runs, metric)
     window = smoothing_window(common_steps(found, metric))
     print(report(found, metric, window))
-    draw(found, metric, window, title, output)
+    write_picture(found, metric, window, title, output)
     print(f"\nPicture: {output}")
 
 

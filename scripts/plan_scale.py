@@ -20,12 +20,13 @@ import tyro
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+import models as families  # noqa: F401 (registers them)
 from titan_muon.titan import compat
 
 compat.install()
 
 from titan_muon.plan import summarize
-from titan_muon.titan.dry_run.meta_model import draw
+from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import load
 
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
@@ -58,7 +59,7 @@ def plan_numbers(model: str, ranks: int) -> Numbers:
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64]
     recipe = load(ROOT / f"configs/{model}_muon.toml", ["--parallelism.expert_parallel_degree", str(degree)])
     start = time.perf_counter()
-    plan = draw(recipe, ranks, "cuda").plan
+    plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
     return Numbers(

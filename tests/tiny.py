@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import Recipe, load
 
 RECIPE = """

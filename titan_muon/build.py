@@ -99,7 +99,7 @@ def plan_step(
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split) for fqn, tensor in named]
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
-    pattern = registry.exchanges.get(options.exchange).pattern
+    pattern = registry.exchange_entry(options.exchange).pattern
     return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern))
 
 

@@ -81,7 +81,7 @@ class Muon(Optimizer):
         given = locals()
         options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
         self._options = options
-        self._collectives = registry.exchanges.get(options.exchange).collectives
+        self._collectives = registry.exchange_entry(options.exchange).collectives
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._agreement = Agreement()
         self._build: Built | None = None

@@ -1,7 +1,7 @@
-"""Optimizers, placements and exchanges by the names that a recipe uses; other packages can add theirs.
+"""Optimizers, placements, exchanges and models by the names that a recipe uses; other packages can add theirs.
 
-A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements` or
-`titan_muon.exchanges`, found when the name is first asked for, or by calling `register`.
+A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements`,
+`titan_muon.exchanges` or `titan_muon.models`, found when the name is first asked for, or by calling `register`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
+
+from .options import OptionError
 
 T = TypeVar("T")
 
@@ -44,13 +46,18 @@ class Registry(Generic[T]):
         if entries:
             self.register(name, entries[0].load())
             return self._values[name]
-        near = difflib.get_close_matches(name, self.names(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{self.key} = {name!r} is unknown; {hint}choose from: {', '.join(self.names())}")
+        raise ValueError(unknown_name(self.key, name, self.names()))
 
     def names(self) -> tuple[str, ...]:
         """All known names, those of installed packages included."""
         return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
+
+
+def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
+    """The message for a name that is none of those a recipe key takes."""
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return f"{key} = {name!r} is unknown; {hint}choose from: {', '.join(known)}"
 
 
 @dataclass(frozen=True)
@@ -68,52 +75,13 @@ class OptimizerEntry:
     shared: Sequence[str] = ()
 
 
-def _muon(groups: list[dict[str, Any]], **options: Any) -> Any:
-    from .muon import Muon
-
-    return Muon(groups, **options)
-
-
-def _adamw(groups: list[dict[str, Any]], **options: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(groups, **options)
-
-
-def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
-    import torch
-
-    return torch.optim.Adam(groups, **options)
-
-
-# A recipe says `buffer_gib` for what Muon takes as `buffer_bytes`.
-MUON_SHARED = (
-    "orthogonalize",
-    "ns_dtype",
-    "ns_kernel",
-    "nonfinite",
-    "exchange",
-    "owners",
-    "replicas",
-    "buffer_bytes",
-    "buffer_gib",
-    "wire_dtype",
-    "state_dtype",
-    "missing_grad",
-    "release_grads",
-    "split",
-    "link",
-)
-
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-optimizers.register("muon", OptimizerEntry(_muon, MUON_SHARED))
-optimizers.register("adamw", OptimizerEntry(_adamw, ("foreach", "fused")))
-optimizers.register("adam", OptimizerEntry(_adam, ("foreach", "fused")))
+"""The ones of this package are registered by `titan/optimizers.py`, whose recipes name them."""
 
 
 @dataclass(frozen=True)
 class ExchangeEntry:
-    """How the pieces of matrices meet.
+    """Which collective assembles a sharded matrix.
 
     Attributes:
         pattern: how it is planned: `all_to_all`, `all_gather`, `all_gather_reduce_scatter` or `auto`.
@@ -130,9 +98,18 @@ def _collectives() -> Any:
     return Collectives()
 
 
-exchanges: Registry[ExchangeEntry] = Registry("muon.exchange", "titan_muon.exchanges")
+exchanges: Registry[ExchangeEntry] = Registry("exchange", "titan_muon.exchanges")
 for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"):
     exchanges.register(_pattern, ExchangeEntry(_pattern, _collectives))
+
+
+def exchange_entry(name: str) -> ExchangeEntry:
+    """The exchange of a name. Raises OptionError naming the known ones if there is none."""
+    try:
+        return exchanges.get(name)
+    except ValueError as error:
+        raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
+
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
@@ -140,6 +117,22 @@ Parallelize = Callable[..., Any]
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
 """A placement changes how a model is parallelized: it is given a parallelize_fn and the recipe, and returns another."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Models of one architecture, by flavor.
+
+    Attributes:
+        flavors: called without arguments; returns the names that `model.flavor` takes.
+        build: called with a flavor and a vocabulary size, None for its own; returns a new TorchTitan ModelSpec.
+    """
+
+    flavors: Callable[[], Sequence[str]]
+    build: Callable[[str, int | None], Any]
+
+
+models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:

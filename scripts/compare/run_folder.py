@@ -23,7 +23,7 @@ class RunError(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What one run left behind.
 
     Attributes:
@@ -143,7 +143,7 @@ def unique_labels(folders: Sequence[Path]) -> list[str]:
     return labels
 
 
-def read_runs(paths: Sequence[Path], metric: str) -> list[Run]:
+def read_runs(paths: Sequence[Path], metric: str) -> list[RunRecord]:
     """Reads the runs that `paths` name, in their order.
 
     Raises RunError if they are fewer than two, if one cannot be read, or if they share no step with `metric`.
@@ -153,7 +153,7 @@ def read_runs(paths: Sequence[Path], metric: str) -> list[Run]:
     folders = [find_run(path) for path in paths]
     labels = unique_labels(folders)
     runs = [
-        Run(label, folder, read_recipe(folder / RECIPE), read_series(folder / METRICS))
+        RunRecord(label, folder, read_recipe(folder / RECIPE), read_series(folder / METRICS))
         for label, folder in zip(labels, folders, strict=True)
     ]
     for run in runs:
@@ -164,7 +164,7 @@ def read_runs(paths: Sequence[Path], metric: str) -> list[Run]:
     return runs
 
 
-def common_steps(runs: Sequence[Run], key: str) -> list[int]:
+def common_steps(runs: Sequence[RunRecord], key: str) -> list[int]:
     """Steps at which every run recorded `key`, in order."""
     return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
 

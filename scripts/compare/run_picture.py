@@ -11,15 +11,15 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from compare.run_folder import LOSSES, Run, smooth
+from compare.run_folder import LOSSES, RunRecord, smooth
 
-# Okabe and Ito's colours, distinct with any colour vision; lines and markers differ for print without colour.
+# Okabe and Ito's colors, distinct with any color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
 class Fill(NamedTuple):
-    """How a part of the step is drawn in the colour of its run."""
+    """How a part of the step is drawn in the color of its run."""
 
     title: str
     opacity: float
@@ -35,7 +35,7 @@ FILLS = {
 REST = Fill("rest", 0.0, "")
 
 
-def draw_curves(axes: Axes, runs: Sequence[Run], metric: str, window: int) -> None:
+def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int) -> None:
     """Draws the smoothed `metric` over its thin raw line; on the training loss, the validation loss as markers."""
     title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {window} steps)"
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
@@ -57,8 +57,8 @@ def draw_curves(axes: Axes, runs: Sequence[Run], metric: str, window: int) -> No
     axes.legend(handles=legend, frameon=False, handlelength=3)
 
 
-def draw_times(axes: Axes, runs: Sequence[Run]) -> None:
-    """Draws the medians of the parts of the step, one bar for each run, in the colour of its curve."""
+def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
+    """Draws the medians of the parts of the step, one bar for each run, in the color of its curve."""
     longest = 0.0
     for i, run in enumerate(runs):
         color, left = COLORS[i % len(COLORS)], 0.0
@@ -83,7 +83,7 @@ def draw_times(axes: Axes, runs: Sequence[Run]) -> None:
     axes.legend(handles=legend, frameon=False, fontsize="small", loc="lower center", ncols=2, columnspacing=1)
 
 
-def parts_of_step(run: Run) -> dict[Fill, float]:
+def parts_of_step(run: RunRecord) -> dict[Fill, float]:
     """Medians of the recorded parts of the step in milliseconds, and what they leave of the whole step."""
     medians = {fill: run.median(key) for key, fill in FILLS.items()}
     parts = {fill: seconds * 1e3 for fill, seconds in medians.items() if seconds is not None}
@@ -93,16 +93,16 @@ def parts_of_step(run: Run) -> dict[Fill, float]:
     return parts
 
 
-def draw(runs: Sequence[Run], metric: str, window: int, title: str | None, output: Path) -> None:
+def write_picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path) -> None:
     """Writes the picture, 1200 x 500 pixels: the curves, and the parts of the step if any run recorded some."""
     with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
         figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
         if any(parts_of_step(run) for run in runs):
             curves, times = figure.subplots(1, 2, width_ratios=(2, 1))
-            draw_times(times, runs)
+            plot_times(times, runs)
         else:
             curves = figure.subplots()
-        draw_curves(curves, runs, metric, window)
+        plot_curves(curves, runs, metric, window)
         if title is not None:
             figure.suptitle(title, fontweight="bold")
         figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)

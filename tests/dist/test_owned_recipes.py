@@ -31,9 +31,9 @@ def train(recipe: object) -> str:
     from titan_muon.titan import compat
 
     compat.install()
-    from titan_muon.titan.run import trainer
+    from titan_muon.titan.run import job
 
-    return trainer.train(recipe)
+    return job.train(recipe)
 
 
 def both(rank: int, world_size: int, folder: Path, options: dict[str, object], replicas: str) -> list[str]:

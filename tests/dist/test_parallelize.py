@@ -98,12 +98,13 @@ def _config(layout: Layout):
     from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.trainer import Trainer
 
-    import models
+    import models  # noqa: F401 (registers the families)
     from titan_muon.titan.model.parallelize import with_placement
+    from titan_muon.titan.model.spec import model_spec
     from titan_muon.titan.recipe import Recipe
     from titan_muon.titan.recipe.sections import Placement
 
-    spec = models.model_spec(*layout.model.split("/"), vocab_size=VOCAB)
+    spec = model_spec(*layout.model.split("/"), vocab_size=VOCAB)
     degrees = {"data_parallel_shard_degree": 1} | {KEYS[axis]: n for axis, n in layout.degrees.items()}
     return Trainer.Config(
         model_spec=with_placement(spec, Recipe(placement=Placement(muon=layout.placement, replicas=layout.replicas))),

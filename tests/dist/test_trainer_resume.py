@@ -15,9 +15,9 @@ def train(recipe: object) -> str:
     from titan_muon.titan import compat
 
     compat.install()
-    from titan_muon.titan.run import trainer
+    from titan_muon.titan.run import job
 
-    return trainer.train(recipe)
+    return job.train(recipe)
 
 
 def uninterrupted_and_resumed(rank: int, world_size: int, folder: Path) -> tuple[str, str]:

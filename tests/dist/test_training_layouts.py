@@ -59,8 +59,9 @@ def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[
     from titan_muon.titan import compat
 
     compat.install()
+    import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
-    from titan_muon.titan.run.trainer import train
+    from titan_muon.titan.run.job import train
 
     folder = train(load(path, overrides))
     records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]

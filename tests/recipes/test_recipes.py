@@ -9,13 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import models  # noqa: F401 (registers the families)
 from titan_muon import registry
 from titan_muon.orthogonalize import Dispatch, coefficients
 from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.dry_run.meta_model import draw, smallest_world, this_device  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world, this_device  # noqa: E402
 from titan_muon.titan.dry_run.report import report  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
 
@@ -170,9 +171,9 @@ def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
     report(recipe, 2, full=False, json=None)
     printed = capsys.readouterr().out
-    blueprint = draw(recipe, 2)
-    assert blueprint.plan is not None
-    shapes = {(matrix.rows, matrix.cols) for matrix in blueprint.plan.matrices}
+    meta = build_meta_model(recipe, 2)
+    assert meta.plan is not None
+    shapes = {(matrix.rows, matrix.cols) for matrix in meta.plan.matrices}
     lines = [line for line in printed.splitlines() if line.startswith("  orthogonalized  ")]
     for rows, cols in shapes:
         (line,) = (line for line in lines if f" of {rows}x{cols}" in line)
@@ -182,7 +183,7 @@ def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
 
 def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None:
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
-    cpu, gpu = (draw(recipe, 2, device).plan for device in ("cpu", "cuda"))
+    cpu, gpu = (build_meta_model(recipe, 2, device).plan for device in ("cpu", "cuda"))
     assert cpu is not None
     assert gpu is not None
     assert {work.method.split(";")[0] for work in cpu.works} == {"standard bfloat16"}

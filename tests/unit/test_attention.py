@@ -5,9 +5,11 @@ from unittest import mock
 import pytest
 import torch
 
-import models
+import models  # noqa: F401 (registers the families)
+from titan_muon import registry
 from titan_muon.titan.model import attention
 from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention, share_dense_mask, use_attention
+from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
 
 LENGTH = 48
@@ -27,7 +29,7 @@ def _block_mask(positions: torch.Tensor):
 
 def _model() -> torch.nn.Module:
     with torch.device("meta"):
-        model = models.model_spec("qwen3", "tiny", vocab_size=64, on_cpu=True).model.build()
+        model = model_spec("qwen3", "tiny", vocab_size=64, on_cpu=True).model.build()
     model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
@@ -110,9 +112,9 @@ def test_a_document_does_not_see_the_one_before() -> None:
         ("varlen", False, "VarlenAttention"),
     ],
 )
-@pytest.mark.parametrize("name", models.families())
+@pytest.mark.parametrize("name", registry.models.names())
 def test_every_layer_gets_the_chosen_attention(name: str, choice: str, on_cpu: bool, expected: str) -> None:
-    model = models.model_spec(name, "tiny", attention=choice, on_cpu=on_cpu).model
+    model = model_spec(name, "tiny", attention=choice, on_cpu=on_cpu).model
     kinds = {type(layer.attention.inner_attention).__qualname__ for layer in model.layers}
     assert kinds == {f"{expected}.Config"}
 
@@ -120,10 +122,10 @@ def test_every_layer_gets_the_chosen_attention(name: str, choice: str, on_cpu: b
 @pytest.mark.parametrize("choice", ["flex", "varlen"])
 def test_attention_without_backward_on_the_cpu_is_refused(choice: str) -> None:
     with pytest.raises(RecipeError, match=rf"model\.attention = '{choice}' has no backward on the CPU"):
-        models.model_spec("qwen3", "tiny", attention=choice, on_cpu=True)
+        model_spec("qwen3", "tiny", attention=choice, on_cpu=True)
 
 
 def test_unknown_attention_is_refused_with_the_choices() -> None:
-    model = models.model_spec("qwen3", "tiny").model
+    model = model_spec("qwen3", "tiny").model
     with pytest.raises(RecipeError, match=r"model\.attention = 'sdpa' is unknown; choose from: auto, dense, flex"):
         use_attention(model, "sdpa", True)

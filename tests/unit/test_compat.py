@@ -131,9 +131,10 @@ def test_fsdp_can_still_be_told_to_sum() -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama3", "deepseek_v3"])
 def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
     """It is called with what `shard` needs, and is there again afterwards."""
-    import models
+    import models  # noqa: F401 (registers the families)
+    from titan_muon.titan.model.spec import model_spec
 
-    parallelize_fn = models.model_spec(family, "tiny").parallelize_fn
+    parallelize_fn = model_spec(family, "tiny").parallelize_fn
     module = sys.modules[parallelize_fn.__module__]
     assert compat.shards_decoders(parallelize_fn)
     before, calls = dict(vars(module)), []

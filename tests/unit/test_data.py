@@ -13,7 +13,7 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 
 from titan_muon.titan.data import corpus as corpus_module
 from titan_muon.titan.data import documents as documents_module
-from titan_muon.titan.data.blocks import Blocks
+from titan_muon.titan.data.blocks import TokenBlocks
 from titan_muon.titan.data.corpus import Corpus, CorpusSource
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.loader import (
@@ -100,7 +100,7 @@ def test_no_label_crosses_a_document_and_positions_restart(data):
 
 def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
     documents, corpus = opened(data)
-    blocks = Blocks(corpus, documents.training, SEQ_LEN, seed=3)
+    blocks = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=3)
     wanted: list[tuple[int, int]] = []
     for d in documents.training:
         ids = corpus.tokens[corpus.starts[d] : corpus.starts[d + 1]].tolist()
@@ -117,10 +117,10 @@ def test_an_epoch_reads_every_prediction_once_and_drops_less_than_a_block(data):
 def test_epoch_boundary_does_not_depend_on_the_order_of_reading(data):
     """Block k comes from k alone, whatever was read before it."""
     documents, corpus = opened(data)
-    forward = Blocks(corpus, documents.training, SEQ_LEN, seed=0)
+    forward = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=0)
     numbers = range(3 * forward.per_epoch)
     expected = [forward[k].inputs for k in numbers]
-    backward = Blocks(corpus, documents.training, SEQ_LEN, seed=0)
+    backward = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=0)
     for k in reversed(numbers):
         assert np.array_equal(backward[k].inputs, expected[k])
 
@@ -130,7 +130,7 @@ def test_order_follows_the_seed_and_changes_with_the_epoch(data):
     assert torch.equal(torch.cat(first), torch.cat(again))
     assert not torch.equal(torch.cat(first), torch.cat(other))
     documents, corpus = opened(data)
-    blocks = Blocks(corpus, documents.training, SEQ_LEN, seed=1)
+    blocks = TokenBlocks(corpus, documents.training, SEQ_LEN, seed=1)
     assert not np.array_equal(blocks[0].inputs, blocks[blocks.per_epoch].inputs)
 
 
@@ -203,7 +203,7 @@ def test_both_sides_of_the_split_have_a_document(data, fraction):
 
 def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
     documents, corpus = opened(data)
-    held_out = Blocks(corpus, documents.validation, SEQ_LEN, seed=None)
+    held_out = TokenBlocks(corpus, documents.validation, SEQ_LEN, seed=None)
     for seed in (0, 1):
         loader = build(dataclasses.replace(data, seed=seed), validation=True)
         first, second = take(loader, 100), take(loader, 100)

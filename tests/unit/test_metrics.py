@@ -14,7 +14,7 @@ from titan_muon.titan import compat
 compat.install()
 
 from titan_muon.titan.run import metrics  # noqa: E402
-from titan_muon.titan.run.metrics import JsonLines, Metrics, StepReport, flatten, read_until  # noqa: E402
+from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
@@ -30,11 +30,11 @@ REPORT = StepReport(
 
 
 @pytest.fixture
-def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Metrics:
+def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
     """The metrics of a run of 20 steps on 4 ranks, 2 of them data parallel, as its first rank has them."""
     monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(metrics, "_get_metrics_rank", lambda **_: 0)
-    config = Metrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
+    config = RunMetrics.Config(log_freq=10, enable_tensorboard=False, disable_color_printing=True, total_steps=20)
     dims = SimpleNamespace(dp_replicate=1, dp_shard=2, world_size=4)
     built = config.build(parallel_dims=dims, dump_folder=str(tmp_path), pp_schedule="1F1B", config_dict={})
     built.num_flops_per_token = 100
@@ -48,7 +48,7 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
 
 
-def test_step_is_recorded_and_shown(reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Averages must be over the steps since the last report, tokens over all data-parallel ranks."""
     reporter.log_step(REPORT)
     found = record(tmp_path)
@@ -65,7 +65,7 @@ def test_step_is_recorded_and_shown(reporter: Metrics, tmp_path: Path, capsys: p
     assert "0:00:20 left" in line
 
 
-def test_mfu_is_shown_on_gpus(reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """MFU is FLOPs done over those that all ranks could do."""
     reporter.gpu_peak_flops = 12_800.0
     reporter.log_step(REPORT)
@@ -74,7 +74,7 @@ def test_mfu_is_shown_on_gpus(reporter: Metrics, tmp_path: Path, capsys: pytest.
 
 
 def test_validation_is_recorded_in_bits_per_byte(
-    reporter: Metrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nats per token become bits per byte; where bytes are not counted the number must be absent, not wrong."""
     reporter.log_validation(1.0, 10)
@@ -85,7 +85,7 @@ def test_validation_is_recorded_in_bits_per_byte(
     assert "0.7213 bits per byte" in capsys.readouterr().out
 
 
-def test_pause_is_left_out_of_the_speed(reporter: Metrics) -> None:
+def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
     """Time and tokens of a validation must not count as training."""
     before = reporter.time_last_log
     with reporter.paused():
@@ -95,7 +95,7 @@ def test_pause_is_left_out_of_the_speed(reporter: Metrics) -> None:
     assert reporter.time_last_log - before >= 0.05
 
 
-def test_first_and_last_steps_are_always_reported(reporter: Metrics) -> None:
+def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
     """A run shorter than `log_freq` must still show its loss at both ends."""
     assert [step for step in range(1, 21) if reporter.should_log(step)] == [1, 10, 20]
     reporter.config.total_steps = 13

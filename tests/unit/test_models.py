@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
-import models
+import models  # noqa: F401 (registers the families)
+from titan_muon import registry
+from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import RecipeError
 
 # (rows, columns, matrices in one parameter) of every matrix inside the layers, the router's apart, to the number of
@@ -109,12 +111,14 @@ PARAMETERS = {
     ("deepseek_v3", "kimi_k2"): 1.026e12,
     ("deepseek_v3", "moonlight_16B_A3B"): 15.96e9,
 }
-TINY = [(family, flavor) for family in models.families() for flavor in models.flavors(family) if "tiny" in flavor]
+FAMILIES = registry.models.names()
+EVERY = [(name, flavor) for name in FAMILIES for flavor in registry.models.get(name).flavors()]
+TINY = [(name, flavor) for name, flavor in EVERY if "tiny" in flavor]
 
 
 def _parameters(name: str, flavor: str, **options) -> dict[str, torch.nn.Parameter]:
     with torch.device("meta"):
-        return dict(models.model_spec(name, flavor, **options).model.build().named_parameters())
+        return dict(model_spec(name, flavor, **options).model.build().named_parameters())
 
 
 def _shapes(parameters: dict[str, torch.nn.Parameter]) -> Counter:
@@ -141,13 +145,12 @@ def test_real_size_has_the_published_number_of_parameters(key) -> None:
 
 
 def test_every_real_flavor_is_checked() -> None:
-    every = {(name, flavor) for name in models.families() for flavor in models.flavors(name)}
-    assert every == set(PARAMETERS) | set(TINY)
+    assert set(EVERY) == set(PARAMETERS) | set(TINY)
 
 
 @pytest.mark.parametrize("key", TINY, ids="/".join)
 def test_tiny_flavor_fits_a_laptop_and_divides_by_4(key) -> None:
-    spec = models.model_spec(*key)
+    spec = model_spec(*key)
     assert 1e6 < sum(p.numel() for p in _parameters(*key).values()) < 5e6
     for layer in spec.model.layers:
         attention = layer.attention
@@ -166,11 +169,11 @@ def test_vocabulary_replaces_the_flavors_own(key) -> None:
     parameters = _parameters(*key, vocab_size=258)
     assert parameters["tok_embeddings.weight"].shape[0] == 258
     assert parameters["lm_head.weight"].shape[0] == 258
-    assert models.model_spec(*key, vocab_size=258).model.vocab_size == 258
+    assert model_spec(*key, vocab_size=258).model.vocab_size == 258
 
 
 def test_two_specifications_share_no_configuration() -> None:
-    first, second = (models.model_spec("qwen3", "tiny").model for _ in range(2))
+    first, second = (model_spec("qwen3", "tiny").model for _ in range(2))
     first.layers[0].attention.rope.theta = -1.0
     assert second.layers[0].attention.rope.theta > 0
     assert first.layers[1].attention.rope.theta > 0
@@ -187,14 +190,14 @@ def test_two_specifications_share_no_configuration() -> None:
 )
 def test_unknown_name_is_refused_with_the_choices(name: str, flavor: str, words: list[str]) -> None:
     with pytest.raises(RecipeError, match=r"model\.") as error:
-        models.model_spec(name, flavor)
+        model_spec(name, flavor)
     for word in words:
         assert word in str(error.value)
 
 
 @pytest.mark.parametrize("key", TINY, ids="/".join)
 def test_initial_values_have_the_stated_deviation(key) -> None:
-    spec = models.model_spec(*key)
+    spec = model_spec(*key)
     with torch.device("meta"):
         model = spec.model.build()
     model.to_empty(device="cpu")

@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-import models
+import models  # noqa: F401 (registers the families)
 from titan_muon.plan.cost import gram_flops, standard_flops
 from titan_muon.titan.model.owned_placement import _flops
 from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.sections import Parallelism, Placement
 
 
 def _spec():
-    return models.model_spec("qwen3", "tiny")
+    return model_spec("qwen3", "tiny")
 
 
 def test_a_placement_that_is_not_there_is_refused() -> None:
@@ -51,12 +52,12 @@ def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
 )
 def test_degrees_that_do_not_divide_the_model_are_refused(name, flavor, degrees, message) -> None:
     with pytest.raises(RecipeError, match=message):
-        with_placement(models.model_spec(name, flavor), Recipe(parallelism=Parallelism(**degrees)))
+        with_placement(model_spec(name, flavor), Recipe(parallelism=Parallelism(**degrees)))
 
 
 def test_degrees_that_divide_the_model_are_taken() -> None:
     degrees = Recipe(parallelism=Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16))
-    with_placement(models.model_spec("deepseek_v3", "tiny"), degrees)
+    with_placement(model_spec("deepseek_v3", "tiny"), degrees)
 
 
 def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:

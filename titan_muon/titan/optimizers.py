@@ -13,11 +13,16 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
-from titan_muon.plan.cost import Link
+from titan_muon.muon import Muon
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
 from titan_muon.titan.recipe.sections import Rule
 from titan_muon.titan.rules import Assignment, Default, assign, default_rules
+
+
+registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
+registry.optimizers.register("adamw", registry.OptimizerEntry(torch.optim.AdamW, ("foreach", "fused")))
+registry.optimizers.register("adam", registry.OptimizerEntry(torch.optim.Adam, ("foreach", "fused")))
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
-    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": _link(recipe.link)}
-
-
-def _link(link: options.Link) -> Link:
-    return Link(link.bandwidth_gb * 1e9, link.latency, link.tflops * 1e12)
+    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
 
 
 def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

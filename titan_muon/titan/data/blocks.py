@@ -1,5 +1,4 @@
-"""Documents packed back to back into blocks of equal length. Block k is computed from k alone, so any rank reads any
-block and a run resumes from one number. Pure: reads the corpus, calls no collectives."""
+"""Documents packed back to back into blocks of equal length."""
 
 from dataclasses import dataclass
 
@@ -9,7 +8,7 @@ from titan_muon.titan.data.corpus import Corpus
 
 
 @dataclass(frozen=True)
-class Block:
+class TokenBlock:
     """Three int64 arrays of shape (seq_len,).
 
     `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 at the block's start
@@ -30,7 +29,7 @@ class _Epoch:
     ends: np.ndarray
 
 
-class Blocks:
+class TokenBlocks:
     """The endless stream of blocks over some documents of a corpus, epoch after epoch.
 
     With a seed, every epoch reads the documents in a permutation of its own, drawn from (seed, epoch); with None, in
@@ -40,6 +39,7 @@ class Blocks:
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
         """`documents`: indices into the corpus. `per_epoch` is 0 if they are too short for one block."""
+        # Block k is computed from k alone: any rank reads any block, and a run resumes from one number.
         self._corpus = corpus
         self._documents = documents
         self.seq_len = seq_len
@@ -48,9 +48,10 @@ class Blocks:
         self.per_epoch = int(self._predictions.sum()) // seq_len
         self._epoch = self._read_order(0)
 
-    def __getitem__(self, number: int) -> Block:
+    def __getitem__(self, number: int) -> TokenBlock:
         """Block `number` >= 0 of the stream."""
         epoch, index = divmod(number, self.per_epoch)
+        # One epoch's order is kept: ranks read blocks in ascending order, so it changes once in an epoch.
         if epoch != self._epoch.number:
             self._epoch = self._read_order(epoch)
         return self._cut(self._epoch, index * self.seq_len)
@@ -62,7 +63,7 @@ class Blocks:
             order = np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(order)), kind="stable")
         return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
 
-    def _cut(self, epoch: _Epoch, first: int) -> Block:
+    def _cut(self, epoch: _Epoch, first: int) -> TokenBlock:
         """The block that starts at prediction `first` of the epoch's stream."""
         inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
         tokens, starts = self._corpus.tokens, self._corpus.starts
@@ -77,4 +78,4 @@ class Blocks:
             labels[filled : filled + length] = tokens[source + 1 : source + 1 + length]
             positions[filled : filled + length] = np.arange(length)
             filled, i = filled + length, i + 1
-        return Block(inputs, labels, positions)
+        return TokenBlock(inputs, labels, positions)

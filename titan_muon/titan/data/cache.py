@@ -1,6 +1,4 @@
-"""Files that one process builds while all others wait for it, and that every process then reads. The processes meet
-at a file lock, so this works with and without torch.distributed and on nodes with folders of their own, and a
-process that dies while it builds leaves no one waiting. Calls no collectives."""
+"""Files that one process builds while all others wait for it, and that every process then reads. No collectives."""
 
 import fcntl
 import hashlib
@@ -34,7 +32,10 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
     found = load()
     if found is not None:
         return found
+    # A lock on a file, not a barrier: it works without torch.distributed and on nodes with folders of their own, and
+    # the operating system opens it when the process that builds dies, so that no one is left waiting.
     with _locked(path):
+        # Once more: another process may have built while this one waited for the lock.
         found = load()
         if found is None:
             build()
@@ -46,6 +47,7 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
     """A neighbour of `path` to write to. It becomes `path` if the block ends well, and is removed if it raises."""
+    # Beside `path`: os.replace is atomic within one file system only.
     temporary = path.with_name(path.name + ".tmp")
     try:
         yield temporary
@@ -56,18 +58,17 @@ def atomic(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    folder = f"data.cache = {str(path.parent)!r}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = open(path.with_name(path.name + ".lock"), "w")  # noqa: SIM115 (closed below)
     except OSError as error:
-        raise RecipeError(
-            f"data.cache = {str(path.parent)!r} cannot be written: {error}. Name another folder."
-        ) from error
+        raise RecipeError(f"{folder} cannot be written: {error}. Name another folder.") from error
+    # The lock's file stays: removed, it could be locked once more under the same name by a process that comes later,
+    # while another one still waits for the lock on the removed file.
     with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
         except OSError as error:
-            raise RecipeError(
-                f"data.cache = {str(path.parent)!r} cannot be locked: {error}. Name a folder on a local disk."
-            ) from error
+            raise RecipeError(f"{folder} cannot be locked: {error}. Name a folder on a local disk.") from error
         yield

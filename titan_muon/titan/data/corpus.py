@@ -1,5 +1,4 @@
-"""All documents as one array of tokens, memory-mapped from a cache file that one process writes. Calls no
-collectives."""
+"""All documents as one array of tokens, memory-mapped from a cache that one process writes. Calls no collectives."""
 
 import time
 import zipfile
@@ -16,7 +15,6 @@ from titan_muon.titan.data.documents import Document, Documents
 
 # Part of every cache file's name: raise it when the files' layout changes.
 _FORMAT = "1"
-_READ_BYTES = 1 << 24
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
@@ -51,11 +49,11 @@ class Corpus:
 
 
 class CorpusSource:
-    """Documents and the folder of their cache. The corpus is opened at first use and then kept, so that a validation
-    that builds its loader anew reads nothing anew."""
+    """Documents and the folder of their cache. The corpus is opened at first use and then kept."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
+        # TorchTitan's validator builds a loader for each validation; from here it gets the corpus without reading it.
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
@@ -79,23 +77,23 @@ def _dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _index_path(path: Path) -> Path:
-    return path.with_suffix(".index.npz")
-
-
-def _tokens_path(path: Path) -> Path:
-    return path.with_suffix(".tokens")
+def _paths(path: Path) -> tuple[Path, Path]:
+    """Where the index and the tokens of a corpus are."""
+    return path.with_suffix(".index.npz"), path.with_suffix(".tokens")
 
 
 def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
     """The corpus at `path`, or None if a file is absent or is not what was written."""
-    if not _index_path(path).exists():
+    index_path, tokens_path = _paths(path)
+    if not index_path.exists():
         return None
     try:
-        with np.load(_index_path(path)) as index:
+        with np.load(index_path) as index:
             starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
-        tokens = np.memmap(_tokens_path(path), dtype=_dtype(vocab_size), mode="r")
-        problem = None if _checksum(_tokens_path(path)) == checksum else "its checksum is wrong"
+        tokens = np.memmap(tokens_path, dtype=_dtype(vocab_size), mode="r")
+        # All of the file is read once: a disk that was full, or a copy that was cut off, would otherwise be found in
+        # the middle of training, as tokens that the model does not have.
+        problem = None if zlib.crc32(tokens.data) == checksum else "its checksum is wrong"
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         problem = str(error)
     if problem is not None:
@@ -104,33 +102,18 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
     return Corpus(tokens, starts, text_bytes, name)
 
 
-def _checksum(path: Path) -> int:
-    checksum = 0
-    with open(path, "rb") as file:
-        while piece := file.read(_READ_BYTES):
-            checksum = zlib.crc32(piece, checksum)
-    return checksum
-
-
 def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer) -> None:
-    """Tokenize into `path`'s two files. The index takes its place last: a build cut short leaves none, or one whose
-    checksum does not fit the tokens."""
+    index_path, tokens_path = _paths(path)
     megabytes = sum(document.size for document in documents) / 1e6
     logger.info("Tokenizing %d documents (%.1f MB of text)", len(documents), megabytes)
     began = time.monotonic()
-    with atomic(_index_path(path)) as index, atomic(_tokens_path(path)) as tokens:
+    # The index takes its place last: a build cut short leaves none, or one whose checksum does not fit the tokens.
+    with atomic(index_path) as index, atomic(tokens_path) as tokens:
         starts, text_bytes, checksum = _write_tokens(tokens, documents, tokenizer)
         with open(index, "wb") as file:
             np.savez(file, starts=starts, text_bytes=text_bytes, checksum=np.array(checksum))
-    count = int(starts[-1])
-    size = count * _dtype(tokenizer.get_vocab_size()).itemsize / 1e6
-    logger.info(
-        "%d tokens in %.1f s, cached at %s (%.1f MB)",
-        count,
-        time.monotonic() - began,
-        _tokens_path(path),
-        size,
-    )
+    seconds, size = time.monotonic() - began, tokens_path.stat().st_size / 1e6
+    logger.info("%d tokens in %.1f s, cached at %s (%.1f MB)", starts[-1], seconds, tokens_path, size)
 
 
 def _write_tokens(
@@ -138,19 +121,19 @@ def _write_tokens(
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Write every document's tokens to `path`; return (starts, text_bytes, checksum of the file)."""
     vocab_size = tokenizer.get_vocab_size()
-    dtype = _dtype(vocab_size)
-    lengths, text_bytes, checksum, spoke = [0], [], 0, time.monotonic()
+    lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:
         for number, document in enumerate(documents):
             text = document.text()
+            # One document at a time: the text of a large corpus does not fit in memory beside its tokens.
             ids = np.asarray(tokenizer.document(text), dtype=np.int64)
             assert ids.max() < vocab_size, f"token {ids.max()} in {document.path}: the vocabulary ends at {vocab_size}"
-            raw = ids.astype(dtype).tobytes()
+            raw = ids.astype(_dtype(vocab_size)).tobytes()
             file.write(raw)
             checksum = zlib.crc32(raw, checksum)
             lengths.append(len(ids))
             text_bytes.append(len(text.encode()))
-            if time.monotonic() - spoke > _SECONDS_BETWEEN_MESSAGES:
-                spoke = time.monotonic()
+            if time.monotonic() - logged > _SECONDS_BETWEEN_MESSAGES:
+                logged = time.monotonic()
                 logger.info("Tokenized %d of %d documents", number + 1, len(documents))
     return np.cumsum(lengths, dtype=np.int64), np.array(text_bytes, dtype=np.int64), checksum

@@ -1,5 +1,4 @@
-"""The documents that a recipe's `[data]` table names: their text, a digest of it, and their split into training and
-validation. Reads files, writes none, calls no collectives."""
+"""The documents that a recipe's `[data]` table names: text, digest, and the split into training and validation."""
 
 import glob
 import hashlib
@@ -51,20 +50,18 @@ class Documents:
     def all(self) -> tuple[Document, ...]:
         """Every document that is not empty, sorted by name. Raises RecipeError if there is none."""
         found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
-        documents = sorted(
-            (Document(name, path, path.stat().st_size) for name, path in found.items()), key=lambda d: d.name
-        )
-        kept = tuple(d for d in documents if d.size > 0)
+        # Sorted: what a folder lists first differs between file systems, and the order decides every batch.
+        documents = (Document(name, path, path.stat().st_size) for name, path in sorted(found.items()))
+        kept = tuple(document for document in documents if document.size > 0)
         if not kept:
-            where = (
-                "data.source = 'python'" if self.data.source == "python" else f"data.files = {list(self.data.files)}"
-            )
-            raise RecipeError(f"{where}: all {len(documents)} files found are empty; there is no text to train on")
+            where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
+            raise RecipeError(f"data.{where}: all {len(found)} files found are empty; there is no text to train on")
         return kept
 
     @cached_property
     def digest(self) -> str:
         """32 hexadecimal digits that name all names and contents. Reads every file."""
+        # Of contents, not of dates: a corpus that is copied to another machine finds its cache, an edited one does not.
         state = hashlib.blake2b(digest_size=16)
         for document in self.all:
             content = document.read_bytes()
@@ -91,6 +88,8 @@ class Documents:
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         fraction, count = self.data.validation_fraction, len(self.all)
+        # By the hash of its name a document stays on its side when others are added or removed, so a run on more text
+        # does not train on what an earlier one held out.
         keys = np.array([_split_key(document.name) for document in self.all], dtype=np.uint64)
         order = np.argsort(keys, kind="stable")
         held_out = 0
@@ -116,6 +115,7 @@ def _python_files() -> dict[str, Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found: dict[str, Path] = {}
     for folder, folders, files in os.walk(root):
+        # Installed packages differ from machine to machine, the standard library only with Python's version.
         folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__")]
         for file in files:
             path = Path(folder, file)
@@ -136,5 +136,6 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
         for match in sorted(matches):
+            # Two patterns, or two links, may lead to one file; read twice, it could be held out and trained on.
             found.setdefault(Path(match).resolve(), match)
     return {name: path for path, name in found.items()}

@@ -1,16 +1,16 @@
-"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. Construction reads and writes the
-cache; calls no collectives."""
+"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. Calls no collectives."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.tools.logging import logger
 
-from titan_muon.titan.data.blocks import Blocks
+from titan_muon.titan.data.blocks import TokenBlocks
 from titan_muon.titan.data.cache import digest
 from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
 from titan_muon.titan.data.documents import Documents
@@ -20,12 +20,7 @@ from titan_muon.titan.recipe.sections import Data
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Batches of packed blocks, in an order that the rank layout does not change.
-
-    The ranks read the one stream of blocks in turns of `local_batch_size`, so what an optimizer step sees depends on
-    the seed and the global batch size alone. The state is the number of blocks that all ranks together have read: a
-    run resumes at the next block under any number of ranks and any batch size.
-    """
+    """Batches of packed blocks; what an optimizer step sees depends on the seed and the global batch size alone."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -50,13 +45,12 @@ class PackedDataLoader(BaseDataLoader):
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
-        """The arguments are TorchTitan's; `snapshot_every_n_steps` has no use here, where every state is exact.
-
-        Raises RecipeError if the text is too short for one block, or for one validation batch on every rank.
-        """
+        """Raises RecipeError if the text is too short for one block, or for one validation batch on every rank."""
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
-        self._blocks = Blocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
+        self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
+        # The ranks read the one stream in turns of `local_batch_size`. So one number, the blocks that all of them have
+        # read, is the whole state, and a run resumes at the next block under any number of ranks and any batch size.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
@@ -64,6 +58,7 @@ class PackedDataLoader(BaseDataLoader):
         self._rewinds = config.validation
         once = config.validation or not config.infinite
         self.batches = self._blocks.per_epoch // self._stride if once else None
+        # The number of ranks and the batch size are not part of it: they may change when a run is continued.
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
         if self._blocks.per_epoch < (self._stride if once else 1):
             raise RecipeError(_too_short(config.validation, self._blocks, self._stride))
@@ -71,10 +66,12 @@ class PackedDataLoader(BaseDataLoader):
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from where the
         state stands. In pinned memory where CUDA is."""
+        # Every validation reads the same batches, so that its losses can be compared.
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
             start = self._read + self._first
+            # Before the batch is handed out: a checkpoint of the step that trains on it must count it as read.
             self._read += self._stride
             yield self._make_batch(range(start, start + self._batch))
 
@@ -93,14 +90,14 @@ class PackedDataLoader(BaseDataLoader):
         self._read = state_dict["blocks"]
 
     def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        shape = (len(numbers), self._blocks.seq_len)
-        pinned = torch.cuda.is_available()
-        inputs, positions, labels = (torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(3))
-        for row, number in enumerate(numbers):
-            block = self._blocks[number]
-            inputs[row] = torch.from_numpy(block.inputs)
-            positions[row] = torch.from_numpy(block.positions)
-            labels[row] = torch.from_numpy(block.labels)
+        blocks = [self._blocks[number] for number in numbers]
+        inputs, positions, labels = (
+            torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
+            for name in ("inputs", "positions", "labels")
+        )
+        # Only from pinned memory does the trainer's copy to the device run beside the host.
+        if torch.cuda.is_available():
+            inputs, positions, labels = (tensor.pin_memory() for tensor in (inputs, positions, labels))
         return {"input": inputs, "positions": positions}, labels
 
 
@@ -132,45 +129,35 @@ def vocab_size(data: Data) -> int | None:
 
 
 def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer) -> float | None:
-    """Bytes of UTF-8 over tokens predicted, in all documents that a loader of `config` reads; None for source `hf`.
-
-    Closing marks are predicted and hold no bytes, so bits per byte is loss / ln 2 / bytes_per_token with nothing left
-    out: the loss counts them too.
-    """
+    """Bytes of UTF-8 over tokens predicted, in all documents that a loader of `config` reads; None for source `hf`."""
     if not isinstance(config, PackedDataLoader.Config):
         return None
     documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
     side = documents.validation if config.validation else documents.training
+    # Closing marks are predicted and hold no bytes. They count here because the loss counts them too: bits per byte is
+    # then loss / ln 2 / bytes_per_token with nothing left out.
     return float(corpus.text_bytes[side].sum() / corpus.predictions[side].sum())
 
 
 def validation_steps(loader: BaseDataLoader, steps: int) -> int:
-    """Batches each rank validates on: `steps` (`validator.steps`, -1 for all), or fewer where the held-out text ends.
-
-    It ends after the same batch on every rank. Logs once when that is before `steps`.
-    """
+    """Batches each rank validates on: `validator.steps` (-1 for all), or fewer where the held-out text ends."""
     if not isinstance(loader, PackedDataLoader) or loader.batches is None:
         return steps
     if steps > loader.batches:
-        logger.warning(
-            "validator.steps = %d, but the held-out text has %d batches on each rank; validation uses those. Raise "
-            "data.validation_fraction for more.",
-            steps,
-            loader.batches,
-        )
+        said = "validator.steps = %d, but the held-out text has %d batches on each rank; validation uses those. "
+        logger.warning(said + "Raise data.validation_fraction for more.", steps, loader.batches)
+    # A number, the same on every rank, never "until the text ends": ranks that end apart would hang in a collective.
     return loader.batches if steps == -1 else min(steps, loader.batches)
 
 
-def _too_short(validation: bool, blocks: Blocks, stride: int) -> str:
+def _too_short(validation: bool, blocks: TokenBlocks, stride: int) -> str:
+    has = f"text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len},"
     if not validation:
-        return (
-            f"The training text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len}, too few for one "
-            "batch. Add text or lower training.seq_len."
-        )
+        return f"The training {has} too few for one batch. Add text or lower training.seq_len."
     return (
-        f"The held-out text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len}, and one step of "
-        f"validator.steps takes {stride} (local batch size x data-parallel ranks). Raise data.validation_fraction, "
-        "lower training.seq_len or training.local_batch_size, or set validator.enable = false."
+        f"The held-out {has} and one step of validator.steps takes {stride} (local batch size x data-parallel ranks). "
+        "Raise data.validation_fraction, lower training.seq_len or training.local_batch_size, or set "
+        "validator.enable = false."
     )
 
 

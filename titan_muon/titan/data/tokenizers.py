@@ -1,5 +1,4 @@
-"""Tokenizers that TorchTitan's trainer can build: bytes, a BPE trained once on the recipe's own text, and a Hugging
-Face folder. Each puts a document between two marks. Calls no collectives."""
+"""Tokenizers that TorchTitan's trainer can build. Each puts a document between two marks."""
 
 import time
 from abc import abstractmethod
@@ -72,8 +71,10 @@ class ByteTokenizer(_MarkedTokenizer):
 
 
 class BPETokenizer(_MarkedTokenizer):
-    """Byte-level byte-pair encoding (Sennrich et al., 2016; on bytes: Radford et al., 2019), trained on the training
-    documents and cached in `data.cache`. The marks are outside the trained model, so no text can spell one."""
+    """Byte-pair encoding (Sennrich et al., 2016) on bytes (Radford et al., 2019), trained on the recipe's text.
+
+    The marks are outside the trained model, so no text can spell one.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
@@ -84,10 +85,10 @@ class BPETokenizer(_MarkedTokenizer):
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         data = config.documents.data
         if data.vocab_size < BYTES + MARKS:
-            raise RecipeError(
-                f"data.vocab_size = {data.vocab_size}: must be at least {BYTES + MARKS}, {BYTES} of it bytes"
-            )
+            least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
+            raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
         super().__init__(data.vocab_size)
+        # Of training documents alone: merges learned from held-out text would flatter its loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
         path = Path(data.cache) / f"bpe-{key}.json"
         self._bpe = build_once(
@@ -112,23 +113,21 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
         path: str
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
+        folder = f"data.tokenizer_path = {config.path!r}"
         if not (Path(config.path) / "tokenizer.json").is_file():
-            raise RecipeError(f"data.tokenizer_path = {config.path!r} has no tokenizer.json")
+            raise RecipeError(f"{folder} has no tokenizer.json")
         super().__init__(tokenizer_path=config.path)
         if self.bos_id is None and self.eos_id is None:
-            raise RecipeError(
-                f"data.tokenizer_path = {config.path!r}: tokenizer_config.json names neither bos_token nor eos_token, "
-                "so documents cannot be marked"
-            )
+            neither = "tokenizer_config.json names neither bos_token nor eos_token"
+            raise RecipeError(f"{folder}: {neither}, so documents cannot be marked")
         self.fingerprint = digest("hf", self.tokenizer.to_str(), str(self.bos_id), str(self.eos_id))
 
     def document(self, text: str) -> list[int]:
         """The text's ids between both marks; a tokenizer with one mark only has it at both ends."""
-        opening = self.bos_id if self.bos_id is not None else self.eos_id
-        closing = self.eos_id if self.eos_id is not None else self.bos_id
+        # `encode` leaves out a mark that the tokenizer does not have.
         ids = self.encode(text, add_bos=True, add_eos=True)
-        before = [opening] if self.bos_id is None else []
-        after = [closing] if self.eos_id is None else []
+        before = [self.eos_id] if self.bos_id is None else []
+        after = [self.bos_id] if self.eos_id is None else []
         return before + ids + after
 
     def get_vocab_size(self) -> int:
@@ -153,12 +152,10 @@ def _build_bpe(path: Path, documents: Documents, vocab_size: int) -> None:
     with atomic(path) as temporary:
         bpe.save(str(temporary))
     logger.info("Trained in %.1f s, cached at %s", time.monotonic() - began, path)
-    if bpe.get_vocab_size() < vocab_size - MARKS:
-        logger.warning(
-            "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused",
-            vocab_size,
-            bpe.get_vocab_size() + MARKS,
-        )
+    learned = bpe.get_vocab_size() + MARKS
+    if learned < vocab_size:
+        said = "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused"
+        logger.warning(said, vocab_size, learned)
 
 
 def _train_bpe(texts: Iterable[str], tokens: int) -> Tokenizer:

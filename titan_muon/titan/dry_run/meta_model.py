@@ -16,19 +16,20 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon import registry
-from titan_muon.muon import plan_step
-from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
-from titan_muon.plan import Plan, PlanOptions
+from titan_muon.build import iteration_of, plan_step
+from titan_muon.options import MuonOptions
+from titan_muon.orthogonalize import Dispatch, kernels_for
+from titan_muon.plan import Plan
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
 from titan_muon.titan.recipe import Recipe, check_degrees, recipe_error
 from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
-from titan_muon.titan.run.trainer import MuonTrainer, trainer_config
+from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.titan.run.trainer_config import trainer_config
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class MetaModel:
     """What training a recipe on `world_size` ranks would set up.
 
     Attributes:
@@ -62,8 +63,8 @@ def this_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def draw(recipe: Recipe, world_size: int, device: str | None = None) -> Blueprint:
-    """The blueprint of a recipe on `world_size` ranks. Needs no data, no GPU and no other process.
+def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None) -> MetaModel:
+    """The model of a recipe on `world_size` ranks, and Muon's plan for it. Needs no data, no GPU and no other process.
 
     `device` is the type of device that Newton-Schulz is planned for, by default this machine's.
 
@@ -82,7 +83,7 @@ def draw(recipe: Recipe, world_size: int, device: str | None = None) -> Blueprin
         assigned = assignments(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
         groups = grouped(optimizer, assigned)
         plan = _plan(parameters, groups.get("muon", []), optimizer, this_device() if device is None else device)
-        return Blueprint(world_size, parameters, assigned, groups, plan)
+        return MetaModel(world_size, parameters, assigned, groups, plan)
 
 
 @contextmanager
@@ -121,23 +122,10 @@ def _plan(
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
-    table = config.tables["muon"]
     try:
-        iterations = [
-            iteration(group.options["ns_coefficients"], group.options["ns_steps"], group.options["eps"])
-            for group in groups
-            for _ in group.names
-        ]
-        kernels = kernels_for(table["ns_kernel"], torch.device(device))
-        dispatch = Dispatch(table["orthogonalize"], table["ns_dtype"], device, kernels)
-        return plan_step(named, iterations, dispatch, plan_options(config), table["split"])
+        options = MuonOptions(**config.tables["muon"])
+        iterations = [iteration_of(group.options) for group in groups for _ in group.names]
+        kernels = kernels_for(options.ns_kernel, torch.device(device))
+        return plan_step(named, iterations, Dispatch.of(options, device, kernels), options)
     except ValueError as error:
         raise recipe_error(error) from error
-
-
-def plan_options(config: HybridOptimizers.Config) -> PlanOptions:
-    """The planner's options in the `muon` table."""
-    table = config.tables["muon"]
-    wire_bytes = TORCH_DTYPE_MAP[table["wire_dtype"]].itemsize
-    pattern = registry.exchanges.get(table["exchange"]).pattern
-    return PlanOptions(pattern, table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"])

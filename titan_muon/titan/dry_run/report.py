@@ -16,9 +16,8 @@ from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import Load
-from titan_muon.titan.dry_run.explain import optimizer_lines, parameter_table, plan_lines
-from titan_muon.titan.dry_run.meta_model import Blueprint, draw, smallest_world
-from titan_muon.titan.dry_run.ownership_report import loads, ownership_lines
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
+from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 
 AVERAGES = {"adamw": 2, "adam": 2}
@@ -32,18 +31,18 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     RecipeError as training would.
     """
     world = smallest_world(recipe) if world_size is None else world_size
-    blueprint = draw(recipe, world)
-    summary = None if blueprint.plan is None else summarize(blueprint.plan)
-    owned = {} if summary is None else loads(blueprint.parameters, summary, world)
-    memory = memory_per_rank(blueprint, summary, recipe.muon.state_dtype)
+    meta = build_meta_model(recipe, world)
+    summary = None if meta.plan is None else summarize(meta.plan)
+    owned = owner_loads(meta.parameters, summary, world)
+    memory = memory_per_rank(meta, summary, recipe.muon.state_dtype)
     print(to_toml(recipe))
-    print(parameter_table(blueprint.assigned, blueprint.parameters, blueprint.plan, full=full))
-    counts = optimizer_lines(blueprint.assigned, blueprint.plan, world)
-    print("\n".join(["", *counts, "", *plan_lines(blueprint.plan, summary), "", *_memory_lines(memory)]))
+    print(parameter_table(meta.assigned, meta.parameters, meta.plan, full=full))
+    counts = optimizer_lines(meta.assigned, meta.plan, world)
+    print("\n".join(["", *counts, "", *plan_lines(meta.plan, summary), "", *_memory_lines(memory)]))
     if owned:
-        print("\n".join(["", *ownership_lines(owned, full=full)]))
+        print("\n".join(["", *owner_lines(owned, full=full)]))
     if json is not None:
-        _write(Path(json), blueprint, summary, memory, owned)
+        _write(Path(json), meta, summary, memory, owned)
 
 
 @dataclass(frozen=True)
@@ -69,17 +68,17 @@ class Memory:
         return {**counted, "total": sum(counted.values())}
 
 
-def memory_per_rank(blueprint: Blueprint, summary: Summary | None, state_dtype: str) -> Memory:
+def memory_per_rank(meta: MetaModel, summary: Summary | None, state_dtype: str) -> Memory:
     """What rests in memory between steps, and the exchange's buffers. `state_dtype` is of Muon's momentum."""
-    elements = _elements(blueprint.parameters)
-    sizes = {name: parameter.element_size() for name, parameter in blueprint.parameters.items()}
+    elements = _elements(meta.parameters)
+    sizes = {name: parameter.element_size() for name, parameter in meta.parameters.items()}
     held = sum(elements[name] * sizes[name] for name in sizes)
     momentum_bytes = TORCH_DTYPE_MAP[state_dtype].itemsize
     states = sum(
         elements[a.fqn] * (momentum_bytes if a.optimizer == "muon" else AVERAGES.get(a.optimizer, 0) * sizes[a.fqn])
-        for a in blueprint.assigned
+        for a in meta.assigned
     )
-    uncounted = sorted({a.optimizer for a in blueprint.assigned} - {"muon", *AVERAGES})
+    uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", *AVERAGES})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
     return Memory(held, held, states, *step, tuple(uncounted))
 
@@ -103,12 +102,10 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(
-    path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]
-) -> None:
+def _write(path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]) -> None:
     document = {
-        "world_size": blueprint.world_size,
-        "parameters": [asdict(assignment) for assignment in blueprint.assigned],
+        "world_size": meta.world_size,
+        "parameters": [asdict(assignment) for assignment in meta.assigned],
         "memory": {**memory.sizes, "uncounted_optimizers": memory.uncounted},
         "owners": [{"rank": rank, **asdict(load)} for rank, load in owned.items()],
         **({} if summary is None else asdict(summary)),

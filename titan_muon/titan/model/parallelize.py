@@ -25,18 +25,19 @@ MASK_BLOCK = 128
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     """`spec` with a parallelize_fn that also places the Muon matrices as `recipe` says and suits the backend.
 
-    Raises RecipeError for a placement that is not there, for heads or experts that the degrees do not divide,
-    and for pipeline parallelism before torch 2.14. The parallelize_fn raises it for a sequence that context
-    parallelism cannot cut.
+    It raises RecipeError for a placement that is not there and for degrees that do not divide the model or that this
+    torch cannot run; the parallelize_fn does for a sequence that context parallelism cannot cut.
     """
     place, degrees = _placement(recipe.placement.muon), recipe.parallelism
     _check_pipeline(degrees.pipeline_parallel_degree)
     _check_heads(spec.model, degrees.tensor_parallel_degree)
     _check_experts(spec.model, degrees.expert_parallel_degree)
-    return dataclasses.replace(spec, parallelize_fn=_then_ours(place(spec.parallelize_fn, recipe)))
+    return dataclasses.replace(spec, parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe)))
 
 
-def _then_ours(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    """`parallelize_fn` with a check of the sequence before it, and what the backend needs after it."""
+
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)

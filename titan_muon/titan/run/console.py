@@ -78,7 +78,7 @@ def set_up_logging() -> None:
     """Send the log to the console. TorchTitan logs to Python's root logger."""
     # MoE routers ask for float32 autocast; the CPU has none and needs none.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
-    # On the CPU models draw their starting values without DTensor's generator (models/parts.py).
+    # On the CPU models draw their starting values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)", category=UserWarning)
     # TorchTitan's schedules ask for the rate this way when a checkpoint is loaded, and get the right one.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)

@@ -1,12 +1,11 @@
 """What a run reports: a line on the console, a record in `metrics.jsonl`, and TensorBoard (and W&B if asked).
 
 A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second`, `time`, ...) and for each validation
-(`val_loss`, `bits_per_byte`), written at once, so that a run that dies has lost none.
+(`val_loss`, `bits_per_byte`).
 """
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -55,12 +54,13 @@ class StepReport:
 
 
 class JsonLines(BaseLogger):
-    """Appends records to a file, one JSON object a line, and closes it after each."""
+    """Appends records to a file, one JSON object a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        # Opened for each record, so that a run that dies has lost none and another process can read along.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
@@ -70,6 +70,7 @@ class TensorBoard(BaseLogger):
     """Writes nested metrics as scalars; what an earlier run wrote after `first_step` is hidden."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
+        # A continued run writes the steps after its checkpoint again; without `purge_step` both curves would be shown.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -104,16 +105,14 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """The lines of a metrics file up to `step`, and the seconds that the run had taken at the last of them.
-
-    Nothing if there is no file. A line that a crash has torn is left out.
-    """
+    """The lines of a metrics file up to `step`, and the seconds that the run had taken; nothing if there is no file."""
     lines: list[str] = []
     seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
+            # A crash has torn the last line. A step is logged before it is saved, so this one is done again.
             continue
         if record["step"] <= step:
             lines.append(line + "\n")
@@ -121,14 +120,7 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
     return lines, seconds
 
 
-def write_lines(path: Path, lines: list[str]) -> None:
-    """Replace a metrics file in one stroke."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(lines), encoding="utf-8")
-    os.replace(temporary, path)
-
-
-class Metrics(MetricsProcessor):
+class RunMetrics(MetricsProcessor):
     """Reports a run from the one rank that knows its loss."""
 
     @dataclass(kw_only=True, slots=True)
@@ -149,6 +141,8 @@ class Metrics(MetricsProcessor):
     """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
+        # Before super(), which calls `_build_metric_logger`. With pipeline parallelism only the last stage has a loss,
+        # so the reporter need not be rank 0.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
@@ -179,6 +173,7 @@ class Metrics(MetricsProcessor):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Leave what runs inside out of the training's tokens and time."""
+        # The start of the interval moves on by the pause: the next report then divides by the time of training alone.
         start, tokens = time.perf_counter(), self.ntokens_since_last_log
         yield
         self.time_last_log += time.perf_counter() - start
@@ -186,6 +181,7 @@ class Metrics(MetricsProcessor):
 
     def peak_memory(self) -> torch.Tensor:
         """Bytes that this rank's device had reserved at most since the last report, a float64 scalar."""
+        # float64: float32 holds bytes exactly only up to 16 MiB.
         gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
@@ -201,6 +197,7 @@ class Metrics(MetricsProcessor):
         """Report a training step; called on every rank."""
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
+        # The step ends with a reduction over all ranks, so one rank's clock and tokens stand for those of every rank.
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
         record: dict[str, Any] = asdict(report)
         del record["step"], record["seconds"], record["memory"]

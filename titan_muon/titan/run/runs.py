@@ -3,16 +3,20 @@
 Rank 0 decides and touches the disk; the other ranks are told (`agree`).
 """
 
+import contextlib
+import itertools
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
 
+from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
-from titan_muon.titan.run.metrics import METRICS_FILE, read_until, write_lines
+from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
@@ -43,6 +47,7 @@ def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
 
     Raises what `open_run` raises, on every rank.
     """
+    # The error is sent like the answer: raised on rank 0 alone, it would leave the others waiting in the broadcast.
     answer: list[Run | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
@@ -71,9 +76,10 @@ def open_run(recipe: Recipe) -> Run:
     source, step = found
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
+    # Without the trainer's state steps are counted from 0 again: another run, in a folder of its own.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(_new_folder(runs)), str(source), str(checkpoint))
-    # After an earlier step a run goes on in a new folder, so what it computed after that step is not overwritten.
+    # After an earlier step a run goes on in a new folder, so that what it computed after that step is not overwritten.
     goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
     folder = _new_folder(runs) if goes_back else source
     _, seconds = read_until(source / METRICS_FILE, step)
@@ -91,7 +97,9 @@ def begin(run: Run, recipe: Recipe) -> None:
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
     if run.source is not None:
         lines, _ = read_until(Path(run.source) / METRICS_FILE, run.step)
-        write_lines(folder / METRICS_FILE, lines)
+        # In one stroke: a crash here must not cost the record of the run that is continued.
+        with atomic(folder / METRICS_FILE) as temporary:
+            temporary.write_text("".join(lines), encoding="utf-8")
     if run.source == run.folder:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):
@@ -113,25 +121,30 @@ def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
         return None
     if not recipe.checkpoint.enable:
         raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
-    if load != "latest":
-        folder = Path(load).resolve()
-        if not folder.is_dir():
-            raise RecipeError(
-                f'checkpoint.load = {load!r}: no such folder; it takes "none", "latest" or a run\'s folder'
-            )
-        found = _whole_step(recipe, folder)
-        if found is None:
-            raise RecipeError(
-                f"checkpoint.load = {load!r}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/"
-            )
-        return folder, found
-    folders = sorted((path for path in runs.iterdir() if path.is_dir()), reverse=True) if runs.is_dir() else []
-    for folder in folders:
+    return _latest_run(recipe, runs) if load == "latest" else _named_run(recipe, Path(load).resolve())
+
+
+def _named_run(recipe: Recipe, folder: Path) -> tuple[Path, int]:
+    load = f"checkpoint.load = {recipe.checkpoint.load!r}"
+    if not folder.is_dir():
+        raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
+    found = _whole_step(recipe, folder)
+    if found is None:
+        raise RecipeError(f"{load}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/")
+    return folder, found
+
+
+def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+    # Folders are named after the time, so by name the newest is first. The newest run may have ended before its first
+    # checkpoint; then the one before it is meant, as it would have been had the newest never been started.
+    for folder in sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True):
         found = _whole_step(recipe, folder)
         if found is not None:
             return folder, found
+    step = recipe.checkpoint.load_step
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
+    # No error: a job that is always submitted with `latest` has a first start too.
     print(f'checkpoint.load = "latest": no run in {runs} has a whole checkpoint; starting anew', flush=True)
     return None
 
@@ -143,17 +156,17 @@ def _whole_step(recipe: Recipe, folder: Path) -> int | None:
     if asked != -1:
         return _asked_step(checkpoints, asked, must_exist=recipe.checkpoint.load != "latest")
     passed: list[str] = []
+    whole = None
     for step in saved_steps(checkpoints):
         path = checkpoint_path(checkpoints, step)
         wrong = flaw(path)
         if wrong is None:
-            for line in passed:
-                print(f"{line}; using step {step} instead", flush=True)
-            return step
+            whole = step
+            break
         passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
     for line in passed:
-        print(line, flush=True)
-    return None
+        print(line if whole is None else f"{line}; using step {whole} instead", flush=True)
+    return whole
 
 
 def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None:
@@ -163,6 +176,7 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
             there = ", ".join(map(str, steps)) if steps else "none"
             raise RecipeError(f"checkpoint.load_step = {step}: {path} is not there; steps saved: {there}")
         return None
+    # Falling back to another step is for `latest` alone: here the user has named one.
     wrong = flaw(path)
     if wrong is not None:
         raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
@@ -170,15 +184,18 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
 
 
 def _new_folder(runs: Path) -> Path:
-    """A folder named after the time, or with a number behind it if that one is taken."""
-    name, number = time.strftime(FORMAT), 1
-    while True:
-        folder = runs / (name if number == 1 else f"{name}-{number}")
-        try:
+    for folder in _numbered(runs / time.strftime(FORMAT)):
+        # mkdir alone decides: two runs that start in the same second would both find the name free by asking.
+        with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-        except FileExistsError:
-            number += 1
+    raise AssertionError("there is always another number")
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """A path, then with -2, -3 and so on behind its name."""
+    yield path
+    yield from (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
 
 
 def _later(checkpoints: Path, step: int) -> list[int]:
@@ -186,16 +203,15 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 
 def _set_aside(checkpoint: Path, step: int) -> None:
-    """Rename a checkpoint that is no use for going on, so that its step can be saved into an empty folder."""
-    number = 1
-    while (target := checkpoint.with_name(f"aside-{step}" + (f"-{number}" if number > 1 else ""))).exists():
-        number += 1
+    # PyTorch saves into a folder that exists, and would leave files of the old save beside those of the new one. It is
+    # renamed, not removed: someone may still rescue what is in it.
+    target = next(path for path in _numbered(checkpoint.with_name(f"aside-{step}")) if not path.exists())
     checkpoint.rename(target)
 
 
 def _write_recipe(folder: Path, text: str, step: int) -> None:
-    """Write the recipe; one that differs and ran until `step` is kept beside it."""
     file = folder / RECIPE_FILE
+    # A recipe that differs is what the steps until now were trained with, so it is kept beside the new one.
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(folder / f"recipe-until-step-{step}.toml")
     file.write_text(text, encoding="utf-8")

@@ -1,44 +1,28 @@
-"""Runs a recipe: opens its run folder, builds TorchTitan's trainer, trains, validates, saves, and cleans up.
+"""TorchTitan's trainer with the step of a recipe. `compat.install()` must have run before this module is imported."""
 
-`compat.install()` must have run before this module is imported.
-"""
-
-import gc
 import math
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
-from torchtitan.tools import utils as device_utils
 from torchtitan.trainer import Trainer
 
-from titan_muon.muon import Muon
-from titan_muon.plan import summarize
-from titan_muon.titan import compat
 from titan_muon.titan.clip import GradientClip
-from titan_muon.titan.dry_run.explain import optimizer_lines, parameter_table, plan_lines
-from titan_muon.titan.dry_run.ownership_report import loads, ownership_lines, ownership_summary
+from titan_muon.titan.data.loader import bytes_per_token
 from titan_muon.titan.optimizers import HybridOptimizers
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.checkpoints import RunCheckpoints
-from titan_muon.titan.run.console import say, say_error, set_up_logging
-from titan_muon.titan.run.metrics import Metrics, StepReport
-from titan_muon.titan.run.runs import Run, agree, begin, discard
+from titan_muon.titan.run.console import say
+from titan_muon.titan.run.metrics import RunMetrics, StepReport
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
-from titan_muon.titan.run.trainer_config import comm_config, trainer_fields
-
-OPTIMIZERS_FILE = "optimizers.txt"
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -54,11 +38,14 @@ class MuonTrainer(Trainer):
     config: Config
     optimizers: HybridOptimizers
     checkpointer: RunCheckpoints
-    metrics_processor: Metrics
+    metrics_processor: RunMetrics
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self._check_vocabulary()
+        if config.validator.enable:
+            held_out = config.validator.dataloader
+            self.metrics_processor.bytes_per_token = bytes_per_token(held_out, self.tokenizer)
         self.timer = StepTimer(self.device)
         self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -128,7 +115,8 @@ class MuonTrainer(Trainer):
     def _validate(self, stopped: bool) -> None:
         last = self.step == self.config.training.steps
         if self.config.validator.enable and (last or (self.validator.should_validate(self.step) and not stopped)):
-            self.validator.validate(self.model_parts, self.step)
+            with self.metrics_processor.paused():
+                self.validator.validate(self.model_parts, self.step)
 
     def _shorten_timeout(self) -> None:
         seconds = timedelta(seconds=self.config.comm.train_timeout_seconds)
@@ -205,106 +193,3 @@ class MuonTrainer(Trainer):
                 f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
                 "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
             )
-
-
-def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe, for a run kept in `run.folder`.
-
-    Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
-    """
-    return MuonTrainer.Config(**trainer_fields(recipe, run), clip=recipe.optimizer.clip)
-
-
-def run(recipe: Recipe) -> int:
-    """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
-
-    0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
-    once. Anything else raises.
-    """
-    compat.single_process_environment()
-    set_up_logging()
-    device_utils.device_module.set_device(device_utils.get_local_device())
-    dist_utils.init_distributed(comm_config(recipe), recipe.training.enable_cpu_offload, base_folder=recipe.dump_folder)
-    code = 0
-    try:
-        train(recipe)
-    except (RecipeError, FloatingPointError) as error:
-        say_error(error)
-        code = 2 if isinstance(error, RecipeError) else 1
-    dist.destroy_process_group()
-    # Without this the interpreter walks every object of PyTorch once more while it exits, which takes seconds.
-    gc.freeze()
-    return code
-
-
-def train(recipe: Recipe) -> str:
-    """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
-
-    Raises RecipeError, before the first step, for what the user has to correct.
-    """
-    world = dist.get_world_size()
-    check_degrees(recipe, world)
-    group = dist.new_group(backend="gloo") if world > 1 else None
-    run = agree(recipe, group)
-    trainer = _prepare(recipe, run)
-    try:
-        with StopSignals(group, announce=dist.get_rank() == 0) as stop:
-            trainer.train(stop)
-    finally:
-        trainer.close()
-    return run.folder
-
-
-def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
-    """The trainer of a run, with the run's checkpoint loaded.
-
-    TorchTitan refuses a configuration with ValueError or NotImplementedError; both become a RecipeError here.
-    """
-    trainer: MuonTrainer | None = None
-    try:
-        trainer = trainer_config(recipe, run).build()
-        assert trainer is not None, "a configuration builds its trainer"
-        trainer.checkpointer.load()
-    except (ValueError, NotImplementedError) as error:
-        if trainer is not None:
-            trainer.close()
-        if dist.get_rank() == 0:
-            discard(run)
-        if isinstance(error, RecipeError):
-            raise
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
-    if dist.get_rank() == 0:
-        begin(run, recipe)
-    _say_start(trainer, run)
-    return trainer
-
-
-def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:
-    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
-    if dist.get_rank() != 0:
-        return
-    optimizers = trainer.optimizers
-    assert isinstance(optimizers, HybridOptimizers), "the recipe's container"
-    plan = next((optimizer.plan for optimizer in optimizers if isinstance(optimizer, Muon)), None)
-    summary = None if plan is None else summarize(plan)
-    counts = optimizer_lines(optimizers.assignments, plan, dist.get_world_size())
-    lines = "\n".join([*counts, *plan_lines(plan, summary)])
-    named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
-    owned = {} if summary is None else loads(named, summary, dist.get_world_size())
-    say("\n".join([lines, *ownership_summary(owned)]))
-    table = parameter_table(optimizers.assignments, named, plan, full=True)
-    owners = "\n".join(ownership_lines(owned, full=True))
-    (Path(run.folder) / OPTIMIZERS_FILE).write_text(f"{table}\n\n{lines}\n\n{owners}\n", encoding="utf-8")
-
-
-def _say_start(trainer: MuonTrainer, run: Run) -> None:
-    steps = trainer.config.training.steps
-    say(f"run {run.folder}")
-    _say_optimizers(trainer, run)
-    if run.checkpoint is not None:
-        say(f"continuing after step {trainer.step}, from {run.checkpoint}")
-    if trainer.step >= steps:
-        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
-    else:
-        say(f"training {steps - trainer.step} steps on {dist.get_world_size()} ranks; the first one takes longest")

@@ -1,0 +1,155 @@
+"""A run's optimizers in words: which takes which parameter and why, what Muon's plan costs, and what each rank owns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from math import prod
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_muon.owned import is_owned
+from titan_muon.owned.param import held_elements, holders
+from titan_muon.plan import Plan, Summary
+from titan_muon.plan.ownership import Load, load_lines
+from titan_muon.titan.rules import Assignment
+
+OWNERS_SHOWN = 16
+"""Lines of the owners' table unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A line of the parameter table."""
+
+    name: str
+    shape: str
+    optimizer: str
+    matrices: str
+    placement: str
+    reason: str
+
+
+HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
+
+
+def parameter_table(
+    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+) -> str:
+    """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
+    blocks = {} if plan is None else {p.fqn: len(p.stack.blocks) for p in plan.parameters}
+    counts: Counter[ParameterRow] = Counter()
+    for a in assigned:
+        # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
+        name = a.fqn if full else re.sub(r"\.\d+(?=\.|$)", ".*", a.fqn)
+        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
+        counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
+    rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+    lines = [astuple(row) for row in (HEADER, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _matrices(assignment: Assignment, blocks: int | None) -> str:
+    if blocks is None:
+        return "-"
+    rows, rest = divmod(prod(assignment.shape[:-1]), blocks)
+    # A split may cut a parameter into matrices of several heights; then there is no one shape to show.
+    return f"{blocks} of {rows}x{assignment.shape[-1]}" if rest == 0 else f"{blocks}"
+
+
+def _placement(parameter: Tensor, full: bool) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole on each rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
+    axes = zip(parameter.placements, names, mesh.shape, strict=True)
+    parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
+    if is_owned(parameter):
+        # Owners differ from layer to layer: named without `full`, they would keep a line for each layer.
+        parts.insert(0, f"owned by rank {', '.join(map(str, holders(parameter)))}" if full else "owned")
+    return ", ".join(parts) if parts else "whole"
+
+
+def optimizer_lines(assigned: Sequence[Assignment], plan: Plan | None, world_size: int) -> Iterable[str]:
+    """How much each optimizer takes."""
+    total = sum(prod(a.shape) for a in assigned)
+    yield f"{total:,} parameters on {world_size} ranks"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        taken = [a for a in assigned if a.optimizer == optimizer]
+        share = 100 * sum(prod(a.shape) for a in taken) / total
+        what = f"{len(plan.matrices):,} matrices" if optimizer == "muon" and plan else f"{len(taken):,} tensors"
+        yield f"{optimizer}: {what}, {share:.1f} % of parameters"
+
+
+def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
+    """What a Muon step costs, and why an automatic choice fell as it did."""
+    if plan is None or summary is None:
+        return
+    exchanges = sorted({bucket.exchange for bucket in plan.buckets})
+    home = sum(1 for ranks in plan.home if ranks)
+    by = f" by {', '.join(exchanges)}" if exchanges else ""
+    yield f"Muon step: {home:,} matrices whole at home, {len(plan.matrices) - home:,} exchanged{by}"
+    ratio = summary.ns_flops_max / summary.ns_flops_lower_bound
+    path = f"{summary.ns_flops_max / 1e9:,.1f} GFLOP"
+    yield f"  Newton-Schulz   {path} on the longest path, {ratio:.3f} x the least possible"
+    if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
+        yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
+    yield from _method_lines(plan)
+    if exchanges:
+        yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
+        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank, padding 0"
+        yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
+    # The choice of an exchange has one reason, which each of its buckets carries.
+    for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
+        yield f"  exchange        {reason}"
+
+
+def _method_lines(plan: Plan) -> Iterable[str]:
+    """Which algorithm orthogonalizes which shapes, and why."""
+    counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
+    for index in dict.fromkeys(index for index, _ in counts):
+        work = plan.works[index]
+        which = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
+        yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
+
+
+def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world_size: int) -> dict[int, Load]:
+    """What each rank owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
+    owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
+    if summary is None or not owned:
+        return {}
+    matrices, held = Counter[int](), Counter[int]()
+    for parameter in owned:
+        for rank, elements in held_elements(parameter).items():
+            matrices[rank] += 1
+            held[rank] += elements * parameter.element_size()
+    # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
+    # owned: a rank without an owned matrix may still have work.
+    flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
+    return {rank: Load(matrices[rank], held[rank], flops.get(rank, 0)) for rank in range(world_size)}
+
+
+def owner_summary(loads: Mapping[int, Load]) -> Iterable[str]:
+    """How even the owners are, and how many ranks own nothing."""
+    if not loads:
+        return
+    held = [load.bytes for load in loads.values()]
+    most, mean = max(held), sum(held) / len(held)
+    yield f"owned: {most / 2**20:,.1f} MiB at rest on the fullest of {len(held):,} ranks, {most / mean:.3f} x the mean"
+    if idle := sum(1 for load in loads.values() if load.matrices == 0):
+        total = sum(load.matrices for load in loads.values())
+        yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
+
+
+def owner_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
+    """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
+    yield from owner_summary(loads)
+    table = list(load_lines(loads)) if loads else []
+    shown = len(table) if full else OWNERS_SHOWN + 1
+    yield from (f"  {line}" for line in table[:shown])
+    if len(table) > shown:
+        yield f"  ... {len(table) - shown:,} lines more with --full"

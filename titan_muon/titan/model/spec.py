@@ -1,0 +1,35 @@
+"""The model that a recipe names, as a new TorchTitan ModelSpec."""
+
+from typing import TYPE_CHECKING
+
+from titan_muon import registry
+from titan_muon.titan import compat
+from titan_muon.titan.model.attention import use_attention
+from titan_muon.titan.recipe import RecipeError
+
+if TYPE_CHECKING:
+    from torchtitan.protocols.model_spec import ModelSpec
+
+
+def model_spec(
+    name: str, flavor: str, *, vocab_size: int | None = None, attention: str = "auto", on_cpu: bool | None = None
+) -> "ModelSpec":
+    """A new specification of one flavor of the registered family `name`.
+
+    Raises RecipeError if the family, the flavor or the attention is unknown, or the attention cannot run on the device.
+
+    Args:
+        vocab_size: tokens to embed, in place of the flavor's own number.
+        attention: a choice of `model.attention`.
+        on_cpu: whether the model will run on the CPU; by default, whether this machine trains on it.
+    """
+    try:
+        family = registry.models.get(name)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    flavors = family.flavors()
+    if flavor not in flavors:
+        raise RecipeError(registry.unknown_name("model.flavor", flavor, flavors))
+    spec: ModelSpec = family.build(flavor, vocab_size)
+    use_attention(spec.model, attention, compat.install() if on_cpu is None else on_cpu)
+    return spec

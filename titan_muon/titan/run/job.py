@@ -1,0 +1,127 @@
+"""One process's part in training a recipe: from the process group and the run's folder to the exit code.
+
+`compat.install()` must have run before this module is imported.
+"""
+
+import gc
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as device_utils
+
+from titan_muon.muon import Muon
+from titan_muon.plan import summarize
+from titan_muon.titan import compat
+from titan_muon.titan.explain import (
+    optimizer_lines,
+    owner_lines,
+    owner_loads,
+    owner_summary,
+    parameter_table,
+    plan_lines,
+)
+from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.run.console import say, say_error, set_up_logging
+from titan_muon.titan.run.runs import Run, agree, begin, discard
+from titan_muon.titan.run.signals import StopSignals
+from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+
+OPTIMIZERS_FILE = "optimizers.txt"
+
+
+def run(recipe: Recipe) -> int:
+    """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
+
+    0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
+    once. Anything else raises.
+    """
+    compat.single_process_environment()
+    set_up_logging()
+    device_utils.device_module.set_device(device_utils.get_local_device())
+    dist_utils.init_distributed(comm_config(recipe), recipe.training.enable_cpu_offload, base_folder=recipe.dump_folder)
+    code = 0
+    try:
+        train(recipe)
+    except (RecipeError, FloatingPointError) as error:
+        say_error(error)
+        code = 2 if isinstance(error, RecipeError) else 1
+    # Not in a `finally`: after any other error other ranks may still be in a collective, and destroying the group could
+    # wait for them, where the launcher has to see this process end so that it stops the job.
+    dist.destroy_process_group()
+    # Without this the interpreter walks every object of PyTorch once more while it exits, which takes seconds.
+    gc.freeze()
+    return code
+
+
+def train(recipe: Recipe) -> str:
+    """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
+
+    Raises RecipeError, before the first step, for what the user has to correct.
+    """
+    world = dist.get_world_size()
+    check_degrees(recipe, world)
+    # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
+    # that is queued before them.
+    group = dist.new_group(backend="gloo") if world > 1 else None
+    run = agree(recipe, group)
+    trainer = _prepare(recipe, run)
+    try:
+        with StopSignals(group, announce=dist.get_rank() == 0) as stop:
+            trainer.train(stop)
+    finally:
+        trainer.close()
+    return run.folder
+
+
+def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
+    """The trainer of a run, with the run's checkpoint loaded."""
+    trainer: MuonTrainer | None = None
+    try:
+        trainer = trainer_config(recipe, run).build()
+        assert trainer is not None, "a configuration builds its trainer"
+        trainer.checkpointer.load()
+    # TorchTitan refuses a configuration with ValueError or NotImplementedError, and its messages name no key.
+    except (ValueError, NotImplementedError) as error:
+        if trainer is not None:
+            trainer.close()
+        if dist.get_rank() == 0:
+            discard(run)
+        if isinstance(error, RecipeError):
+            raise
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
+    # Only now: a run that was refused has written no recipe, and `latest` still names the last one that began.
+    if dist.get_rank() == 0:
+        begin(run, recipe)
+        _say_optimizers(trainer, run)
+        _say_start(trainer, run)
+    return trainer
+
+
+def _say_start(trainer: MuonTrainer, run: Run) -> None:
+    steps = trainer.config.training.steps
+    if run.checkpoint is not None:
+        say(f"continuing after step {trainer.step}, from {run.checkpoint}")
+    if trainer.step >= steps:
+        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
+    else:
+        say(f"training {steps - trainer.step} steps on {dist.get_world_size()} ranks; the first one takes longest")
+
+
+def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:
+    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
+    say(f"run {run.folder}")
+    assigned, world = trainer.optimizers.assignments, dist.get_world_size()
+    plan = next((optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon)), None)
+    summary = None if plan is None else summarize(plan)
+    named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
+    loads = owner_loads(named, summary, world)
+    lines = [*optimizer_lines(assigned, plan, world), *plan_lines(plan, summary)]
+    say("\n".join([*lines, *owner_summary(loads)]))
+    table = parameter_table(assigned, named, plan, full=True)
+    text = "\n".join([table, "", *lines, "", *owner_lines(loads, full=True)])
+    (Path(run.folder) / OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")
