@@ -64,8 +64,7 @@ def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) 
         default=default,
         use_underscores=True,
         # A boolean takes a value like any other key: a pair of flags would have no form in a recipe file.
-        # Comments above a field are for readers of the code.
-        config=(tyro.conf.FlagConversionOff, tyro.conf.HelptextFromCommentsOff),
+        config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
         **options,
     )

@@ -181,13 +181,15 @@ class Optimizer:
 class Recipe:
     """Everything that a run is: one field for each table of the TOML file, and nothing derived."""
 
+    # In the order of the help, of the resolved recipe.toml and of `differences`. No comment may stand above a table:
+    # tyro would show it in the help, instead of the table's own docstring.
+
     name: Annotated[str, FILE_NAME] = "recipe"
     """Name of the run; a file that gives none is named after itself."""
 
     dump_folder: Annotated[str, TEXT] = "runs"
     """Folder of all runs."""
 
-    # The order is that of the help, of the resolved recipe.toml and of `differences`.
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
