@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .plan.layout import Span, spans
-from .plan.program import Leg, Parcel, Program, Run
+from .plan.program import BucketProgram, Leg, Parcel, Program
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,7 +54,7 @@ class Slot:
     inbox: Tensor
     outbox: Tensor
 
-    def leaving(self, run: Run) -> Tensor:
+    def leaving(self, run: BucketProgram) -> Tensor:
         """The buffer that a run's orthogonalized pieces leave from: where they came in, if they go the same way."""
         return self.inbox if run.mirrored else self.outbox
 
@@ -70,10 +70,10 @@ class Load:
         cleared: a buffer to set to zero before its targets are filled, or None.
     """
 
-    def __init__(self, run: Run, rank: int, slot: Slot) -> None:
+    def __init__(self, run: BucketProgram, rank: int, slot: Slot) -> None:
         gathering, returning = run.gathering, run.returning
         self.matrices = run.matrices
-        self.stored = _parked(run.held, slot.home)
+        self.stored = _parked(run.stored, slot.home)
         self.packed = {parked.matrix: parked.view for parked in _parked(gathering.home, slot.home)}
         own = run.bucket.exchange == "all_to_all"
         self.sources = self._by_matrix(gathering, slot.inbox, slot.home, rank, own)
@@ -167,10 +167,10 @@ class Exchange:
     def __init__(
         self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, council: Council
     ) -> None:
-        self._groups = tuple(council.group(run.bucket.group) for run in program.runs)
+        self._groups = tuple(council.group(run.bucket.group) for run in program.buckets)
         self._collectives = collectives
         self._pending: dict[int, list[dist.Work]] = {}
-        self._runs = program.runs
+        self._runs = program.buckets
         self._slots = make_slots(program, device, dtype)
         self.loads = tuple(Load(run, program.rank, slot) for run, slot in zip(self._runs, self._slots, strict=True))
 
@@ -212,14 +212,14 @@ class Exchange:
 
 def make_slots(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[Slot, ...]:
     """The buffers of each run; runs of other rounds may have the same ones."""
-    sharing: dict[tuple[int, int], list[Run]] = {}
-    for index, run in enumerate(program.runs):
+    sharing: dict[tuple[int, int], list[BucketProgram]] = {}
+    for index, run in enumerate(program.buckets):
         sharing.setdefault(program.slot(index), []).append(run)
     made = {place: _slot(runs, device, dtype) for place, runs in sharing.items()}
-    return tuple(made[program.slot(index)] for index in range(len(program.runs)))
+    return tuple(made[program.slot(index)] for index in range(len(program.buckets)))
 
 
-def _slot(runs: Sequence[Run], device: torch.device, dtype: torch.dtype) -> Slot:
+def _slot(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> Slot:
     """Buffers large enough for each of these runs."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)

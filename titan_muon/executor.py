@@ -14,10 +14,10 @@ from .exchange import Exchange, Load
 from .faults import Alarm
 from .orthogonalize import Iteration, Method, orthogonalize, silence
 from .params import Member, Storage
+from .plan.batches import batches
 from .plan.layout import Span, spans
 from .plan.program import Program
 from .plan.schedule import Act
-from .plan.stacks import stacks
 from .plan.types import Plan
 
 TOGETHER_BYTES = 2**25
@@ -96,13 +96,13 @@ class Executor:
             for index, load in enumerate(exchange.loads)
             for parked in load.stored
         }
-        at_home = stacks(tuple(self._pieces), plan.matrices, plan.works)
-        in_runs = [stacks(run.matrices, plan.matrices, plan.works) for run in program.runs]
+        at_home = batches(tuple(self._pieces), plan.matrices, plan.works)
+        in_runs = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(stack) for run in (at_home, *in_runs) for stack in run), default=0)
         whole = torch.empty(largest, dtype=workspace[0], device=workspace[1])
         self._at_home = tuple(self._stack(stack, whole) for stack in at_home)
         self._in_runs = tuple(tuple(self._stack(stack, whole) for stack in run) for run in in_runs)
-        self.planned = len(program.home) + sum(len(run.matrices) for run in program.runs)
+        self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
 
     def _numel(self, stack: Sequence[int]) -> int:

@@ -23,7 +23,7 @@ from .exchange import Council, Exchange, Word
 from .executor import Executor
 from .faults import Alarm
 from .matrices import check_splits, planned
-from .options import Split
+from .options import Link, MuonOptions, Split
 from .orthogonalize import KERNEL_CHOICES, Dispatch, Iteration, Method, iteration, kernels_for
 from .params import (
     Fault,
@@ -36,10 +36,10 @@ from .params import (
     storage_fault,
     storage_of,
 )
-from .plan.cost import Link, Work
+from .plan.cost import Work
 from .plan.groups import connected
 from .plan.layout import Geometries
-from .plan.planner import PlanOptions, make_plan
+from .plan.planner import make_plan
 from .plan.program import make_program
 from .plan.types import Plan
 
@@ -153,8 +153,13 @@ class Muon(Optimizer):
         self._skips_missing, self._releases, self._nonfinite = missing_grad == "skip", release_grads, nonfinite
         chosen = registry.exchanges.get(exchange)
         self._collectives = chosen.collectives
-        self._options = PlanOptions(
-            chosen.pattern, owners, replicas, buffer_bytes, self._wire_dtype.itemsize, Link() if link is None else link
+        self._options = MuonOptions(
+            exchange=chosen.pattern,
+            owners=owners,  # type: ignore[arg-type]
+            replicas=replicas,  # type: ignore[arg-type]
+            buffer_bytes=buffer_bytes,
+            wire_dtype=wire_dtype,  # type: ignore[arg-type]
+            link=Link() if link is None else link,
         )
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._council = Council()
@@ -275,7 +280,7 @@ class Muon(Optimizer):
         )
         return Word(
             ranks=tuple(sorted({rank for parameter in self.plan.parameters for rank in parameter.layout.mesh.ranks})),
-            groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.runs)),
+            groups=tuple(dict.fromkeys(run.bucket.group for run in self._program.buckets)),
             peers=connected(self._rank, self._shared()),
             signature=f"{self.plan.digest()} {self._wire_dtype} {self._skips_missing} {self._nonfinite} {groups}",
             fault=next((fault for fault in faults if fault is not None), None),
@@ -345,7 +350,7 @@ def plan_step(
     named: Sequence[tuple[str, Tensor]],
     iterations: Sequence[Iteration],
     dispatch: Dispatch,
-    options: PlanOptions,
+    options: MuonOptions,
     splits: Sequence[Split] = (),
 ) -> Plan:
     """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.

@@ -13,8 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import registry
-from titan_muon.options import Split
-from titan_muon.plan.cost import Link
+from titan_muon.options import Link, Split
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
 from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
 
@@ -137,7 +136,7 @@ def _muon_table(section: sections.Muon, link: sections.Link) -> dict[str, Any]:
         **table,
         "buffer_bytes": None if gib == "auto" else int(gib * 2**30),
         "split": tuple(Split(**asdict(split)) for split in section.split),
-        "link": Link(link.bandwidth_gb * 1e9, link.latency_us * 1e-6, link.tflops * 1e12),
+        "link": Link(**asdict(link)),
     }
 
 

@@ -35,7 +35,7 @@ def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
     """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
-    blocks = {} if plan is None else {p.fqn: len(p.stack.blocks) for p in plan.parameters}
+    blocks = {} if plan is None else {p.fqn: len(p.stack.matrices) for p in plan.parameters}
     counts: dict[Row, int] = {}
     for a in assigned:
         name = a.fqn if full else re.sub(r"\.\d+(?=\.|$)", ".*", a.fqn)
@@ -108,7 +108,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
     yield from _method_lines(plan)
     if exchanges:
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
-        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank, padding 0"
+        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
     for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
         yield f"  exchange        {reason}"

@@ -18,8 +18,9 @@ from torchtitan.tools import utils as device_utils
 
 from titan_muon import registry
 from titan_muon.muon import plan_step
+from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
-from titan_muon.plan import Plan, PlanOptions
+from titan_muon.plan import Plan
 from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.rules import Assignment
@@ -135,9 +136,9 @@ def _plan(
         raise RecipeError(str(error)) from error
 
 
-def plan_options(config: HybridOptimizers.Config) -> PlanOptions:
+def plan_options(config: HybridOptimizers.Config) -> MuonOptions:
     """The planner's options in the `muon` table."""
     table = config.tables["muon"]
-    wire_bytes = TORCH_DTYPE_MAP[table["wire_dtype"]].itemsize
     pattern = registry.exchanges.get(table["exchange"]).pattern
-    return PlanOptions(pattern, table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"])
+    shared = {key: table[key] for key in ("owners", "replicas", "buffer_bytes", "wire_dtype", "link")}
+    return MuonOptions(exchange=pattern, **shared)

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
-from titan_muon.plan.ownership import Load, load_lines
+from titan_muon.plan.ownership import OwnedTotals, load_lines
 
 SHOWN = 16
 """Lines of the table unless all are asked for."""
 
 
-def loads(parameters: Mapping[str, Tensor], summary: Summary, world_size: int) -> dict[int, Load]:
+def loads(parameters: Mapping[str, Tensor], summary: Summary, world_size: int) -> dict[int, OwnedTotals]:
     """What each rank owns, and the FLOPs of its Muon step, experts that rest with it included; empty if none does."""
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     matrices, held = dict.fromkeys(range(world_size), 0), dict.fromkeys(range(world_size), 0)
@@ -25,10 +25,10 @@ def loads(parameters: Mapping[str, Tensor], summary: Summary, world_size: int) -
             matrices[rank] += 1
             held[rank] += elements * parameter.element_size()
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
-    return {rank: Load(matrices[rank], held[rank], flops.get(rank, 0)) for rank in matrices} if owned else {}
+    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in matrices} if owned else {}
 
 
-def ownership_summary(loads: Mapping[int, Load]) -> Iterable[str]:
+def ownership_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
     """How even the owners are, and how many ranks own nothing."""
     if not loads:
         return
@@ -40,7 +40,7 @@ def ownership_summary(loads: Mapping[int, Load]) -> Iterable[str]:
         yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
 
 
-def ownership_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
+def ownership_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:
     """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
     if not loads:
         return

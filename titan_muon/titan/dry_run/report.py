@@ -15,7 +15,7 @@ from titan_muon.dtensor import local
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
-from titan_muon.plan.ownership import Load
+from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.explain import optimizer_lines, parameter_table, plan_lines
 from titan_muon.titan.dry_run.meta_model import Blueprint, draw, smallest_world
 from titan_muon.titan.dry_run.ownership_report import loads, ownership_lines
@@ -104,7 +104,7 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
 
 
 def _write(
-    path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]
+    path: Path, blueprint: Blueprint, summary: Summary | None, memory: Memory, owned: Mapping[int, OwnedTotals]
 ) -> None:
     document = {
         "world_size": blueprint.world_size,
