@@ -256,8 +256,8 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     from titan_muon.titan import compat
 
     compat.install()
+    from titan_muon.plan.batches import batches
     from titan_muon.plan.program import make_program
-    from titan_muon.plan.stacks import stacks
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 
@@ -265,8 +265,8 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     plan = build_meta_model(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan
     assert plan is not None, f"{model} has Muon parameters"
     program = make_program(plan, int(rank))
-    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.runs)]
-    chosen = [stack for part in parts for stack in stacks(part, plan.matrices, plan.works)]
+    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
+    chosen = [stack for part in parts for stack in batches(part, plan.matrices, plan.works)]
     shapes = [(len(stack), plan.matrices[stack[0]].rows, plan.matrices[stack[0]].cols) for stack in chosen]
     whole = [torch.randn(shape, device=bench.device).bfloat16() for shape in shapes]
     methods = [bench.auto(rows, cols) for _, rows, cols in shapes]

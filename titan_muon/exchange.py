@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .agreement import Agreement
 from .plan.layout import Span, spans
-from .plan.program import BucketProgram, Collective, Leg, Parcel, Program
+from .plan.legs import BucketProgram, Collective, Leg, Parcel
+from .plan.program import Program
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

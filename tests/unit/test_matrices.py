@@ -5,7 +5,7 @@ import torch
 
 from titan_muon.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
-from titan_muon.plan.types import Block, Interval, Layout, Mesh, Replicate
+from titan_muon.plan.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.titan.recipe.sections import Rule
 from titan_muon.titan.rules import Assignment, assign, default_rules
 
@@ -128,7 +128,7 @@ def rows(*bounds: tuple[int, int]) -> tuple[Interval, ...]:
 
 
 def blocks_of(shape: tuple[int, ...], *splits: Split) -> list[tuple[Interval, ...]]:
-    return [block.rows for block in stack_of("layers.0.w", shape, splits).blocks]
+    return [block.rows for block in stack_of("layers.0.w", shape, splits).matrices]
 
 
 def test_a_matrix_is_one_block() -> None:
@@ -176,8 +176,8 @@ def test_every_row_is_in_one_block_whatever_the_split() -> None:
 
 def test_a_convolution_is_read_as_the_split_says() -> None:
     stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", row_dims=1)])
-    assert (stack.row_dims, [block.rows for block in stack.blocks]) == (1, [rows((0, 32))])
-    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).blocks[0].rows == rows((0, 2))
+    assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
+    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).matrices[0].rows == rows((0, 2))
 
 
 def test_the_first_split_that_matches_wins() -> None:
@@ -207,4 +207,4 @@ def test_a_plain_tensor_is_planned_as_whole_on_every_rank() -> None:
     found = planned("layers.3.mlp.w", torch.zeros(4, 2))
     assert (found.fqn, found.layer, found.plain) == ("layers.3.mlp.w", "layers.3", True)
     assert found.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
-    assert isinstance(found.stack.blocks[0], Block)
+    assert isinstance(found.stack.matrices[0], MatrixRows)

@@ -17,7 +17,7 @@ from ..exchange import Collectives
 from ..matrices import stack_of
 from ..options import Split
 from ..plan.cost import standard_flops
-from ..plan.ownership import Item, Ownership, assign_owners, load_lines
+from ..plan.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from .hooks import Passes
 from .param import is_owned, owner_mesh
 from .param_group import Group
@@ -157,7 +157,7 @@ def _five_standard_steps(rows: int, cols: int) -> int:
     return standard_flops(rows, cols, 5)
 
 
-def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], flops: FlopCount) -> Item:
+def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], flops: FlopCount) -> OwnedItem:
     parameter = getattr(site.module, site.name)
     if is_owned(parameter):
         raise ValueError(f"{fqn}: owned already; own every module once")
@@ -169,9 +169,9 @@ def _item(fqn: str, site: Site, mesh: DeviceMesh, split: Sequence[Split], flops:
     _check_not_sharded(fqn, parameter, mesh)
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
-    rows = [sum(stop - start for start, stop in block.rows) for block in stack.blocks]
+    rows = [sum(stop - start for start, stop in block.rows) for block in stack.matrices]
     cost = sum(flops(height, columns) for height in rows)
-    return Item(fqn, layer_of(fqn), cost, local(parameter).numel() * parameter.element_size())
+    return OwnedItem(fqn, layer_of(fqn), cost, local(parameter).numel() * parameter.element_size())
 
 
 def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:

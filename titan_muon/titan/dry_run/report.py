@@ -15,7 +15,7 @@ from titan_muon.dtensor import local
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
-from titan_muon.plan.ownership import Load
+from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
@@ -102,7 +102,7 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, Load]) -> None:
+def _write(path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, OwnedTotals]) -> None:
     document = {
         "world_size": meta.world_size,
         "parameters": [asdict(assignment) for assignment in meta.assigned],
