@@ -12,7 +12,7 @@ from torch import Tensor
 from . import update
 from .exchange import Exchange, Load
 from .faults import Alarm
-from .orthogonalize import Iteration, Method, orthogonalize, silence
+from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
 from .params import Member, Storage
 from .plan.layout import Span, spans
 from .plan.program import Program
@@ -234,7 +234,7 @@ class Executor:
                 # Nothing was packed: what is there is of another step, or was never written.
                 stack.whole[place].zero_()
         if self._alarm is not None:
-            self._alarm.add(stack.parameters, silence(stack.whole))
+            self._alarm.add(stack.parameters, zero_nonfinite_(stack.whole))
         return orthogonalize(stack.whole, stack.iteration, stack.method)
 
 

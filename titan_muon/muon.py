@@ -24,7 +24,7 @@ from .executor import Executor
 from .faults import Alarm
 from .matrices import check_splits, planned
 from .options import Split
-from .orthogonalize import KERNEL_CHOICES, Dispatch, Iteration, Method, iteration, kernels_for
+from .orthogonalize import Dispatch, Iteration, Method, iteration, kernels_for
 from .params import (
     Fault,
     Member,
@@ -144,7 +144,6 @@ class Muon(Optimizer):
             ("state_dtype", state_dtype, STATE_DTYPES),
             ("missing_grad", missing_grad, ("error", "skip")),
             ("nonfinite", nonfinite, ("error", "skip", "propagate")),
-            ("ns_kernel", ns_kernel, KERNEL_CHOICES),
         ):
             if value not in known:
                 raise ValueError(f"muon.{name} = {value!r} is not one of {', '.join(known)}")
@@ -362,7 +361,7 @@ def _work(computed: Iteration, rows: int, cols: int, dispatch: Dispatch) -> Work
     """What orthogonalizing a matrix costs by the method that will run."""
     method = dispatch.choose(rows, cols, computed.steps)
     flops, taken = method.flops(rows, cols, computed.steps), method.work_bytes(rows, cols, dispatch.device)
-    return Work(f"{method}; {computed}", flops, method.reason, method.stack, taken)
+    return Work(f"{method}; {computed}", flops, method.reason, method.batch, taken)
 
 
 def _iteration(group: Mapping[str, Any]) -> Iteration:
