@@ -2,6 +2,7 @@
 
 import pytest
 
+from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
 from titan_muon.orthogonalize.dispatch import RATES
 
@@ -106,6 +107,12 @@ def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> Non
     products = [auto.choose(rows, 4 * rows, JORDAN).products for rows in (256, 1024, 2048, 4096)]
     assert products == ["plain", "plain", "triton", "triton"]
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
+
+
+def test_it_is_made_of_muons_options() -> None:
+    options = MuonOptions(orthogonalize="gram", ns_dtype="float16")
+    kernels = (Kernel("float16", 512, "triton"),)
+    assert Dispatch.of(options, "cuda", kernels) == Dispatch("gram", "float16", "cuda", kernels)
 
 
 @pytest.mark.parametrize(
