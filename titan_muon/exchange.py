@@ -84,6 +84,7 @@ def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
     """The views of one bucket in a slot's buffers."""
     gathering, returning = run.gathering, run.returning
     stored = _pieces(run.stored, slot.home)
+    targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
         targets = {piece.matrix: (piece,) for piece in stored}
     else:

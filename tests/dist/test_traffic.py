@@ -100,13 +100,13 @@ class Watched(Muon):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        orthogonalize = self._executor._newton_schulz
+        orthogonalize = self._built.executor._newton_schulz
 
         def noted(stack: Stack, storage: Any) -> Tensor:
             self.__dict__.setdefault("seen", []).extend(stack.matrices)
             return orthogonalize(stack, storage)
 
-        self._executor._newton_schulz = noted
+        self._built.executor._newton_schulz = noted
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:

@@ -19,7 +19,6 @@ from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
 from titan_muon.titan.recipe.sections import Rule
 from titan_muon.titan.rules import Assignment, Default, assign, default_rules
 
-
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 registry.optimizers.register("adamw", registry.OptimizerEntry(torch.optim.AdamW, ("foreach", "fused")))
 registry.optimizers.register("adam", registry.OptimizerEntry(torch.optim.Adam, ("foreach", "fused")))

@@ -102,7 +102,9 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, OwnedTotals]) -> None:
+def _write(
+    path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, OwnedTotals]
+) -> None:
     document = {
         "world_size": meta.world_size,
         "parameters": [asdict(assignment) for assignment in meta.assigned],
