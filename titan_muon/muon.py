@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields
 from typing import Any
 
@@ -219,7 +220,6 @@ class Muon(Optimizer):
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
         # A new plan's buffers must not have to fit beside the old one's.
         self._build = None
-        planned = None
         try:
             for group in self.param_groups:
                 _check_group(group)
@@ -227,9 +227,10 @@ class Muon(Optimizer):
             report = report_of(planned, self._options, self.param_groups)
         except ValueError as error:
             # The other ranks are told, or they would wait for this one.
-            report = RankReport(fault=str(error))
+            with suppress(ValueError):
+                self._agreement.open(RankReport(fault=str(error)))
+            raise
         self._agreement.open(report)
-        assert planned is not None, "a rank that failed to plan has reported a fault, which raises on all"
         self._build = build(planned, self._options, self._collectives(), self._agreement)
 
     def _trained_params(self) -> Iterator[TrainedParam]:

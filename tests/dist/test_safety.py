@@ -187,8 +187,8 @@ def parameter_replaced(rank: int, params: dict[str, nn.Parameter], mesh: DeviceM
 STOPPED = {
     gradient_missing_here: "no gradient for layers.1.weight",
     gradient_missing_everywhere: "no gradient for layers.1.weight",
-    gradient_elsewhere: "layers.1.weight: its gradient rests",
-    gradient_elsewhere_on_one_rank: "layers.1.weight: its gradient rests",
+    gradient_elsewhere: "layers.1.weight: the gradient's mesh or placements differ",
+    gradient_elsewhere_on_one_rank: "layers.1.weight: the gradient's mesh or placements differ",
     parameter_resharded: "layers.1.weight",
     parameter_replaced: "no gradient for layers.1.weight",
 }

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
-from titan_muon.executor import Stack
+from titan_muon.executor import Batch
 from titan_muon.options import MuonOptions
 from titan_muon.plan import types
 from titan_muon.plan.cost import Work
@@ -102,9 +102,9 @@ class Watched(Muon):
         super().__init__(*args, **options)
         orthogonalize = self._built.executor._newton_schulz
 
-        def noted(stack: Stack, storage: Any) -> Tensor:
-            self.__dict__.setdefault("seen", []).extend(stack.matrices)
-            return orthogonalize(stack, storage)
+        def noted(batch: Batch, views: Any) -> Tensor:
+            self.__dict__.setdefault("seen", []).extend(batch.matrices)
+            return orthogonalize(batch, views)
 
         self._built.executor._newton_schulz = noted
 
@@ -353,8 +353,9 @@ def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple
         counts = count(optimizer)
         _, new, left = allocated(partial(step_and_settle, optimizer))
         cost = summarize(optimizer.plan).ranks[rank]
-        held = optimizer._executor._at_home + tuple(stack for run in optimizer._executor._in_runs for stack in run)
-        workspace = max(stack.whole.numel() for stack in held) * BF16
+        executor = optimizer._built.executor
+        held = executor.home_batches + tuple(batch for bucket in executor.bucket_batches for batch in bucket)
+        workspace = max(batch.whole.numel() for batch in held) * BF16
         counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
     return counted
 

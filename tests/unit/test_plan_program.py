@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, torch_local
-from titan_muon.exchange import Load, Slot, make_slots
+from titan_muon.exchange import Slot, bucket_buffers, make_slots
 from titan_muon.plan.layout import Geometries, Span, spans
 from titan_muon.plan.program import BucketProgram, Leg, make_program
 from titan_muon.plan.schedule import Act
@@ -128,7 +128,7 @@ class Rank:
         for slot in self.slots:
             for buffer in (slot.home, slot.inbox, slot.outbox):
                 buffer.fill_(torch.nan)
-        self.loads = [Load(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)]
+        self.buffers = [bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)]
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
         ]
@@ -166,25 +166,25 @@ class Rank:
             self._update(item.matrix, spans(item.piece), orthogonalized(whole(self.plan, self.world.full, item.matrix)))
 
     def _gather(self, index: int) -> None:
-        load = self.loads[index]
-        for parked in load.stored:
-            self._momentum(parked.matrix, parked.spans, load.packed.get(parked.matrix))
+        buffers = self.buffers[index]
+        for piece in buffers.stored:
+            self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
         self.world.launch(self.rank, (self.buckets[index], GATHER))
 
     def _orthogonalize(self, index: int) -> Iterator[tuple[int, str]]:
         yield from self._wait((self.buckets[index], GATHER))
-        load = self.loads[index]
-        if load.cleared is not None:
-            load.cleared.zero_()
-        for matrix in load.matrices:
+        buffers = self.buffers[index]
+        if buffers.cleared is not None:
+            buffers.cleared.zero_()
+        for matrix in self.program.buckets[index].matrices:
             expected = whole(self.plan, self.world.full, matrix)
             found = torch.full_like(expected, torch.nan)
-            for source in load.sources[matrix]:
+            for source in buffers.sources[matrix]:
                 for span in source.spans:
                     found[span.whole].copy_(source.view[span.piece])
             assert torch.equal(found, expected), f"matrix {matrix} is not whole on rank {self.rank}"
             self.world.work[matrix, self.rank] += 1
-            for target in load.targets[matrix]:
+            for target in buffers.targets[matrix]:
                 for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(found)[span.whole])
         if self.program.buckets[index].returning is not None:
@@ -193,8 +193,8 @@ class Rank:
     def _apply(self, index: int) -> Iterator[tuple[int, str]]:
         if self.program.buckets[index].returning is not None:
             yield from self._wait((self.buckets[index], RETURN))
-        for parked in self.loads[index].stored:
-            self._update(parked.matrix, parked.spans, parked.view, packed=True)
+        for piece in self.buffers[index].stored:
+            self._update(piece.matrix, piece.spans, piece.view, packed=True)
 
     def _wait(self, collective: tuple[int, str]) -> Iterator[tuple[int, str]]:
         while collective not in self.world.done:
