@@ -72,6 +72,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None)
     registered by others does not take: they are known once it is built.
     """
     check_degrees(recipe, world_size)
+    # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder))
     with _fake_world(world_size):
         model = _sharded_model(config, world_size)
@@ -88,6 +89,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None)
 
 @contextmanager
 def _fake_world(world_size: int) -> Iterator[None]:
+    # Meshes of any size are made without a peer: the fake backend answers for all ranks, and this process is rank 0,
+    # which holds the largest shard of everything that does not divide.
     assert not dist.is_initialized(), "a dry run is a process of its own"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -103,6 +106,8 @@ def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
+    # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
+    # are made, and the model must know the degrees by then.
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
     return spec.parallelize_fn(

@@ -50,7 +50,8 @@ def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., 
 
 
 def reduce_by_plain_sum(model: nn.Module) -> None:
-    """Have FSDP reduce gradients by sum and divide apart: gloo has no reduction that multiplies first."""
+    """Have FSDP reduce gradients by sum and divide apart."""
+    # FSDP2 would otherwise reduce with PREMUL_SUM, which gloo does not have.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
