@@ -102,12 +102,12 @@ def _fake_world(world_size: int) -> Iterator[None]:
 def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
+    # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
+    # are made, and the model must know the degrees by then.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
-    # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
-    # are made, and the model must know the degrees by then.
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
     return spec.parallelize_fn(
