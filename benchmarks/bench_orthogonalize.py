@@ -28,6 +28,8 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.accuracy import relative_error
+from benchmarks.measure_kernels import measure_kernels, save_kernels
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -37,11 +39,10 @@ from titan_muon.orthogonalize import (
     Method,
     iteration,
     orthogonalize,
-    relative_error,
     standard,
 )
 from titan_muon.orthogonalize.dispatch import restarts
-from titan_muon.orthogonalize.symmetric import cache_file, kernels_for, measure_kernels, save_kernels
+from titan_muon.orthogonalize.symmetric import cache_file, kernels_for
 
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 TORCH = "torch.optim.Muon's loop"
@@ -130,7 +131,7 @@ def ours(method: Method, rows: int, cols: int, count: int, computed: Iteration =
     """The engine with one method, in stacks as large as the method says."""
 
     def run(stack: Tensor) -> None:
-        for part in stack.split(method.stack):
+        for part in stack.split(method.batch):
             orthogonalize(part, computed, method)
 
     return Contender(str(method), run, count * method.flops(rows, cols, computed.steps))
@@ -205,7 +206,7 @@ def real_shapes(bench: Bench) -> Iterator[Row]:
             if divisor > 1 or min(rows, cols) <= 2048:
                 methods += [Method("standard", "float32"), Method("gram", "float32", restarts(5))]
             auto = bench.auto(rows, cols)
-            methods = [Method(m.algorithm, m.dtype, m.restarts, stack=auto.stack) for m in methods]
+            methods = [Method(m.algorithm, m.dtype, m.restarts, batch=auto.batch) for m in methods]
             methods += [auto] if auto not in methods else []
             contenders = [torchs(rows, cols, count), *(ours(method, rows, cols, count) for method in methods)]
             yield from compare(model, (count, rows, cols), contenders, bench)
@@ -256,8 +257,8 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     from titan_muon.titan import compat
 
     compat.install()
+    from titan_muon.plan.batches import batches
     from titan_muon.plan.program import make_program
-    from titan_muon.plan.stacks import stacks
     from titan_muon.titan.dry_run.meta_model import build_meta_model
     from titan_muon.titan.recipe import load
 
@@ -265,8 +266,8 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     plan = build_meta_model(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan
     assert plan is not None, f"{model} has Muon parameters"
     program = make_program(plan, int(rank))
-    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.runs)]
-    chosen = [stack for part in parts for stack in stacks(part, plan.matrices, plan.works)]
+    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
+    chosen = [stack for part in parts for stack in batches(part, plan.matrices, plan.works)]
     shapes = [(len(stack), plan.matrices[stack[0]].rows, plan.matrices[stack[0]].cols) for stack in chosen]
     whole = [torch.randn(shape, device=bench.device).bfloat16() for shape in shapes]
     methods = [bench.auto(rows, cols) for _, rows, cols in shapes]

@@ -41,7 +41,7 @@ class Figures:
     """One placement on all ranks.
 
     Attributes:
-        rest: bytes of parameters on the rank with most.
+        stored: bytes of parameters on the rank with most.
         peak: most bytes that forward and backward allocate on a rank beyond what was there before, of several passes.
         forward: bytes sent over all ranks.
         backward: the same.
@@ -53,7 +53,7 @@ class Figures:
     """
 
     name: str
-    rest: int
+    stored: int
     peak: int
     forward: int
     backward: int
@@ -74,7 +74,7 @@ class Trainee:
         place(self.model, setup, data_mesh(nproc, setup, self.model))
         named = [(n, p) for n, p in self.model.named_parameters() if "layers" in n and p.ndim == 2]
         self.optimizer = Muon(named, lr=1e-3)
-        self.rest = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
+        self.stored = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
         self.passes(0)
         self.optimizer.step()
 
@@ -100,7 +100,7 @@ class Trainee:
         with CollectiveCounter() as step:
             self.optimizer.step()
         calls = len(forward.calls) + len(backward.calls)
-        return [self.rest, peak, forward.sent, backward.sent, step.sent, calls, len(step.calls)]
+        return [self.stored, peak, forward.sent, backward.sent, step.sent, calls, len(step.calls)]
 
     def times(self, step: int) -> tuple[float, float]:
         return seconds(lambda: self.passes(step)), seconds(self.optimizer.step)
@@ -133,10 +133,10 @@ def run(rank: int, nproc: int, sizes: dict[str, int], repeats: int, reshard: boo
 
 def figures(name: str, ranks: Sequence[Sequence[int]], times: Sequence[tuple[float, float]]) -> Figures:
     """One placement's figures, from the counts of each rank and the times of the slowest."""
-    rest, peak, forward, backward, step, calls, step_calls = zip(*ranks, strict=True)
+    stored, peak, forward, backward, step, calls, step_calls = zip(*ranks, strict=True)
     return Figures(
         name=name,
-        rest=max(rest),
+        stored=max(stored),
         peak=max(peak),
         forward=sum(forward),
         backward=sum(backward),

@@ -42,7 +42,7 @@ class Counts:
     Attributes:
         bytes_sent: to other ranks.
         calls: collectives that carry matrices.
-        words: all-reduces of at most a byte per parameter, by which ranks agree.
+        agreements: all-reduces of at most a byte per parameter, by which ranks agree.
         ns_flops: of matrix products.
         bytes_kept: allocated by the optimizer at construction or in its first step, sharded momentum not counted.
         bytes_new: most that was allocated beyond that during a later step.
@@ -50,7 +50,7 @@ class Counts:
 
     bytes_sent: int
     calls: int
-    words: int
+    agreements: int
     ns_flops: int
     bytes_kept: int
     bytes_new: int
@@ -97,11 +97,11 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
     _, new, _ = allocated(optimizer.step)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         optimizer.step()
-    words = [call for call in counter.calls if call.name == "allreduce" and call.payload <= len(params)]
-    matrices = [call for call in counter.calls if call not in words]
+    agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= len(params)]
+    matrices = [call for call in counter.calls if call not in agreements]
     momentum = sum(param.to_local().nbytes for param in params.values())  # type: ignore[attr-defined]
     sent = sum(call.sent for call in matrices)
-    counts = Counts(sent, len(matrices), len(words), flops.get_total_flops(), left - momentum, new)
+    counts = Counts(sent, len(matrices), len(agreements), flops.get_total_flops(), left - momentum, new)
     return Contender(name, params, optimizer, counts)
 
 

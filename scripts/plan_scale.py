@@ -50,7 +50,6 @@ class Numbers:
     sent_mib_max: float
     sent_mib_bound: float
     buffers_gib: float
-    padding_bytes: int
     seconds: float
 
 
@@ -74,7 +73,6 @@ def plan_numbers(model: str, ranks: int) -> Numbers:
         sent_mib_max=summary.bytes_sent_max / 2**20,
         sent_mib_bound=summary.bytes_sent_lower_bound / 2**20,
         buffers_gib=summary.buffer_bytes_max / 2**30,
-        padding_bytes=summary.padding_bytes,
         seconds=time.perf_counter() - start,
     )
 

@@ -1,4 +1,4 @@
-"""How the pieces of matrices meet and part again: the optimizer's only collectives.
+"""Buffers and collectives that assemble sharded matrices at their owners and bring the results back.
 
 Every collective is asynchronous: `wait` blocks the host on gloo, and only the current stream on NCCL, whose own stream
 carries the transfer. Buffers are allocated once and used by every step.
@@ -6,28 +6,21 @@ carries the transfer. Buffers are allocated once and used by every step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import Agreement
 from .plan.layout import Span, spans
-from .plan.program import Leg, Parcel, Program, Run
+from .plan.legs import BucketProgram, Collective, Leg, Parcel
+from .plan.program import Program
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class Parked:
-    """A piece of a matrix, its (rows, columns) view in a buffer, and its rectangles."""
-
-    matrix: int
-    view: Tensor
-    spans: tuple[Span, ...]
 
 
 @dataclass
@@ -47,6 +40,15 @@ Splits = Sequence[int]
 
 
 @dataclass(frozen=True)
+class BufferPiece:
+    """A piece of a matrix (see [Note: pieces] in plan/types.py): its 2D view in a buffer, and its rectangles."""
+
+    matrix: int
+    view: Tensor
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
 class Slot:
     """Flat buffers of one bucket in flight: pieces stored here, pieces received, and pieces to send back."""
 
@@ -54,49 +56,66 @@ class Slot:
     inbox: Tensor
     outbox: Tensor
 
-    def leaving(self, run: Run) -> Tensor:
-        """The buffer that a run's orthogonalized pieces leave from: where they came in, if they go the same way."""
+    def leaving(self, run: BucketProgram) -> Tensor:
+        """The buffer that orthogonalized pieces leave from: where they came in, if they go back the same way."""
         return self.inbox if run.mirrored else self.outbox
 
 
-class Load:
+@dataclass(frozen=True)
+class BucketBuffers:
     """Where the pieces of one bucket are in the buffers of its slot, on this rank.
 
     Attributes:
-        stored: each piece that rests here, in the home buffer when the bucket is back.
-        packed: matrix -> view to fill with the piece that rests here, for those pieces that are gathered from here.
+        stored: each piece that this rank stores, in the home buffer once the bucket is back.
+        packed: matrix -> view to fill with the piece that is gathered from here.
         sources: matrix -> the pieces that make it whole, once gathered.
         targets: matrix -> the views to fill with its orthogonalized pieces.
-        cleared: a buffer to set to zero before its targets are filled, or None.
+        cleared: buffer to set to zero before its targets are filled, or None.
     """
 
-    def __init__(self, run: Run, rank: int, slot: Slot) -> None:
-        gathering, returning = run.gathering, run.returning
-        self.matrices = run.matrices
-        self.stored = _parked(run.held, slot.home)
-        self.packed = {parked.matrix: parked.view for parked in _parked(gathering.home, slot.home)}
-        own = run.bucket.exchange == "all_to_all"
-        self.sources = self._by_matrix(gathering, slot.inbox, slot.home, rank, own)
-        self.targets: dict[int, tuple[Parked, ...]] = (
-            {parked.matrix: (parked,) for parked in self.stored}
-            if returning is None
-            else self._by_matrix(returning, slot.leaving(run), slot.home, rank, own)
-        )
-        self.cleared = slot.outbox if run.bucket.exchange == "all_gather_reduce_scatter" else None
-
-    def _by_matrix(self, leg: Leg, buffer: Tensor, home: Tensor, rank: int, own: bool) -> dict[int, tuple[Parked, ...]]:
-        """Pieces at the owner; in an all-to-all the owner's own pieces never left its home buffer."""
-        kept = [parcel for parcel in leg.home if own and parcel.peer == rank]
-        found: dict[int, list[Parked]] = {matrix: [] for matrix in self.matrices}
-        for parked in (*_parked(leg.owned, buffer), *_parked(kept, home)):
-            if parked.matrix in found:
-                found[parked.matrix].append(parked)
-        return {matrix: tuple(pieces) for matrix, pieces in found.items()}
+    stored: tuple[BufferPiece, ...]
+    packed: Mapping[int, Tensor]
+    sources: Mapping[int, tuple[BufferPiece, ...]]
+    targets: Mapping[int, tuple[BufferPiece, ...]]
+    cleared: Tensor | None
 
 
-def _parked(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[Parked, ...]:
+def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
+    """The views of one bucket in a slot's buffers."""
+    gathering, returning = run.gathering, run.returning
+    stored = _pieces(run.stored, slot.home)
+    targets: Mapping[int, tuple[BufferPiece, ...]]
+    if returning is None:
+        targets = {piece.matrix: (piece,) for piece in stored}
+    else:
+        targets = _by_matrix(run, returning, slot.leaving(run), slot.home, rank)
+    # A reduce-scatter brings results back as a sum: what this rank does not own must add nothing to the others'.
+    summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
+    return BucketBuffers(
+        stored,
+        {piece.matrix: piece.view for piece in _pieces(gathering.home, slot.home)},
+        _by_matrix(run, gathering, slot.inbox, slot.home, rank),
+        targets,
+        slot.outbox if summed else None,
+    )
+
+
+def _by_matrix(
+    run: BucketProgram, leg: Leg, buffer: Tensor, home: Tensor, rank: int
+) -> dict[int, tuple[BufferPiece, ...]]:
+    """The pieces of each matrix at its owner; in an all-to-all the owner's own pieces never leave its home buffer."""
+    kept = [parcel for parcel in leg.home if leg.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
+    found: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
+    for piece in (*_pieces(leg.owned, buffer), *_pieces(kept, home)):
+        # An all-gather also brings the pieces of matrices that others orthogonalize.
+        if piece.matrix in found:
+            found[piece.matrix].append(piece)
+    return {matrix: tuple(pieces) for matrix, pieces in found.items()}
+
+
+def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...]:
     return tuple(
-        Parked(p.matrix, buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape), spans(p.piece))
+        BufferPiece(p.matrix, buffer[p.offset : p.offset + p.piece.numel].view(p.piece.shape), spans(p.piece))
         for p in parcels
     )
 
@@ -132,7 +151,7 @@ class Collectives:
         if input.is_cuda:
             self.traffic.add(sent)
             return [dist.all_gather(parts, input, group=group, async_op=True)]
-        # gloo gathers equal parts only; a broadcast from each rank is its ragged all-gather.
+        # gloo's all-gather takes equal parts only, so each rank broadcasts its own; an empty part needs no broadcast.
         me = dist.get_rank(group)
         parts[me].copy_(input)
         works = []
@@ -157,22 +176,25 @@ class Exchange:
     """Runs the collectives of a program.
 
     Args:
-        program: what this rank does.
-        device: of the buffers.
-        dtype: of the elements in transit.
-        collectives: what carries the buffers.
-        council: has the process groups.
+        program: this rank's part of the plan.
+        device: device that holds the buffers.
+        dtype: dtype of the elements in transit.
+        collectives: transport of the buffers.
+        agreement: owner of the process groups.
+
+    Attributes:
+        buckets: where the pieces of each of the program's buckets are.
     """
 
     def __init__(
-        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, council: Council
+        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, agreement: Agreement
     ) -> None:
-        self._groups = tuple(council.group(run.bucket.group) for run in program.runs)
+        self._runs = program.buckets
+        self._groups = tuple(agreement.group(run.bucket.group) for run in self._runs)
         self._collectives = collectives
         self._pending: dict[int, list[dist.Work]] = {}
-        self._runs = program.runs
         self._slots = make_slots(program, device, dtype)
-        self.loads = tuple(Load(run, program.rank, slot) for run, slot in zip(self._runs, self._slots, strict=True))
+        self.buckets = tuple(bucket_buffers(r, program.rank, s) for r, s in zip(self._runs, self._slots, strict=True))
 
     @property
     def traffic(self) -> Traffic:
@@ -183,20 +205,21 @@ class Exchange:
         """Send the pieces in the home buffer to where they are orthogonalized."""
         run, slot = self._runs[index], self._slots[index]
         leg, group = run.gathering, self._groups[index]
-        if run.bucket.exchange == "all_to_all":
+        if leg.collective is Collective.ALL_TO_ALL:
+            # What this rank owns itself lies first in its home buffer, and never travels.
             sent = slot.home[leg.kept :]
             works = self._collectives.all_to_all(slot.inbox, leg.owned_splits, sent, leg.home_splits, group)
         else:
             works = self._collectives.all_gather(slot.inbox, leg.owned_splits, slot.home[: leg.home_numel], group)
         self._pending[index] = works
 
-    def return_(self, index: int) -> None:
+    def return_results(self, index: int) -> None:
         """Send the orthogonalized pieces back to the home buffers of all that store them."""
         run, slot = self._runs[index], self._slots[index]
         leg, group = run.returning, self._groups[index]
         if leg is None:
             return
-        if run.bucket.exchange == "all_to_all":
+        if leg.collective is Collective.ALL_TO_ALL:
             received = slot.home[leg.kept :]
             works = self._collectives.all_to_all(received, leg.home_splits, slot.leaving(run), leg.owned_splits, group)
         else:
@@ -205,119 +228,25 @@ class Exchange:
         self._pending[index] = works
 
     def wait(self, index: int) -> None:
-        """Wait for the last collective of run number `index`."""
+        """Wait for the last collective of bucket number `index` of the program."""
         for work in self._pending.pop(index, []):
             work.wait()
 
 
 def make_slots(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[Slot, ...]:
-    """The buffers of each run; runs of other rounds may have the same ones."""
-    sharing: dict[tuple[int, int], list[Run]] = {}
-    for index, run in enumerate(program.runs):
+    """The buffers of each bucket; buckets of other rounds may have the same ones."""
+    sharing: dict[tuple[int, int], list[BucketProgram]] = {}
+    for index, run in enumerate(program.buckets):
         sharing.setdefault(program.slot(index), []).append(run)
     made = {place: _slot(runs, device, dtype) for place, runs in sharing.items()}
-    return tuple(made[program.slot(index)] for index in range(len(program.runs)))
+    return tuple(made[program.slot(index)] for index in range(len(program.buckets)))
 
 
-def _slot(runs: Sequence[Run], device: torch.device, dtype: torch.dtype) -> Slot:
-    """Buffers large enough for each of these runs."""
+def _slot(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> Slot:
+    """Buffers large enough for each of these buckets, which take turns in them."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
+    # Where a bucket returns the way it came, its results overwrite what was received: no second buffer.
     apart = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
     outbox = torch.empty(max(apart), device=device, dtype=dtype) if apart else inbox
     return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox)
-
-
-@dataclass(frozen=True)
-class Word:
-    """What a rank says before a step is possible.
-
-    Attributes:
-        ranks: global ranks that its parameters rest on.
-        groups: ranks that it will meet, in groups.
-        peers: ranks that share matrices, by others too, and must do the same in every step; empty if it shares none.
-        signature: of its plan and hyperparameters.
-        fault: what is wrong on this rank, or None.
-    """
-
-    ranks: tuple[int, ...]
-    groups: tuple[tuple[int, ...], ...]
-    peers: tuple[int, ...]
-    signature: str
-    fault: str | None
-
-
-class Council:
-    """All ranks of the default process group, agreeing on their hosts before anything is exchanged.
-
-    Every rank of the default group builds its Muon at the same point of the program, as it would its process groups: a
-    group is made by all of them, members or not, since only that is in step on ranks that are members of different
-    numbers of groups. Groups are made once for each set of ranks.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._known_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._hosts: dist.ProcessGroup | None = None
-        self._peers: dist.ProcessGroup | None = None
-
-    def open(self, word: Word) -> None:
-        """Compare words and make all groups. Raises ValueError on every rank for a fault or a difference on any."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            check_words([word])
-            return
-        if self._hosts is None:
-            self._hosts = _host_group(None)
-        words: list[Word] = [word] * dist.get_world_size()
-        dist.all_gather_object(words, word, group=self._hosts)
-        check_words(words)
-        for ranks in sorted({ranks for said in words for ranks in said.groups}):
-            if ranks not in self._known:
-                self._known[ranks] = _group(ranks)
-        self._peers = self._host_groups({said.peers for said in words if said.peers}, word)
-
-    def _host_groups(self, all_ranks: set[tuple[int, ...]], mine: Word) -> dist.ProcessGroup | None:
-        """The group of this rank's peers, for words between hosts, if it has any."""
-        known = self._known if dist.get_backend() != "nccl" else self._known_hosts
-        for ranks in sorted(all_ranks):
-            if ranks not in known:
-                known[ranks] = _host_group(ranks)
-        return known[mine.peers] if mine.peers else None
-
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The group of these ranks, one of those that were said to meet."""
-        return self._known[ranks]
-
-    def worst(self, codes: Sequence[int]) -> list[int]:
-        """The largest of each code, 0 to 255, over the ranks that share matrices."""
-        tensor = torch.tensor(codes, dtype=torch.uint8)
-        if self._peers is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._peers)
-        return [int(code) for code in tensor.tolist()]
-
-
-def check_words(words: Sequence[Word]) -> None:
-    """Raise ValueError for the first fault, or for ranks of the same parameters that plan different steps."""
-    for rank, word in enumerate(words):
-        if word.fault is not None:
-            raise ValueError(f"{word.fault} (on rank {rank})" if len(words) > 1 else word.fault)
-    for rank, word in enumerate(words):
-        others = [peer for peer in word.ranks if peer < len(words) and words[peer].signature != word.signature]
-        if others:
-            raise ValueError(
-                f"ranks {others} planned another Muon step than rank {rank}: build the optimizer on every rank from "
-                "the same parameters, in the same order, with the same hyperparameters"
-            )
-
-
-def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "the default process group is there when ranks meet"
-    return world if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
-
-
-def _host_group(ranks: tuple[int, ...] | None) -> dist.ProcessGroup:
-    """A group that does not wait for a device; NCCL's would."""
-    if dist.get_backend() != "nccl":
-        return _group(tuple(range(dist.get_world_size())) if ranks is None else ranks)
-    return dist.new_group(None if ranks is None else list(ranks), backend="gloo")

@@ -1,39 +1,44 @@
-"""Runs a program: the stages of a step, turn by turn, on tensors. It decides nothing."""
+"""The stages of a step on this rank's tensors, for any plan. It decides nothing: `Muon.step` calls it turn by turn."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from . import update
-from .exchange import Exchange, Load
-from .faults import Alarm
-from .orthogonalize import Iteration, Method, orthogonalize, silence
-from .params import Member, Storage
+from .exchange import BucketBuffers, Exchange
+from .faults import NonfiniteCounter
+from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
+from .params import LocalViews, TrainedParam
+from .plan.batches import batches
 from .plan.layout import Span, spans
 from .plan.program import Program
-from .plan.schedule import Act
-from .plan.stacks import stacks
 from .plan.types import Plan
 
 TOGETHER_BYTES = 2**25
-"""Most bytes of pieces that an accelerator advances the momentum of in one launch; as many are new memory meanwhile."""
+"""Most bytes of pieces whose momentum an accelerator advances in one launch; as many are new memory meanwhile."""
+
+HOME = -1
+"""In place of a bucket's number: the matrices that are whole on this rank."""
+
+Views = list[LocalViews | None]
+"""Storage of each parameter in the plan's order; None for those that are left alone in this step."""
 
 
 @dataclass(frozen=True)
-class Stack:
+class Batch:
     """Matrices of this rank that are orthogonalized together.
 
     Attributes:
-        matrices: by index in the plan.
-        whole: (count, rows, cols), where they are made whole.
-        parameters: (count,) the index of each one's parameter, on the device.
-        iteration: what is computed.
-        method: how.
+        matrices: their indices in the plan.
+        whole: (count, rows, cols) tensor in which they are made whole; all batches take turns in one memory.
+        parameters: (count,) indices of their parameters, on the device.
+        iteration: Newton-Schulz iteration that is computed.
+        method: algorithm that computes it.
     """
 
     matrices: tuple[int, ...]
@@ -44,28 +49,70 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Patch:
-    """A rectangle of a stored piece whose momentum goes into `packed`, if anywhere, or whose update is `packed`."""
+class MomentumKind:
+    """What pieces must have alike for their momentum to be advanced in one call."""
 
-    parameter: int
-    span: Span
+    decay: float
+    nesterov: bool
+    average: torch.dtype
+    grad: torch.dtype
+    packed: bool
+
+
+@dataclass(frozen=True)
+class MomentumPiece:
+    """A rectangle of a stored piece; `packed` is where Newton-Schulz's input goes, if it leaves from this rank."""
+
+    kind: MomentumKind
+    average: Tensor
+    grad: Tensor
     packed: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the momentum."""
+        return self.average.nbytes
+
+
+@dataclass(frozen=True)
+class UpdateKind:
+    """What pieces must have alike to be updated in one call."""
+
+    lr: float
     scale: float
+    weight_decay: float
+    param: torch.dtype
+    update: torch.dtype
+
+
+@dataclass(frozen=True)
+class UpdatePiece:
+    """A rectangle of a stored piece and its orthogonalized update."""
+
+    kind: UpdateKind
+    param: Tensor
+    update: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the parameter."""
+        return self.param.nbytes
 
 
 class Executor:
     """The stages of a Muon step but the first, on this rank.
 
     Args:
-        plan: of the step.
-        program: this rank's part of it.
-        exchange: moves the pieces.
-        members: the plan's parameters, in its order.
-        iterations: of each of them.
-        methods: of each of the plan's works.
-        alarm: hears of matrices that are not finite, whose update is then zero; None to let them be.
+        plan: plan of the step.
+        program: this rank's part of the plan.
+        exchange: buffers and collectives of the program.
+        params: parameters in the plan's order.
+        iterations: Newton-Schulz iteration of each parameter.
+        methods: algorithm of each of the plan's works.
+        counter: counter of matrices that are not finite, whose update is then zero; None to let them be.
         releases: whether to drop each gradient once its last piece is packed.
-        workspace: dtype and device in which matrices are made whole.
+        dtype: dtype in which matrices are made whole.
+        device: device on which matrices are made whole.
     """
 
     def __init__(
@@ -73,206 +120,215 @@ class Executor:
         plan: Plan,
         program: Program,
         exchange: Exchange,
-        members: Sequence[Member],
+        params: Sequence[TrainedParam],
         iterations: Sequence[Iteration],
         methods: Sequence[Method],
-        alarm: Alarm | None,
+        counter: NonfiniteCounter | None,
         *,
         releases: bool,
-        workspace: tuple[torch.dtype, torch.device],
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
-        self._plan = plan
-        self._program = program
-        self._exchange = exchange
-        self._members = members
-        self._iterations = iterations
-        self._methods = methods
-        self._alarm = alarm
-        self._releases = releases
-        self._together = 0 if workspace[1].type == "cpu" else TOGETHER_BYTES
-        self._pieces = {item.matrix: spans(item.piece) for item in program.home}
-        self._last_bucket = {
-            plan.matrices[parked.matrix].parameter: index
-            for index, load in enumerate(exchange.loads)
-            for parked in load.stored
-        }
-        at_home = stacks(tuple(self._pieces), plan.matrices, plan.works)
-        in_runs = [stacks(run.matrices, plan.matrices, plan.works) for run in program.runs]
-        largest = max((self._numel(stack) for run in (at_home, *in_runs) for stack in run), default=0)
-        whole = torch.empty(largest, dtype=workspace[0], device=workspace[1])
-        self._at_home = tuple(self._stack(stack, whole) for stack in at_home)
-        self._in_runs = tuple(tuple(self._stack(stack, whole) for stack in run) for run in in_runs)
-        self.planned = len(program.home) + sum(len(run.matrices) for run in program.runs)
+        self._plan, self._program, self._exchange = plan, program, exchange
+        self._params, self._counter, self._releases = params, counter, releases
+        # The CPU's caches like one piece at a time; an accelerator likes few launches.
+        self._together = 0 if device.type == "cpu" else TOGETHER_BYTES
+        self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
+        self._last_bucket = self._last_buckets()
+        at_home = batches(tuple(self._home_spans), plan.matrices, plan.works)
+        in_buckets = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
+        largest = max((self._numel(chosen) for run in (at_home, *in_buckets) for chosen in run), default=0)
+        workspace = torch.empty(largest, dtype=dtype, device=device)
+        self.home_batches = tuple(self._batch(chosen, workspace, iterations, methods) for chosen in at_home)
+        self.bucket_batches = tuple(
+            tuple(self._batch(chosen, workspace, iterations, methods) for chosen in run) for run in in_buckets
+        )
+        self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
 
-    def _numel(self, stack: Sequence[int]) -> int:
-        return len(stack) * self._plan.matrices[stack[0]].numel
+    def _numel(self, chosen: Sequence[int]) -> int:
+        return len(chosen) * self._plan.matrices[chosen[0]].numel
 
-    def _stack(self, chosen: tuple[int, ...], workspace: Tensor) -> Stack:
+    def _batch(
+        self,
+        chosen: tuple[int, ...],
+        workspace: Tensor,
+        iterations: Sequence[Iteration],
+        methods: Sequence[Method],
+    ) -> Batch:
         first = self._plan.matrices[chosen[0]]
         parameters = [self._plan.matrices[matrix].parameter for matrix in chosen]
         whole = workspace[: self._numel(chosen)].view(len(chosen), first.rows, first.cols)
         indices = torch.tensor(parameters, device=workspace.device)
-        return Stack(chosen, whole, indices, self._iterations[first.parameter], self._methods[first.work])
+        return Batch(chosen, whole, indices, iterations[first.parameter], methods[first.work])
 
-    def run(self, storage: list[Storage | None]) -> None:
-        """All turns of the step. `storage` are the parameters in the plan's order, None for those to be left alone.
+    def _last_buckets(self) -> Mapping[int, int]:
+        """The bucket in which the last piece of each parameter is packed; what is whole at home is in none."""
+        return {
+            self._plan.matrices[piece.matrix].parameter: index
+            for index, buffers in enumerate(self._exchange.buckets)
+            for piece in buffers.stored
+        }
+
+    def begin(self) -> None:
+        """Start counting what this step orthogonalizes."""
+        self.orthogonalized = 0
+
+    def advance_momentum(self, bucket: int, views: Views) -> None:
+        """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
+        buffers = self._exchange.buckets[bucket]
+        self._advance(
+            piece
+            for stored in buffers.stored
+            for piece in self._momentum_pieces(stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views)
+        )
+        self._release((stored.matrix for stored in buffers.stored), views, bucket)
+
+    def orthogonalize(self, bucket: int, views: Views) -> None:
+        """Stage 4: make the owned matrices whole, orthogonalize them in batches, and fill the buffer that goes back."""
+        buffers = self._exchange.buckets[bucket]
+        if buffers.cleared is not None:
+            buffers.cleared.zero_()
+        for batch in self.bucket_batches[bucket]:
+            _assemble(batch, buffers)
+            # Not a variable: a result would outlive its turn, and two batches be in memory.
+            _disassemble(self._newton_schulz(batch, views), batch, buffers)
+
+    def apply(self, bucket: int, views: Views) -> None:
+        """Stage 6: decay each stored piece and add its update."""
+        self._update(
+            piece
+            for stored in self._exchange.buckets[bucket].stored
+            for piece in self._update_pieces(stored.matrix, stored.spans, stored.view, views)
+        )
+
+    def step_home(self, views: Views) -> None:
+        """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
+        for batch in self.home_batches:
+            self._advance(
+                piece
+                for place, matrix in enumerate(batch.matrices)
+                for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
+            )
+            result = self._newton_schulz(batch, views)
+            self._update(
+                piece
+                for place, matrix in enumerate(batch.matrices)
+                for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
+            )
+        self._release(self._home_spans, views, HOME)
+
+    def finish(self) -> None:
+        """Stage 7: start telling the host what was not finite.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
-        self.orthogonalized = 0
-        for act, number in self._program.turns:
-            if act is Act.HOME:
-                self._home(storage)
-                continue
-            for index in self._program.rounds[number]:
-                match act:
-                    case Act.GATHER:
-                        self._gather(index, storage)
-                    case Act.ORTHOGONALIZE:
-                        self._orthogonalize(index, storage)
-                    case Act.APPLY:
-                        self._apply(index, storage)
-        if self._alarm is not None:
-            self._alarm.send()
+        if self._counter is not None:
+            self._counter.send()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 
-    def _gather(self, index: int, storage: list[Storage | None]) -> None:
-        """Stages 2 and 3: advance the momentum of each stored piece, and send it to where it is orthogonalized."""
-        load = self._exchange.loads[index]
-        self._momentum(
-            (
-                patch
-                for parked in load.stored
-                for patch in self._patches(parked.matrix, parked.spans, load.packed.get(parked.matrix))
-            ),
-            storage,
-        )
-        self._release((parked.matrix for parked in load.stored), storage, index)
-        self._exchange.gather(index)
+    def _momentum_pieces(
+        self, matrix: int, places: Sequence[Span], packed: Tensor | None, views: Views
+    ) -> Iterator[MomentumPiece]:
+        index = self._plan.matrices[matrix].parameter
+        stored, group = views[index], self._params[index].group
+        if stored is None:
+            return
+        assert stored.grad is not None, "a gradient is released after its last piece is packed"
+        for span in places:
+            average, grad = stored.average[span.local], stored.grad[span.local]
+            kind = MomentumKind(group["momentum"], group["nesterov"], average.dtype, grad.dtype, packed is not None)
+            yield MomentumPiece(kind, average, grad, None if packed is None else packed[span.piece])
 
-    def _release(self, read: Iterable[int], storage: list[Storage | None], index: int) -> None:
-        """Drop the gradients whose last matrix was read in bucket `index`, or at home (-1)."""
+    def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
+        for alike in _grouped(pieces, self._together):
+            kind = alike[0].kind
+            update.momentum(
+                [piece.average for piece in alike],
+                [piece.grad for piece in alike],
+                [piece.packed for piece in alike if piece.packed is not None],
+                kind.decay,
+                kind.nesterov,
+                self._counter is not None,
+            )
+
+    def _update_pieces(
+        self, matrix: int, places: Sequence[Span], result: Tensor, views: Views
+    ) -> Iterator[UpdatePiece]:
+        planned = self._plan.matrices[matrix]
+        stored, group = views[planned.parameter], self._params[planned.parameter].group
+        if stored is None:
+            return
+        # Of the whole matrix: a piece's own shape would give each rank another learning rate.
+        scale = update.lr_scale(group["lr_scale"], planned.rows, planned.cols)
+        for span in places:
+            param = stored.param[span.local]
+            kind = UpdateKind(group["lr"], scale, group["weight_decay"], param.dtype, result.dtype)
+            yield UpdatePiece(kind, param, result[span.piece])
+
+    def _update(self, pieces: Iterable[UpdatePiece]) -> None:
+        for alike in _grouped(pieces, self._together):
+            kind = alike[0].kind
+            params, updates = [piece.param for piece in alike], [piece.update for piece in alike]
+            update.apply(params, updates, kind.lr, kind.scale, kind.weight_decay)
+
+    def _newton_schulz(self, batch: Batch, views: Views) -> Tensor:
+        self.orthogonalized += len(batch.matrices)
+        for place, matrix in enumerate(batch.matrices):
+            if views[self._plan.matrices[matrix].parameter] is None:
+                # Nothing was packed: what is there is of another step, or was never written.
+                batch.whole[place].zero_()
+        if self._counter is not None:
+            self._counter.add(batch.parameters, zero_nonfinite_(batch.whole))
+        return orthogonalize(batch.whole, batch.iteration, batch.method)
+
+    def _release(self, read: Iterable[int], views: Views, bucket: int) -> None:
+        """Drop the gradients whose last matrix was read in this bucket, or at home."""
         if not self._releases:
             return
-        for parameter in {self._plan.matrices[matrix].parameter for matrix in read}:
-            stored = storage[parameter]
-            if stored is not None and self._last_bucket.get(parameter, -1) == index:
-                storage[parameter] = replace(stored, grad=None)
-                self._members[parameter].parameter.grad = None
-
-    def _orthogonalize(self, index: int, storage: Sequence[Storage | None]) -> None:
-        """Stages 4 and 5: make owned matrices whole, orthogonalize them in stacks, and send their pieces back."""
-        self._exchange.wait(index)
-        load = self._exchange.loads[index]
-        if load.cleared is not None:
-            load.cleared.zero_()
-        for stack in self._in_runs[index]:
-            _make_whole(stack, load)
-            # Not a variable: a result would outlive its turn, and two stacks be in memory.
-            _take_apart(self._newton_schulz(stack, storage), stack, load)
-        self._exchange.return_(index)
-
-    def _apply(self, index: int, storage: Sequence[Storage | None]) -> None:
-        """Stage 6: decay each stored piece and add its update."""
-        self._exchange.wait(index)
-        stored = self._exchange.loads[index].stored
-        self._update((p for parked in stored for p in self._patches(parked.matrix, parked.spans, parked.view)), storage)
-
-    def _home(self, storage: list[Storage | None]) -> None:
-        """Stages 2, 4 and 6 of the matrices that are whole here."""
-        for stack in self._at_home:
-            self._momentum(self._whole_patches(stack, stack.whole), storage)
-            self._update(self._whole_patches(stack, self._newton_schulz(stack, storage)), storage)
-        self._release(self._pieces, storage, index=-1)
-
-    def _whole_patches(self, stack: Stack, tensor: Tensor) -> Iterator[Patch]:
-        for place, matrix in enumerate(stack.matrices):
-            yield from self._patches(matrix, self._pieces[matrix], tensor[place])
-
-    def _patches(self, matrix: int, places: Sequence[Span], packed: Tensor | None) -> Iterator[Patch]:
-        shape = self._plan.matrices[matrix]
-        scale = update.lr_scale(self._members[shape.parameter].group["lr_scale"], shape.rows, shape.cols)
-        for span in places:
-            yield Patch(shape.parameter, span, None if packed is None else packed[span.piece], scale)
-
-    def _momentum(self, patches: Iterable[Patch], storage: Sequence[Storage | None]) -> None:
-        for (decay, nesterov, *_, packs), pieces in _batches(self._gradients(patches, storage), self._together):
-            averages, grads, *packed = zip(*pieces, strict=True)
-            update.momentum(averages, grads, packed[0] if packs else (), decay, nesterov, self._alarm is not None)
-
-    def _gradients(self, patches: Iterable[Patch], storage: Sequence[Storage | None]) -> Iterator[_Piece]:
-        for patch in patches:
-            stored, group = storage[patch.parameter], self._members[patch.parameter].group
-            if stored is None:
-                continue
-            assert stored.grad is not None, "a gradient is released after its last piece is packed"
-            average, grad = stored.average[patch.span.local], stored.grad[patch.span.local]
-            key = (group["momentum"], group["nesterov"], average.dtype, grad.dtype, patch.packed is not None)
-            yield key, (average, grad) if patch.packed is None else (average, grad, patch.packed)
-
-    def _update(self, patches: Iterable[Patch], storage: Sequence[Storage | None]) -> None:
-        for (lr, scale, decay, *_), pieces in _batches(self._updates(patches, storage), self._together):
-            params, updates = zip(*pieces, strict=True)
-            update.apply(params, updates, lr, scale, decay)
-
-    def _updates(self, patches: Iterable[Patch], storage: Sequence[Storage | None]) -> Iterator[_Piece]:
-        for patch in patches:
-            stored, group = storage[patch.parameter], self._members[patch.parameter].group
-            if stored is None:
-                continue
-            assert patch.packed is not None, "every stored piece has an update"
-            param = stored.param[patch.span.local]
-            key = (group["lr"], patch.scale, group["weight_decay"], param.dtype, patch.packed.dtype)
-            yield key, (param, patch.packed)
-
-    def _newton_schulz(self, stack: Stack, storage: Sequence[Storage | None]) -> Tensor:
-        self.orthogonalized += len(stack.matrices)
-        for place, matrix in enumerate(stack.matrices):
-            if storage[self._plan.matrices[matrix].parameter] is None:
-                # Nothing was packed: what is there is of another step, or was never written.
-                stack.whole[place].zero_()
-        if self._alarm is not None:
-            self._alarm.add(stack.parameters, silence(stack.whole))
-        return orthogonalize(stack.whole, stack.iteration, stack.method)
+        for index in {self._plan.matrices[matrix].parameter for matrix in read}:
+            stored = views[index]
+            if stored is not None and self._last_bucket.get(index, HOME) == bucket:
+                # Both hold the gradient's memory, and either alone would keep it.
+                views[index] = replace(stored, grad=None)
+                self._params[index].param.grad = None
 
 
-_Piece = tuple[tuple[Any, ...], tuple[Tensor, ...]]
-"""What pieces must have alike to be processed together, and the tensors of one."""
+P = TypeVar("P", MomentumPiece, UpdatePiece)
 
 
-def _batches(pieces: Iterable[_Piece], most: int) -> Iterator[tuple[tuple[Any, ...], list[tuple[Tensor, ...]]]]:
-    """Pieces that are alike, in lists of at most `most` bytes of their first tensors, or of one piece."""
-    open_: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
-    held: dict[tuple[Any, ...], int] = {}
-    for key, tensors in pieces:
-        if key in open_ and held[key] + tensors[0].nbytes > most:
-            yield key, open_.pop(key)
-        held[key] = tensors[0].nbytes + (held[key] if key in open_ else 0)
-        open_.setdefault(key, []).append(tensors)
-    yield from open_.items()
+def _grouped(pieces: Iterable[P], most: int) -> Iterator[list[P]]:
+    """Pieces of one kind, in lists of at most `most` bytes, or of one piece."""
+    open_: dict[MomentumKind | UpdateKind, list[P]] = {}
+    held: dict[MomentumKind | UpdateKind, int] = {}
+    for piece in pieces:
+        kind = piece.kind
+        if kind in open_ and held[kind] + piece.nbytes > most:
+            yield open_.pop(kind)
+            held[kind] = 0
+        held[kind] = held.get(kind, 0) + piece.nbytes
+        open_.setdefault(kind, []).append(piece)
+    yield from open_.values()
 
 
-def _make_whole(stack: Stack, load: Load) -> None:
-    _copy(
-        (stack.whole[place][span.whole], source.view[span.piece])
-        for place, matrix in enumerate(stack.matrices)
-        for source in load.sources[matrix]
+def _assemble(batch: Batch, buffers: BucketBuffers) -> None:
+    """Copy the pieces that were gathered into whole matrices."""
+    copies = [
+        (batch.whole[place][span.whole], source.view[span.piece])
+        for place, matrix in enumerate(batch.matrices)
+        for source in buffers.sources[matrix]
         for span in source.spans
-    )
+    ]
+    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
 
 
-def _take_apart(result: Tensor, stack: Stack, load: Load) -> None:
-    _copy(
+def _disassemble(result: Tensor, batch: Batch, buffers: BucketBuffers) -> None:
+    """Copy orthogonalized matrices into the pieces that go back."""
+    copies = [
         (target.view[span.piece], result[place][span.whole])
-        for place, matrix in enumerate(stack.matrices)
-        for target in load.targets[matrix]
+        for place, matrix in enumerate(batch.matrices)
+        for target in buffers.targets[matrix]
         for span in target.spans
-    )
-
-
-def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy each second tensor into the first."""
-    targets, sources = zip(*pairs, strict=True)
-    torch._foreach_copy_(targets, sources)
+    ]
+    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])

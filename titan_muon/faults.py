@@ -1,24 +1,84 @@
-"""Which parameters had a matrix that was not finite, told to the host without waiting for the device."""
+"""What keeps a parameter from being updated in a step: missing, misplaced and non-finite gradients."""
 
 from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
+from .dtensor import local
+from .params import TrainedParam, placement_key
 
-class Alarm:
-    """Counts on the device, copied to the host at the end of each step and read at the beginning of the next.
+
+class Fault(IntEnum):
+    """What is wrong with a parameter in this step; of several ranks' faults the largest counts."""
+
+    NONE = 0
+    NOT_FINITE = 1
+    NO_GRADIENT = 2
+    GRADIENT_ELSEWHERE = 3
+    RESHARDED = 4
+    NEWTON_SCHULZ_CHANGED = 5
+
+
+REMEDIES: Mapping[Fault, str] = {
+    Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, whose update of those matrices "
+    "was zero; lower the learning rate, clip gradients, or go on without those updates (nonfinite = 'skip')",
+    Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
+    "(requires_grad = False), give it to another optimizer, or skip it in such steps (missing_grad = 'skip')",
+    Fault.GRADIENT_ELSEWHERE: "{names}: the gradient's mesh or placements differ from the parameter's; redistribute "
+    "the gradient",
+    Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
+    Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was "
+    "built; build it anew",
+}
+
+
+def fault_of(trained: TrainedParam) -> Fault:
+    """What is wrong with a parameter on this rank now."""
+    grad = trained.param.grad
+    # A rank outside of the mesh gets no gradient in backward, and needs none.
+    if not trained.here:
+        return Fault.NONE
+    if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
+        return Fault.RESHARDED
+    if grad is None:
+        return Fault.NO_GRADIENT
+    return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
+
+
+def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:
+    """Raise ValueError naming the parameters with a fault that is not `allowed`, and what to do."""
+    for fault, remedy in REMEDIES.items():
+        names = names_with(params, faults, fault)
+        if names and fault not in allowed:
+            raise ValueError(remedy.format(names=names))
+
+
+def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: Fault) -> str:
+    """The names of the parameters with a fault, the first five of many; empty if there are none."""
+    names = [trained.fqn for trained, found in zip(params, faults, strict=True) if found == fault]
+    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+
+
+class NonfiniteCounter:
+    """Counts matrices that were not finite on the device, and tells the host without waiting for it.
+
+    To ask the device in the step would be to wait for all that is queued there. So the counts are copied to the host at
+    the end of a step and read at the beginning of the next, when the copy has long been done.
 
     Args:
-        parameters: number of them.
-        device: where matrices are orthogonalized.
+        parameters: number of parameters.
+        device: device on which matrices are orthogonalized.
     """
 
     def __init__(self, parameters: int, device: torch.device) -> None:
         self._counts = torch.zeros(parameters, dtype=torch.int32, device=device)
-        self._waits = device.type != "cpu"
-        self._told = torch.zeros(parameters, dtype=torch.int32, pin_memory=True) if self._waits else self._counts
-        self._sent = torch.Event(device) if self._waits else None
+        copied = device.type != "cpu"
+        self._on_host = torch.zeros(parameters, dtype=torch.int32, pin_memory=True) if copied else self._counts
+        self._sent = torch.Event(device) if copied else None
 
     def add(self, parameters: Tensor, broken: Tensor) -> None:
         """Count matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
@@ -27,16 +87,16 @@ class Alarm:
     def send(self) -> None:
         """Start the copy to the host."""
         if self._sent is not None:
-            self._told.copy_(self._counts, non_blocking=True)
+            self._on_host.copy_(self._counts, non_blocking=True)
             self._sent.record()
 
     def read(self) -> list[int]:
         """Matrices that were not finite since the last `clear`, by parameter, as of the last `send`."""
         if self._sent is not None:
             self._sent.synchronize()
-        return self._told.tolist()
+        return self._on_host.tolist()
 
     def clear(self) -> None:
-        """Forget what was counted."""
+        """Start counting from zero, so that what was not finite is told once."""
         self._counts.zero_()
-        self._told.zero_()
+        self._on_host.zero_()

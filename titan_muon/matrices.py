@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from .dtensor import layer_of, layout_of
 from .options import Split
-from .plan.types import Block, Interval, Parameter, Stack
+from .plan.types import Interval, MatrixRows, MatrixStack, Parameter
 
 
-def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Stack:
+def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> MatrixStack:
     """The matrices of a parameter, by the first split that matches its name.
 
     Without one, a 2D parameter is one matrix and a 3D one a stack of matrices along dim 0 (experts). Raises ValueError
@@ -35,11 +35,11 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> St
     total = prod(shape[:row_dims])
     height = shape[row_dims - 1] if len(shape) == 3 and row_dims == 2 else total
     pattern = (height,) if split is None or not split.rows else split.rows
-    return Stack(row_dims, tuple(_blocks(fqn, total, height, pattern, split is not None and split.joined)))
+    return MatrixStack(row_dims, tuple(_matrices(fqn, total, height, pattern, split is not None and split.joined)))
 
 
-def _blocks(fqn: str, total: int, height: int, pattern: Sequence[int], joined: bool) -> Iterator[Block]:
-    """Blocks of `total` rows, a stack of matrices of `height` rows that are each cut by the pattern."""
+def _matrices(fqn: str, total: int, height: int, pattern: Sequence[int], joined: bool) -> Iterator[MatrixRows]:
+    """The matrices of `total` rows: a stack of matrices of `height` rows that are each cut by the pattern."""
     if min(pattern) < 1 or height % sum(pattern):
         raise ValueError(f"{fqn}: muon.split has rows = {list(pattern)}, which do not fill {height} rows evenly")
     repeats = height // sum(pattern)
@@ -47,9 +47,11 @@ def _blocks(fqn: str, total: int, height: int, pattern: Sequence[int], joined: b
         cuts = accumulate(tuple(pattern) * repeats, initial=base)
         parts = [Interval(a, b) for a, b in pairwise(cuts)]
         if joined:
-            yield from (Block(f"{base // height}.{i}", tuple(parts[i :: len(pattern)])) for i in range(len(pattern)))
+            yield from (
+                MatrixRows(f"{base // height}.{i}", tuple(parts[i :: len(pattern)])) for i in range(len(pattern))
+            )
         else:
-            yield from (Block(f"{base // height}.{i}", (part,)) for i, part in enumerate(parts))
+            yield from (MatrixRows(f"{base // height}.{i}", (part,)) for i, part in enumerate(parts))
 
 
 def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = ()) -> Parameter:

@@ -1,15 +1,15 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
 Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the choice of algorithms and
-the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help` needs
-no PyTorch, and `plan/` may import nothing else.
+the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help`
+needs no PyTorch, and `plan/` may import nothing else.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -50,10 +50,21 @@ def below(low: float, high: float) -> Constraint:
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
 
 
+def one_of(*names: str) -> Constraint:
+    """Any of these names."""
+    return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
+
+
+def each(inner: Constraint) -> Constraint:
+    """A list whose every element satisfies `inner`."""
+    return Constraint(f"a list, each element {inner.accepted}", lambda value: all(map(inner.holds, value)))
+
+
 COUNT = at_least(1)
 NOT_NEGATIVE = at_least(0)
 POSITIVE = Constraint("more than 0", lambda value: 0 < value < math.inf)
 FRACTION = below(0, 1)
+TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +156,7 @@ class StepOptions:
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
     """What computes symmetric products on GPUs. `auto` is what benchmarks/bench_orthogonalize.py measured to win."""
 
-    exchange: str = "all_to_all"
+    exchange: Annotated[str, TEXT] = "all_to_all"
     """Which collective assembles a sharded matrix: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, `auto`."""
 
     owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
@@ -183,7 +194,7 @@ class MuonOptions(StepOptions, Hyperparameters):
     buffer_bytes: Annotated[int, POSITIVE] | None = None
     """Most bytes of exchange buffers on a rank. None: the smallest within 2 % of the best plan, at most 4 GiB."""
 
-    link: Link = field(default_factory=Link)
+    link: Link = Link()
     """What communication costs, for choices of `auto`."""
 
     def __post_init__(self) -> None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
+from .options import OptionError
+
 T = TypeVar("T")
 
 
@@ -73,52 +75,13 @@ class OptimizerEntry:
     shared: Sequence[str] = ()
 
 
-def _muon(groups: list[dict[str, Any]], **options: Any) -> Any:
-    from .muon import Muon
-
-    return Muon(groups, **options)
-
-
-def _adamw(groups: list[dict[str, Any]], **options: Any) -> Any:
-    import torch
-
-    return torch.optim.AdamW(groups, **options)
-
-
-def _adam(groups: list[dict[str, Any]], **options: Any) -> Any:
-    import torch
-
-    return torch.optim.Adam(groups, **options)
-
-
-# A recipe says `buffer_gib` for what Muon takes as `buffer_bytes`.
-MUON_SHARED = (
-    "orthogonalize",
-    "ns_dtype",
-    "ns_kernel",
-    "nonfinite",
-    "exchange",
-    "owners",
-    "replicas",
-    "buffer_bytes",
-    "buffer_gib",
-    "wire_dtype",
-    "state_dtype",
-    "missing_grad",
-    "release_grads",
-    "split",
-    "link",
-)
-
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-optimizers.register("muon", OptimizerEntry(_muon, MUON_SHARED))
-optimizers.register("adamw", OptimizerEntry(_adamw, ("foreach", "fused")))
-optimizers.register("adam", OptimizerEntry(_adam, ("foreach", "fused")))
+"""The ones of this package are registered by `titan/optimizers.py`, whose recipes name them."""
 
 
 @dataclass(frozen=True)
 class ExchangeEntry:
-    """How the pieces of matrices meet.
+    """Which collective assembles a sharded matrix.
 
     Attributes:
         pattern: how it is planned: `all_to_all`, `all_gather`, `all_gather_reduce_scatter` or `auto`.
@@ -135,9 +98,18 @@ def _collectives() -> Any:
     return Collectives()
 
 
-exchanges: Registry[ExchangeEntry] = Registry("muon.exchange", "titan_muon.exchanges")
+exchanges: Registry[ExchangeEntry] = Registry("exchange", "titan_muon.exchanges")
 for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"):
     exchanges.register(_pattern, ExchangeEntry(_pattern, _collectives))
+
+
+def exchange_entry(name: str) -> ExchangeEntry:
+    """The exchange of a name. Raises OptionError naming the known ones if there is none."""
+    try:
+        return exchanges.get(name)
+    except ValueError as error:
+        raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
+
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""

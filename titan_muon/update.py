@@ -7,25 +7,24 @@ import math
 import torch
 from torch import Tensor
 
-Tensors = tuple[Tensor, ...] | list[Tensor]
+from .options import OptionError
 
-LR_SCALES = ("match_rms_adamw", "original", "spectral")
+Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def lr_scale(name: str, rows: int, cols: int) -> float:
-    """Factor on the learning rate for a rows x cols matrix.
-
-    `match_rms_adamw` gives updates the root mean square of AdamW's, 0.2 sqrt(max(m, n)) (Liu et al., "Muon is Scalable
-    for LLM Training", arXiv:2502.16982). `original` is sqrt(max(1, m / n)) (Keller Jordan, 2024). `spectral` is
-    sqrt(m / n) (Bernstein, "Deriving Muon", 2025; Yang et al., arXiv:2310.17813). Raises ValueError for another name.
-    """
-    if name == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, cols))
-    if name == "original":
-        return math.sqrt(max(1, rows / cols))
-    if name == "spectral":
-        return math.sqrt(rows / cols)
-    raise ValueError(f"lr_scale = {name!r} is not one of {', '.join(LR_SCALES)}")
+    """Factor on the learning rate for a rows x cols matrix. Raises OptionError for an unknown name."""
+    factors = {
+        # The root mean square of AdamW's updates (Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982).
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        # Keller Jordan, 2024.
+        "original": math.sqrt(max(1, rows / cols)),
+        # Bernstein, "Deriving Muon", 2025; Yang et al., arXiv:2310.17813.
+        "spectral": math.sqrt(rows / cols),
+    }
+    if name not in factors:
+        raise OptionError("lr_scale", f"= {name!r} is not one of {', '.join(factors)}")
+    return factors[name]
 
 
 def momentum(

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
 from titan_muon.owned import gather
-from titan_muon.owned.param import at_rest, placed_like
+from titan_muon.owned.param import owned_like, place_on_owner
 from titan_muon.titan.clip import GradientClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3))
@@ -46,7 +46,7 @@ def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradien
 
 def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor) -> nn.Parameter:
     whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
-    parameter = at_rest(whole, data, owner).requires_grad_()
+    parameter = place_on_owner(whole, data, owner).requires_grad_()
     if parameter.to_local().numel() > 0:
         parameter.grad = parameter.detach().clone()
     return parameter
@@ -75,7 +75,7 @@ def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm:
     ]
     clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
     norm = float(clip())
-    gradients = [gather(p.grad if p.grad is not None else placed_like(p.to_local(), p)) for p in parameters]
+    gradients = [gather(p.grad if p.grad is not None else owned_like(p.to_local(), p)) for p in parameters]
     return norm, [gradient.numpy() for gradient in gradients]
 
 

@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon import Muon
-from titan_muon.plan.program import Run, make_program
+from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
@@ -109,7 +109,7 @@ def build(case: Case, exchange: str) -> Muon:
     return Muon(params, exchange=exchange)
 
 
-def extra_calls(run: Run) -> int:
+def extra_calls(run: BucketProgram) -> int:
     """A ragged gather is a broadcast of each part that is not empty, but on NCCL."""
     splits = run.gathering.owned_splits
     if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
@@ -130,6 +130,6 @@ def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange:
     pieces = [call for call in counter.calls if call.name != "allreduce"]
     assert cost.rank == case.rank
     assert sum(call.sent for call in pieces) == cost.bytes_sent > 0
-    assert len(pieces) == cost.collectives + sum(extra_calls(run) for run in program.runs)
+    assert len(pieces) == cost.collectives + sum(extra_calls(run) for run in program.buckets)
     assert (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent) == (len(pieces), cost.bytes_sent)
     assert len(counter.calls) - len(pieces) == 1

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from tests.dist.harness import run_ranks
 from titan_muon.dtensor import layout_of
 from titan_muon.plan.layout import Geometry, region
-from titan_muon.plan.types import Block, Interval, Stack
+from titan_muon.plan.types import Interval, MatrixRows, MatrixStack
 
 CASES = 60
 LARGEST = {1: 30, 2: 20, 3: 9}
@@ -104,7 +104,7 @@ def check_sub_mesh(rank: int, world_size: int) -> bool:
         return True
     full = torch.arange(35).view(7, 5)
     tensor = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
-    geometry = Geometry(layout_of("w", tensor), Stack(1, (Block("", (Interval(0, 7),)),)))
+    geometry = Geometry(layout_of("w", tensor), MatrixStack(1, (MatrixRows("", (Interval(0, 7),)),)))
     assert list(geometry.pieces) == [3, 1]
     return torch.equal(tensor.to_local(), predicted(tensor, full, rank))
 

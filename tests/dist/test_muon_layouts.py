@@ -18,8 +18,9 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
+    """A mesh of the world's ranks, and how the tensors of one kind are placed on it."""
+
     name: str
-    shape: tuple[int, ...]
     mesh: tuple[int, ...]
     placements: tuple[Placement, ...]
 
@@ -29,31 +30,31 @@ EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 
 CASES = {
     2: [
-        Case("fsdp", (), (2,), (Shard(0),)),
-        Case("tp_columns", (), (2,), (Shard(1),)),
-        Case("ddp", (), (2,), (Replicate(),)),
+        Case("fsdp", (2,), (Shard(0),)),
+        Case("tp_columns", (2,), (Shard(1),)),
+        Case("ddp", (2,), (Replicate(),)),
     ],
     4: [
-        Case("fsdp", (), (4,), (Shard(0),)),
-        Case("hsdp", (), (2, 2), (Replicate(), Shard(0))),
-        Case("fsdp_tp_rows", (), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-        Case("fsdp_tp_columns", (), (2, 2), (Shard(0), Shard(1))),
-        Case("fsdp_tp_replicated", (), (2, 2), (Shard(0), Replicate())),
+        Case("fsdp", (4,), (Shard(0),)),
+        Case("hsdp", (2, 2), (Replicate(), Shard(0))),
+        Case("fsdp_tp_rows", (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+        Case("fsdp_tp_columns", (2, 2), (Shard(0), Shard(1))),
+        Case("fsdp_tp_replicated", (2, 2), (Shard(0), Replicate())),
     ],
     8: [
-        Case("fsdp", (), (8,), (Shard(0),)),
-        Case("hsdp_tp", (), (2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
+        Case("fsdp", (8,), (Shard(0),)),
+        Case("hsdp_tp", (2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
     ],
 }
 EXPERT_CASES = {
-    2: [Case("ep", (), (2,), (Shard(0),))],
+    2: [Case("ep", (2,), (Shard(0),))],
     4: [
-        Case("ep_efsdp", (), (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
-        Case("ep_efsdp_rows", (), (2, 2), (Shard(1), Shard(0))),
-        Case("tp_ep", (), (2, 2), (Shard(2), Shard(0))),
-        Case("hsdp_ep", (), (2, 2), (Replicate(), Shard(0))),
+        Case("ep_efsdp", (2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+        Case("ep_efsdp_rows", (2, 2), (Shard(1), Shard(0))),
+        Case("tp_ep", (2, 2), (Shard(2), Shard(0))),
+        Case("hsdp_ep", (2, 2), (Replicate(), Shard(0))),
     ],
-    8: [Case("replicate_efsdp_ep", (), (2, 2, 2), (Replicate(), Shard(1), Shard(0)))],
+    8: [Case("replicate_efsdp_ep", (2, 2, 2), (Replicate(), Shard(1), Shard(0)))],
 }
 
 

@@ -59,7 +59,7 @@ class Sharded:
         return self.place(name, full).to_local()
 
 
-def check(rank: int, world_size: int, meshes: str, options: dict[str, Any], dtype: torch.dtype) -> list[str]:
+def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> list[str]:
     """Names of what differs from the reference after three steps."""
     sharded = Sharded(meshes)
     optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options)
@@ -89,7 +89,7 @@ def check(rank: int, world_size: int, meshes: str, options: dict[str, Any], dtyp
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("meshes", ["fsdp", "hsdp"])
 def test_every_strategy_equals_the_reference_bit_for_bit(meshes: str, options: str) -> None:
-    assert run_ranks(check, 4, meshes, OPTIONS[options], torch.float32) == [[]] * 4
+    assert run_ranks(check, 4, meshes, OPTIONS[options]) == [[]] * 4
 
 
 @pytest.mark.parametrize("options", ["defaults", "many buckets", "auto"])
@@ -97,7 +97,7 @@ def test_every_strategy_equals_the_reference_bit_for_bit(meshes: str, options: s
 def test_meshes_of_other_ranks_equal_the_reference_bit_for_bit(meshes: str, options: str) -> None:
     """Parameters on sub-meshes: groups of different ranks, in which some ranks take no part."""
     chosen = {key: value for key, value in OPTIONS[options].items() if key != "buffer_bytes" or meshes == "overlapping"}
-    assert run_ranks(check, 4, meshes, chosen, torch.float32) == [[]] * 4
+    assert run_ranks(check, 4, meshes, chosen) == [[]] * 4
 
 
 def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:

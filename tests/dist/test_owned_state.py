@@ -114,11 +114,11 @@ def read_by_mistake(rank: int, world_size: int) -> list[str]:
     name = "layers.0.wq.weight"
     state = model.state_dict()
     loss_of(model, rank, world_size, 0).backward()
-    resting = model.get_parameter(name)
+    owned_param = model.get_parameter(name)
     attempts: list[Callable[[], Tensor]] = [
         lambda: state[name].full_tensor(),
         lambda: model.state_dict()[name].full_tensor(),
-        lambda: resting.full_tensor(),  # type: ignore[attr-defined, operator]
+        lambda: owned_param.full_tensor(),  # type: ignore[attr-defined, operator]
         lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))[name],
     ]
     return [said(attempt) for attempt in attempts]
@@ -139,7 +139,9 @@ def test_reading_nothing_by_mistake_is_refused() -> None:
         wrong = [a for a in attempts if a != "whole"]
         assert len(wrong) >= 1
         for text in wrong:
-            assert re.search(r"layers\.\d\.w\w\.weight rests whole on rank \d.*titan_muon\.owned\.gather", text), text
+            assert re.search(r"layers\.\d\.w\w\.weight is stored whole on rank \d.*titan_muon\.owned\.gather", text), (
+                text
+            )
 
 
 def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
@@ -263,7 +265,7 @@ REFUSALS = {
     "nothing": r"nothing to own",
     "not in the mesh": r"this rank is not in the mesh",
     "three axes": r"3 axes; give \(shard,\) or \(replicate, shard\)",
-    "sharded first": r"wq\.weight: rests on .*call own\(\) before fully_shard.*ignored_params",
+    "sharded first": r"wq\.weight: is placed on .*call own\(\) before fully_shard.*ignored_params",
     "sharded after": r"neither sharded nor gathered by PyTorch: give fully_shard what own\(\) returned as ignored",
     "twice": r"wq\.weight: owned already",
     "outside": r"Linear: its owned parameters are there only within the forward of Block",
@@ -306,7 +308,7 @@ def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple
     model = make()
     plain = Owners(model, mesh=mesh)
     counted = Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
-    return set(plain.sites), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
+    return set(plain.infos), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
 
 
 def test_matrices_alone_are_owned_by_default_and_weighed_as_one_says() -> None:

@@ -42,7 +42,7 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give parameters at rest equal gradients on every rank that holds them. Returns them whole."""
+    """Give owned parameters equal gradients on every rank that holds them. Returns them whole."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))

@@ -99,7 +99,7 @@ def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: b
         optimizer.step()
         optimizer.zero_grad()
     if owners is not None:
-        assert owners.passes.live_bytes == 0, "copies of owned parameters are left over"
+        assert owners.context.unsharded_bytes == 0, "copies of owned parameters are left over"
     return whole(model)
 
 
@@ -204,7 +204,7 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
             disturb(model, kind, rank, world_size)
         optimizer.step()
         optimizer.zero_grad()
-    return losses, owners.passes.live_bytes
+    return losses, owners.context.unsharded_bytes
 
 
 def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
@@ -224,10 +224,10 @@ def stale(rank: int, world_size: int) -> str:
     model = make()
     setup = Setup("owned", reshard=False)
     place(model, setup, data_mesh(world_size, setup, model))
-    resting = model.layers[0].wq.weight
+    owned_param = model.layers[0].wq.weight
     loss_of(model, rank, world_size, 0)
     with torch.no_grad():
-        resting.mul_(2.0)
+        owned_param.mul_(2.0)
     try:
         with torch.no_grad():
             model.layers[0](torch.ones(1, 2, 32))
@@ -246,11 +246,11 @@ def frozen_later(rank: int, world_size: int) -> list[bool]:
     setup = Setup("owned")
     owners = place(model, setup, data_mesh(world_size, setup, model))
     assert owners is not None
-    resting, found = model.layers[1].wv.weight, []
+    owned_param, found = model.layers[1].wv.weight, []
     for trained in (True, False, True):
-        resting.requires_grad_(trained)
+        owned_param.requires_grad_(trained)
         loss_of(model, rank, world_size, 0).backward()
-        found.append(resting.grad is not None)
+        found.append(owned_param.grad is not None)
         model.zero_grad()
     return found if owners.owner("layers.1.wv.weight") == rank else []
 
@@ -260,7 +260,7 @@ def test_a_matrix_may_be_frozen_and_thawed() -> None:
 
 
 def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
-    """Dtypes of a weight in use, of the module's output, and of the gradient at rest."""
+    """Dtypes of a weight in use, of the module's output, and of the gradient on the owner."""
     block, seen = Block(), []
     mesh = data_mesh(world_size, Setup("owned"), make())
     own(block, mesh=mesh, mp_policy=replace(BF16, output_dtype=torch.float64))
@@ -270,8 +270,8 @@ def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
         module.bias = None
     output = block(torch.ones(1, 2, 32, requires_grad=True))
     output.sum().backward()
-    resting = block.wq.weight
-    return [*seen, output.dtype, resting.dtype, *([] if resting.grad is None else [resting.grad.dtype])]
+    owned_param = block.wq.weight
+    return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
 
 
 def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
@@ -291,8 +291,8 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
     held: list[int] = []
 
     def look(*_: object) -> None:
-        seen.append([station.unit.state.name for station in owners.passes.stations])
-        held.append(owners.passes.live_bytes)
+        seen.append([hooks.group.state.name for hooks in owners.context.hooks])
+        held.append(owners.context.unsharded_bytes)
 
     for layer in model.layers:
         layer.wq.register_forward_hook(look)
@@ -306,11 +306,11 @@ def test_the_next_modules_parameters_travel_while_one_computes() -> None:
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):
         assert seen == [
-            ["UNSHARDED", "COMING", "RESTING"],
-            ["RESTING", "UNSHARDED", "COMING"],
-            ["RESTING", "RESTING", "UNSHARDED"],
-            ["RESTING", "COMING", "UNSHARDED"],
-            ["COMING", "UNSHARDED", "RESTING"],
-            ["UNSHARDED", "RESTING", "RESTING"],
+            ["UNSHARDED", "UNSHARDING", "OWNED"],
+            ["OWNED", "UNSHARDED", "UNSHARDING"],
+            ["OWNED", "OWNED", "UNSHARDED"],
+            ["OWNED", "UNSHARDING", "UNSHARDED"],
+            ["UNSHARDING", "UNSHARDED", "OWNED"],
+            ["UNSHARDED", "OWNED", "OWNED"],
         ]
         assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]

@@ -12,7 +12,7 @@ import torch
 
 from tests.dist.harness import run_ranks
 from titan_muon.owned import gather, is_owned
-from titan_muon.owned.param import placed_like
+from titan_muon.owned.param import owned_like
 from titan_muon.titan import compat
 
 BATCH, LENGTH, VOCAB = 4, 256, 258
@@ -192,7 +192,7 @@ def _parallel(layout: Layout, world_size: int):
 
 def _whole_gradient(parameter: torch.Tensor) -> torch.Tensor:
     if is_owned(parameter) and parameter.grad is None:
-        return gather(placed_like(parameter.to_local(), parameter))
+        return gather(owned_like(parameter.to_local(), parameter))
     return gather(parameter.grad)
 
 

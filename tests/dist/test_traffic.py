@@ -22,10 +22,11 @@ from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.executor import Stack
+from titan_muon.options import MuonOptions
 from titan_muon.plan import types
 from titan_muon.plan.cost import Work
-from titan_muon.plan.planner import PlanOptions, make_plan
-from titan_muon.plan.program import Run, make_program
+from titan_muon.plan.planner import make_plan
+from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import Summary, summarize
 from titan_muon.plan.types import Plan
 
@@ -99,13 +100,13 @@ class Watched(Muon):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        orthogonalize = self._executor._newton_schulz
+        orthogonalize = self._built.executor._newton_schulz
 
         def noted(stack: Stack, storage: Any) -> Tensor:
             self.__dict__.setdefault("seen", []).extend(stack.matrices)
             return orthogonalize(stack, storage)
 
-        self._executor._newton_schulz = noted
+        self._built.executor._newton_schulz = noted
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:
@@ -160,7 +161,7 @@ def result(world_size: int, name: str, exchange: str) -> tuple[Plan, Summary, li
     return plan, summarize(plan), [steps[1] for _, steps in ranks]
 
 
-def extra_calls(run: Run) -> int:
+def extra_calls(run: BucketProgram) -> int:
     """gloo gathers equal parts only; of a ragged gather each part that is not empty is a broadcast of its own."""
     splits = run.gathering.owned_splits
     if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
@@ -172,7 +173,7 @@ def extra_calls(run: Run) -> int:
 def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str) -> None:
     plan, summary, counted = result(world_size, name, exchange)
     for rank, (cost, mine) in enumerate(zip(summary.ranks, counted, strict=True)):
-        extra = sum(extra_calls(run) for run in make_program(plan, rank).runs)
+        extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
         assert mine.sent == cost.bytes_sent
         assert mine.calls == cost.collectives + extra
         assert mine.told == (mine.calls, mine.sent)
@@ -208,10 +209,10 @@ def test_64_ranks_orthogonalize_each_matrix_once(
     mesh: tuple[int, ...], placements: tuple[types.Placement, ...], exchange: str
 ) -> None:
     layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
-    stack = types.Stack(1, (types.Block("", (types.Interval(0, 128),)),))
+    stack = types.MatrixStack(1, (types.MatrixRows("", (types.Interval(0, 128),)),))
     parameters = [types.Parameter(f"layers.{i}.weight", f"layers.{i}", layout, stack) for i in range(90)]
-    plan = make_plan(parameters, lambda _, rows, cols: Work("", rows * cols), PlanOptions(exchange))
-    done = [m for rank in range(64) for run in make_program(plan, rank).runs for m in run.matrices]
+    plan = make_plan(parameters, lambda _, rows, cols: Work("", rows * cols), MuonOptions(exchange=exchange))
+    done = [m for rank in range(64) for run in make_program(plan, rank).buckets for m in run.matrices]
     assert sorted(done) == list(range(90))
     assert summarize(plan).orthogonalizations == summarize(plan).muon_matrices == 90
 
@@ -377,7 +378,7 @@ def test_stacks_take_the_memory_that_the_plan_says(index: int) -> None:
     """Beside the stack itself, allocated once. oneDNN's scratch and the momentum of a piece come on top."""
     for counted in methods():
         plan, _, (new, left), (workspace, work) = counted[index]
-        assert max(work_of.stack for work_of in plan.works) > 1
+        assert max(work_of.batch for work_of in plan.works) > 1
         assert left < SMALL
         assert workspace < work
         assert 0.5 * (work - workspace) < new <= 1.1 * work

@@ -55,7 +55,6 @@ def test_every_recipe_dry_runs(
     assert optimizers == {"adamw", "muon"}
     assert plan["orthogonalizations"] == plan["muon_matrices"] > 0
     assert len(plan["ranks"]) == world_size
-    assert plan["padding_bytes"] == plan["fallbacks"] == 0
 
 
 @pytest.mark.parametrize("world_size", [1, 4, 64])

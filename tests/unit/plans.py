@@ -14,20 +14,21 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
-from titan_muon.plan.cost import Link, Work, standard_elements, standard_flops
-from titan_muon.plan.planner import PlanOptions, make_plan
+from titan_muon.options import Link, MuonOptions
+from titan_muon.plan.cost import Work, standard_elements, standard_flops
+from titan_muon.plan.planner import make_plan
 from titan_muon.plan.types import (
-    Block,
     Bucket,
     Interval,
     Layout,
+    MatrixRows,
+    MatrixStack,
     Mesh,
     Parameter,
     Placement,
     Plan,
     Replicate,
     Shard,
-    Stack,
     StridedShard,
 )
 
@@ -40,7 +41,12 @@ PROPERTY = settings(
 )
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter", "auto")
 # Links on which an automatic choice falls on each of the exchanges.
-LINKS = (Link(), Link(bandwidth=1e3, flops=1e3), Link(latency=1.0, flops=1e9), Link(bandwidth=1e12, latency=0, flops=1))
+LINKS = (
+    Link(),
+    Link(bandwidth_gb=1e-6, tflops=1e-9),
+    Link(latency_us=1e6, tflops=1e-3),
+    Link(bandwidth_gb=1e3, latency_us=0.0, tflops=1e-12),
+)
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
 
@@ -103,7 +109,7 @@ def meshes(draw: st.DrawFn, world: int) -> Mesh:
 
 
 @st.composite
-def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], Stack]:
+def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
     """A whole matrix, experts, heads, or projections whose rows alternate."""
     kind = draw(st.sampled_from(["matrix", "experts", "heads", "fused"]))
     if kind == "experts":
@@ -115,9 +121,9 @@ def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], Stack]:
     cuts = sorted({0, shape[0], *draw(st.lists(st.integers(0, shape[0]), max_size=4))})
     parts = [Interval(a, b) for a, b in pairwise(cuts)]
     if kind == "heads":
-        return shape, Stack(1, tuple(Block(str(i), (part,)) for i, part in enumerate(parts)))
+        return shape, MatrixStack(1, tuple(MatrixRows(str(i), (part,)) for i, part in enumerate(parts)))
     projections = [rows for rows in (tuple(parts[0::2]), tuple(parts[1::2])) if rows]
-    return shape, Stack(1, tuple(Block(str(i), rows) for i, rows in enumerate(projections)))
+    return shape, MatrixStack(1, tuple(MatrixRows(str(i), rows) for i, rows in enumerate(projections)))
 
 
 @st.composite
@@ -138,28 +144,28 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
     return found
 
 
-STACK = 3
+BATCH = 3
 
 
 def work(parameter: int, rows: int, cols: int) -> Work:
     """The standard iteration in bfloat16, on up to three matrices at a time."""
-    return Work("standard", standard_flops(rows, cols, 5), "", STACK, 2 * standard_elements(rows, cols))
+    return Work("standard", standard_flops(rows, cols, 5), "", BATCH, 2 * standard_elements(rows, cols))
 
 
 def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
-    return make_plan(parameters, work, PlanOptions(**options))  # type: ignore[arg-type]
+    return make_plan(parameters, work, MuonOptions(**options))  # type: ignore[arg-type]
 
 
 @st.composite
 def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True) -> Plan:
     """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
-    options = PlanOptions(
+    options = MuonOptions(
         exchange=draw(st.sampled_from(exchanges)),
-        owners=draw(st.sampled_from(OWNERS)),
-        replicas=draw(st.sampled_from(REPLICAS)),
-        buffer_bytes=draw(st.sampled_from([None, 512, 2048, 8192])),
-        wire_bytes=8,
+        owners=draw(st.sampled_from(OWNERS)),  # type: ignore[arg-type]
+        replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
+        buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
+        wire_dtype="float32",
         link=draw(st.sampled_from(LINKS)),
     )
     try:

@@ -75,7 +75,9 @@ def test_bytes_and_calls_are_those_of_each_scheme(rows: dict[str, dict]) -> None
     # Two ranks always send the same: what one has of the other's matrices, and its own updates back.
     assert counted["all_to_all"] == (share * others * 2, 2)
     assert counted["DistMuon"] == (share * others * 4, 2 * MODEL.layers)
-    assert {name: row["counts"]["words"] for name, row in rows.items()} == {name: int(name in OURS) for name in rows}
+    assert {name: row["counts"]["agreements"] for name, row in rows.items()} == {
+        name: int(name in OURS) for name in rows
+    }
 
 
 def test_flops_are_of_all_matrices_where_every_rank_repeats_them(rows: dict[str, dict]) -> None:

@@ -1,5 +1,7 @@
 """Overrides, the flags of train.py, and its help."""
 
+import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, differences, load, schema, sections
+from titan_muon.titan.recipe import Recipe, command_line, differences, load, schema, sections, torchtitan_sections
 from titan_muon.titan.recipe.command_line import Command, parse
 
 # Overrides
@@ -100,10 +102,15 @@ def test_a_bad_override_is_one_error_and_prints_nothing(
 def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path) -> None:
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
-    assert plain == Command(load(path, ["--muon.momentum", "0.1"]), False, False, None, None)
+    assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))
     flags = ["--dry-run", "--full", "--world-size", "8", "--json", "plan.json", "--training.steps", "3"]
     assert parse([*flags, f"--config={path}"]) == Command(
-        load(path, ["--training.steps", "3"]), True, True, 8, "plan.json"
+        config=path,
+        recipe=load(path, ["--training.steps", "3"]),
+        dry_run=True,
+        full=True,
+        world_size=8,
+        json="plan.json",
     )
     assert parse(["--config", path, "--dry_run"]).dry_run
 
@@ -147,6 +154,15 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
     assert "--data.tokenizer {bytes,bpe,hf}" in text
     assert "--world_size INT With dry_run: number of ranks" in text
+    assert "Which model is trained." in text
+
+
+def test_help_shows_no_comment_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    """tyro makes a help text of the comment above a field that has no docstring."""
+    text = help_of(["--help"], capsys)
+    for module in (sections, torchtitan_sections, command_line):
+        source = inspect.getsource(module)
+        assert [line for line in re.findall(r"^ *# (.+)$", source, re.MULTILINE) if line in text] == []
 
 
 def test_help_of_a_recipe_shows_the_recipes_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

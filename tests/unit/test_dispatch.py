@@ -2,6 +2,7 @@
 
 import pytest
 
+from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
 from titan_muon.orthogonalize.dispatch import RATES
 
@@ -89,14 +90,14 @@ def test_an_automatic_choice_says_why() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_stacks_are_bounded_and_large_matrices_alone(device: str) -> None:
+def test_batches_are_bounded_and_large_matrices_alone(device: str) -> None:
     auto = Dispatch(device=device)
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
-        taken = method.stack * method.work_bytes(rows, cols, device)
-        assert method.stack == 1 or taken <= RATES[device].stack_bytes
-        assert (method.stack + 1) * method.work_bytes(rows, cols, device) > RATES[device].stack_bytes
-    assert auto.choose(8192, 28672, JORDAN).stack == 1
+        taken = method.batch * method.work_bytes(rows, cols, device)
+        assert method.batch == 1 or taken <= RATES[device].batch_bytes
+        assert (method.batch + 1) * method.work_bytes(rows, cols, device) > RATES[device].batch_bytes
+    assert auto.choose(8192, 28672, JORDAN).batch == 1
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")
 
 
@@ -108,14 +109,20 @@ def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> Non
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
 
 
+def test_it_is_made_of_muons_options() -> None:
+    options = MuonOptions(orthogonalize="gram", ns_dtype="float16")
+    kernels = (Kernel("float16", 512, "triton"),)
+    assert Dispatch.of(options, "cuda", kernels) == Dispatch("gram", "float16", "cuda", kernels)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (
             {"algorithm": "newton"},
-            "muon.orthogonalize = 'newton' is unknown; choose from: auto, standard, gram, reference",
+            "orthogonalize = 'newton' is not one of auto, standard, gram, reference",
         ),
-        ({"dtype": "float64"}, "muon.ns_dtype = 'float64' is unknown; choose from: auto, bfloat16, float16, float32"),
+        ({"dtype": "float64"}, "ns_dtype = 'float64' is not one of auto, bfloat16, float16, float32"),
         ({"algorithm": "gram", "dtype": "bfloat16"}, "'gram' diverges in it; choose 'float16' or 'float32'"),
         ({"algorithm": "reference", "dtype": "float32"}, "'reference' is torch.optim.Muon's arithmetic"),
     ],

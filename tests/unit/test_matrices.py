@@ -5,8 +5,9 @@ import torch
 
 from titan_muon.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
-from titan_muon.plan.types import Block, Interval, Layout, Mesh, Replicate
-from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
+from titan_muon.plan.types import Interval, Layout, MatrixRows, Mesh, Replicate
+from titan_muon.titan.recipe.sections import Rule
+from titan_muon.titan.rules import Assignment, assign, default_rules
 
 # Names and shapes as TorchTitan's models have them.
 MODEL = {
@@ -22,6 +23,10 @@ MODEL = {
     "norm.weight": (64,),
     "lm_head.weight": (512, 64),
 }
+
+
+def rule(match: str, optimizer: str) -> Rule:
+    return Rule(match=match, optimizer=optimizer)
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
@@ -75,46 +80,46 @@ def test_routers_go_where_the_recipe_says() -> None:
 
 
 def test_the_first_rule_that_matches_wins() -> None:
-    rules = [Rule("*.wo.weight", "adamw", "mine"), Rule("layers.0.attention.*", "muon", "second")]
+    rules = [rule("*.wo.weight", "adamw"), rule("layers.0.attention.*", "muon")]
     found = assigned(rules)
     assert (found["layers.0.attention.wo.weight"].optimizer, found["layers.0.attention.wo.weight"].rule) == ("adamw", 0)
-    assert found["layers.0.attention.wo.weight"].reason == "mine"
+    assert found["layers.0.attention.wo.weight"].reason == "optimizer.rule[0] '*.wo.weight'"
     assert found["layers.0.attention.qkv_linear.wq.weight"].rule == 1
     assert found["layers.0.feed_forward.w1.weight"].rule is None
 
 
 def test_rules_win_over_defaults() -> None:
-    found = assigned([Rule("tok_embeddings.*", "muon", "an experiment")])["tok_embeddings.weight"]
-    assert (found.optimizer, found.reason, found.rule) == ("muon", "an experiment", 0)
+    found = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
+    assert (found.optimizer, found.reason, found.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
 
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
 def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
     with pytest.raises(ValueError, match=r"optimizer\.rule: .* takes no parameter.*remove it"):
-        assigned([Rule(pattern, "adamw", "")])
+        assigned([rule(pattern, "adamw")])
 
 
 def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.rule: '\*\.wo\.weight' takes no parameter.*move it up"):
-        assigned([Rule("layers.*", "adamw", ""), Rule("*.wo.weight", "muon", "")])
+        assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 
 def test_a_pipeline_stage_may_have_nothing_for_a_rule() -> None:
-    assert assigned([Rule("layers.7.*", "adamw", "")], all_rules=False)["norm.weight"].optimizer == "adamw"
+    assert assigned([rule("layers.7.*", "adamw")], all_rules=False)["norm.weight"].optimizer == "adamw"
 
 
 def test_without_defaults_every_parameter_needs_a_rule() -> None:
     with pytest.raises(ValueError, match=r"no rule matches norm\.weight, lm_head\.weight \(2 parameters\).*defaults"):
-        assigned([Rule("layers.*", "muon", ""), Rule("tok*", "adamw", "")], defaults=False)
+        assigned([rule("layers.*", "muon"), rule("tok*", "adamw")], defaults=False)
 
 
 def test_many_open_parameters_are_named_in_part() -> None:
     with pytest.raises(ValueError, match=r"\.\.\. \(10 parameters\)"):
-        assigned([Rule("norm.weight", "adamw", "")], defaults=False)
+        assigned([rule("norm.weight", "adamw")], defaults=False)
 
 
 def test_without_defaults_rules_alone_decide() -> None:
-    found = assigned([Rule("*", "adamw", "everything")], defaults=False)
+    found = assigned([rule("*", "adamw")], defaults=False)
     assert {one.optimizer for one in found.values()} == {"adamw"}
 
 
@@ -123,7 +128,7 @@ def rows(*bounds: tuple[int, int]) -> tuple[Interval, ...]:
 
 
 def blocks_of(shape: tuple[int, ...], *splits: Split) -> list[tuple[Interval, ...]]:
-    return [block.rows for block in stack_of("layers.0.w", shape, splits).blocks]
+    return [block.rows for block in stack_of("layers.0.w", shape, splits).matrices]
 
 
 def test_a_matrix_is_one_block() -> None:
@@ -171,8 +176,8 @@ def test_every_row_is_in_one_block_whatever_the_split() -> None:
 
 def test_a_convolution_is_read_as_the_split_says() -> None:
     stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", row_dims=1)])
-    assert (stack.row_dims, [block.rows for block in stack.blocks]) == (1, [rows((0, 32))])
-    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).blocks[0].rows == rows((0, 2))
+    assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
+    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).matrices[0].rows == rows((0, 2))
 
 
 def test_the_first_split_that_matches_wins() -> None:
@@ -202,4 +207,4 @@ def test_a_plain_tensor_is_planned_as_whole_on_every_rank() -> None:
     found = planned("layers.3.mlp.w", torch.zeros(4, 2))
     assert (found.fqn, found.layer, found.plain) == ("layers.3.mlp.w", "layers.3", True)
     assert found.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
-    assert isinstance(found.stack.blocks[0], Block)
+    assert isinstance(found.stack.matrices[0], MatrixRows)

@@ -215,6 +215,20 @@ def test_rules_that_disagree_on_what_holds_for_all_are_refused(sgd: str) -> None
         optimizer_config(of)
 
 
+# Clipping
+
+
+def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
+    """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
+    model = Model()
+    optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", "adam")), model)
+    taken = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", "adam", sgd)}
+    assert all(taken.values())
+    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == taken["adamw"] | taken["adam"] | taken[sgd]
+    assert {id(p) for p in optimizers.clipped_parameters("all")} == {id(p) for p in model.parameters()}
+    assert optimizers.clipped_parameters("none") == []
+
+
 # Model parts: the chunks of pipeline stages
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -15,13 +16,10 @@ from titan_muon.orthogonalize import (
     coefficients,
     gram,
     iteration,
-    orthogonality_error,
     orthogonalize,
     reference,
-    relative_error,
-    silence,
-    singular_band,
     standard,
+    zero_nonfinite_,
 )
 from titan_muon.orthogonalize.dispatch import restarts
 from titan_muon.orthogonalize.standard import normalized
@@ -252,10 +250,10 @@ def test_orthogonality_error_and_band_tell_a_matrix_that_is_not_orthogonal() -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_silence_clears_what_is_not_finite_and_says_which(bad: float, dtype: torch.dtype) -> None:
+def test_zero_nonfinite_clears_what_is_not_finite_and_says_which(bad: float, dtype: torch.dtype) -> None:
     stack = drawn(3, 8, 6).to(dtype) * 100
     before = stack.clone()
     stack[1, 2, 3] = bad
-    assert silence(stack).tolist() == [False, True, False]
+    assert zero_nonfinite_(stack).tolist() == [False, True, False]
     before[1] = 0
     assert torch.equal(stack, before)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon.owned import is_owned, private
-from titan_muon.owned.param import at_rest, held_elements, holders
+from titan_muon.owned.param import held_elements, holders, place_on_owner
 
 
 @pytest.fixture
@@ -72,34 +72,34 @@ def test_meshes_of_two_slices_are_joined_and_flattened() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 @pytest.mark.parametrize("owner", [0, 1])
-def test_an_owned_parameter_rests_on_its_holders_alone(owner: int) -> None:
+def test_an_owned_parameter_is_on_its_holders_alone(owner: int) -> None:
     """Rank 0 of the tensor axis holds the first rows of what its owner on the data axis owns."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(15.0).view(5, 3)
     cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
-    rest = at_rest(cut, mesh["data"], owner)
-    assert holders(rest) == ((0, 1) if owner == 0 else (2, 3))
-    assert held_elements(rest) == dict(zip(holders(rest), (9, 6), strict=True))
-    assert rest.shape == (5, 3)
-    assert rest.to_local().tolist() == (whole[:3].tolist() if owner == 0 else [])
-    assert is_owned(rest)
-    assert is_owned(rest.detach())
-    assert is_owned(torch.zeros_like(rest))
+    owned = place_on_owner(cut, mesh["data"], owner)
+    assert holders(owned) == ((0, 1) if owner == 0 else (2, 3))
+    assert held_elements(owned) == dict(zip(holders(owned), (9, 6), strict=True))
+    assert owned.shape == (5, 3)
+    assert owned.to_local().tolist() == (whole[:3].tolist() if owner == 0 else [])
+    assert is_owned(owned)
+    assert is_owned(owned.detach())
+    assert is_owned(torch.zeros_like(owned))
     assert not is_owned(cut)
 
 
 @pytest.mark.usefixtures("four_ranks")
 def test_owned_parameters_are_copied_and_pickled() -> None:
-    rest = at_rest(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
-    for copied in (copy.deepcopy(rest), pickle.loads(pickle.dumps(rest))):
+    owned = place_on_owner(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    for copied in (copy.deepcopy(owned), pickle.loads(pickle.dumps(owned))):
         assert is_owned(copied)
         assert holders(copied) == (0,)
-        assert copied.device_mesh == rest.device_mesh
-        assert copied.to_local().tolist() == rest.to_local().tolist()
+        assert copied.device_mesh == owned.device_mesh
+        assert copied.to_local().tolist() == owned.to_local().tolist()
 
 
 @pytest.mark.usefixtures("four_ranks")
 def test_pytorch_finds_no_process_groups_where_none_are() -> None:
-    rest = at_rest(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    owned = place_on_owner(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
     with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
-        rest.device_mesh.get_group()
+        owned.device_mesh.get_group()

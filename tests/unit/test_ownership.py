@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_muon.plan.cost import standard_flops
-from titan_muon.plan.ownership import Item, Load, Ownership, assign_owners, load_lines
+from titan_muon.plan.ownership import OwnedItem, OwnedTotals, Ownership, assign_owners, load_lines
 
 LLAMA_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)} | {
     "w1": (14336, 4096),
@@ -18,16 +18,16 @@ LLAMA_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4
 }
 
 
-def item(fqn: str, layer: str, rows: int, cols: int) -> Item:
-    return Item(fqn, layer, standard_flops(rows, cols, 5), 4 * rows * cols)
+def item(fqn: str, layer: str, rows: int, cols: int) -> OwnedItem:
+    return OwnedItem(fqn, layer, standard_flops(rows, cols, 5), 4 * rows * cols)
 
 
-def model(layers: int, shapes: dict[str, tuple[int, int]]) -> list[Item]:
+def model(layers: int, shapes: dict[str, tuple[int, int]]) -> list[OwnedItem]:
     return [item(f"{i}.{name}", str(i), *shape) for i in range(layers) for name, shape in shapes.items()]
 
 
 @st.composite
-def items(draw: st.DrawFn) -> list[Item]:
+def items(draw: st.DrawFn) -> list[OwnedItem]:
     side = st.integers(1, 60)
     shapes = draw(st.lists(st.tuples(st.integers(0, 5), side, side), min_size=1, max_size=40))
     return [item(f"{i}", str(layer), rows, cols) for i, (layer, rows, cols) in enumerate(shapes)]
@@ -41,7 +41,7 @@ def by_layer(ownership: Ownership) -> dict[str, list[int]]:
 
 
 @given(items(), st.integers(1, 12))
-def test_every_item_has_an_owner_and_loads_add_up(given_items: list[Item], size: int) -> None:
+def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
     ownership = assign_owners(given_items, size)
     assert all(0 <= owner < size for owner in ownership.owners)
     loads = ownership.loads()
@@ -52,13 +52,13 @@ def test_every_item_has_an_owner_and_loads_add_up(given_items: list[Item], size:
 
 
 @given(items(), st.integers(2, 12))
-def test_no_rank_owns_a_whole_layer(given_items: list[Item], size: int) -> None:
+def test_no_rank_owns_a_whole_layer(given_items: list[OwnedItem], size: int) -> None:
     for owners in by_layer(assign_owners(given_items, size)).values():
         assert len(owners) == 1 or len(set(owners)) > 1
 
 
 @given(items(), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_owners_do_not_depend_on_the_order_of_items(given_items: list[Item], size: int, random: object) -> None:
+def test_owners_do_not_depend_on_the_order_of_items(given_items: list[OwnedItem], size: int, random: object) -> None:
     shuffled = list(given_items)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     first, second = (assign_owners(these, size) for these in (given_items, shuffled))
@@ -83,13 +83,14 @@ def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fulle
 def test_bytes_have_a_limit_of_their_own() -> None:
     """Matrices that cost little and weigh much do not pile up where little is computed."""
     costly = [item(f"c{i}", f"c{i}", 60, 60) for i in range(3)]
-    heavy = [Item(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
+    heavy = [OwnedItem(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
     held = [load.bytes for load in assign_owners(costly + heavy, 4).loads()]
     assert max(held) <= 1.3 * sum(held) / 4
 
 
 def test_the_table_joins_neighbours_that_own_equally_much() -> None:
-    lines = list(load_lines({0: Load(2, 2**20, 10**9), 1: Load(2, 2**20, 10**9), 2: Load(0, 0, 0)}))
+    owned = OwnedTotals(2, 2**20, 10**9)
+    lines = list(load_lines({0: owned, 1: owned, 2: OwnedTotals(0, 0, 0)}))
     assert [line.split() for line in lines] == [
         ["owner", "matrices", "MiB", "GFLOP"],
         ["0-1", "2", "1.0", "1.0"],

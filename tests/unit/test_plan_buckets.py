@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plans import PROPERTY, plans, ranks_of, recut
-from titan_muon.plan.buckets import longest_path, rounds
+from titan_muon.plan.buckets import home_flops, longest_path, rounds
 from titan_muon.plan.owners import Task
 from titan_muon.plan.program import make_program
 from titan_muon.plan.schedule import Act, prefetch
+from titan_muon.plan.summary import summarize
 from titan_muon.plan.types import Bucket, Matrix, Plan
 
 GATHER, RETURN = "gather", "return"
@@ -111,7 +112,7 @@ class Clock:
                     launch(index, GATHER)
                 elif act is Act.ORTHOGONALIZE:
                     yield buckets[index], GATHER
-                    for matrix in program.runs[index].matrices:
+                    for matrix in program.buckets[index].matrices:
                         self._orthogonalize(rank, matrix)
                     launch(index, RETURN)
                 else:
@@ -123,20 +124,17 @@ class Clock:
         self.work[rank] += flops
 
 
-def path_of(plan: Plan) -> tuple[int, dict[int, int]]:
-    load = dict.fromkeys(ranks_of(plan), 0)
-    for matrix, ranks in zip(plan.matrices, plan.home, strict=True):
-        for rank in ranks:
-            load[rank] += matrix.flops
-    return longest_path(plan.buckets, plan.matrices, load, plan.slots)
+def path_of(plan: Plan) -> int:
+    return longest_path(plan.buckets, plan.matrices, home_flops(plan.home, plan.matrices), plan.slots)
 
 
 @settings(PROPERTY, max_examples=400)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
 def test_longest_path_is_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
     for one in (plan, recut(plan, Random(seed))):
-        clock = Clock(one)
-        assert path_of(one) == (clock.run(), clock.work)
+        clock, summary = Clock(one), summarize(one)
+        assert path_of(one) == summary.ns_flops_max == clock.run()
+        assert {cost.rank: cost.ns_flops for cost in summary.ranks} == clock.work
 
 
 def bucket(matrix: int, owner: int) -> Bucket:
@@ -147,17 +145,16 @@ def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
     """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
     matrices = [Matrix(0, i, 1, 1, 10) for i in range(4)]
     buckets = [replace(bucket(i, i % 2), round=i) for i in range(4)]
-    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 4)[0] == 20
-    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1)[0] == 40
+    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 4) == 20
+    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1) == 40
 
 
 def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
     """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
     matrices = [Matrix(0, i, 1, 1, flops) for i, flops in enumerate((30, 30, 1, 1))]
     buckets = [replace(bucket(i, i // 2), round=i) for i in range(4)]
-    path, work = longest_path(buckets, matrices, {0: 0, 1: 0}, 1)
-    assert (path, work) == (62, {0: 60, 1: 2})
+    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1) == 62
 
 
 def test_work_at_home_counts_even_where_nobody_meets() -> None:
-    assert longest_path([], [], {0: 5, 1: 7}, 2) == (7, {0: 5, 1: 7})
+    assert longest_path([], [], {0: 5, 1: 7}, 2) == 7

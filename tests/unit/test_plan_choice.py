@@ -3,10 +3,20 @@
 import pytest
 
 from tests.unit.plans import plan_of
-from titan_muon.plan.cost import Link
-from titan_muon.plan.types import Block, Interval, Layout, Mesh, Parameter, Placement, Replicate, Shard, Stack
+from titan_muon.options import Link
+from titan_muon.plan.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Replicate,
+    Shard,
+)
 
-ROWS = Stack(1, (Block("", (Interval(0, 64),)),))
+ROWS = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
 FLAT = Mesh((4,), (0, 1, 2, 3))
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
@@ -24,11 +34,11 @@ def chosen(link: Link, mesh: Mesh, *placements: Placement) -> set[str]:
     ("link", "exchange"),
     [
         # One call instead of two, where only calls cost.
-        (Link(bandwidth=1e15, latency=1.0, flops=1e15), "all_gather"),
+        (Link(bandwidth_gb=1e6, latency_us=1e6, tflops=1e3), "all_gather"),
         # A quarter of the computing, where only that costs.
-        (Link(bandwidth=1e15, latency=1e-9, flops=1.0), "all_to_all"),
+        (Link(bandwidth_gb=1e6, latency_us=1e-3, tflops=1e-12), "all_to_all"),
         # Half the bytes, where only they cost.
-        (Link(bandwidth=1.0, latency=1e-9, flops=1e15), "all_to_all"),
+        (Link(bandwidth_gb=1e-9, latency_us=1e-3, tflops=1e3), "all_to_all"),
     ],
     ids=["latency", "computing", "bandwidth"],
 )
@@ -37,4 +47,4 @@ def test_the_fastest_exchange_is_taken(link: Link, exchange: str) -> None:
 
 
 def test_everyone_orthogonalizing_is_not_considered_over_replicas() -> None:
-    assert chosen(Link(bandwidth=1e15, latency=1.0, flops=1e15), SQUARE, Replicate(), Shard(0)) == {"all_to_all"}
+    assert chosen(Link(bandwidth_gb=1e6, latency_us=1e6, tflops=1e3), SQUARE, Replicate(), Shard(0)) == {"all_to_all"}

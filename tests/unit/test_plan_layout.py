@@ -10,7 +10,17 @@ from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, torch_local
 from titan_muon.plan.layout import Geometry, chunk, flattened, merged, overlap, region, take
-from titan_muon.plan.types import Block, Interval, Layout, Mesh, Replicate, Segment, Shard, Stack, StridedShard
+from titan_muon.plan.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Replicate,
+    Segment,
+    Shard,
+    StridedShard,
+)
 
 LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
 
@@ -70,7 +80,7 @@ def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.Da
         flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
         seen = 0
         for index, piece in geometry.pieces[rank].items():
-            matrix = torch.cat([rows[start:stop] for start, stop in stack.blocks[index].rows])
+            matrix = torch.cat([rows[start:stop] for start, stop in stack.matrices[index].rows])
             for row in piece.rows:
                 for col in piece.cols:
                     mine = flat[row.local : row.local + row.length, col.local : col.local + col.length]
@@ -126,7 +136,7 @@ def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
 
 def test_blocks_out_of_order_are_found() -> None:
     """Rows of a fused weight may alternate between its projections, and the second may come first."""
-    stack = Stack(1, (Block("b", (Interval(4, 8),)), Block("a", (Interval(0, 4),))))
+    stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
     assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
 

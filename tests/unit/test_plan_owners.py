@@ -15,7 +15,7 @@ from titan_muon.plan.buckets import rounds
 from titan_muon.plan.owners import (
     BYTES_OVER_MEAN,
     OWNERS,
-    Owners,
+    OwnerOf,
     Task,
     balanced,
     balanced_rounds,
@@ -23,7 +23,7 @@ from titan_muon.plan.owners import (
     per_layer,
     round_robin,
 )
-from titan_muon.plan.types import Block, Interval, Layout, Mesh, Parameter, Shard, Stack
+from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Shard
 
 GROUP = ((0, 1, 2, 3),)
 # Query, key, value and output projection, gate, up and down: FLOPs of a layer like Qwen3-8B's.
@@ -34,7 +34,7 @@ def tasks_of(flops: list[int], group: int = 0, per_layer: int = 1) -> list[Task]
     return [Task(i, group, f, f, f"layers.{i // per_layer}") for i, f in enumerate(flops)]
 
 
-def loads(owners: Owners, tasks: list[Task], load: dict[int, int] | None = None) -> Counter[int]:
+def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None) -> Counter[int]:
     total = Counter(load or {})
     for task in tasks:
         total[owners[task.matrix, task.group]] += task.flops
@@ -159,7 +159,7 @@ def digests() -> str:
     parameters = []
     for i in range(24):
         layout = Layout((16 + i, 12), square if i % 3 == 0 else flat, (Shard(0), Shard(1))[: 1 + (i % 3 == 0)])
-        stack = Stack(1, (Block("", (Interval(0, 16 + i),)),))
+        stack = MatrixStack(1, (MatrixRows("", (Interval(0, 16 + i),)),))
         parameters.append(Parameter(f"layers.{i // 4}.w{i}", f"layers.{i // 4}", layout, stack))
     return " ".join(plan_of(parameters, owners=name, buffer_bytes=4000).digest() for name in OWNERS)
 

@@ -15,9 +15,20 @@ from torch import Tensor
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, torch_local
 from titan_muon.exchange import Load, Slot, make_slots
 from titan_muon.plan.layout import Geometries, Span, spans
-from titan_muon.plan.program import Leg, Run, make_program
+from titan_muon.plan.program import BucketProgram, Leg, make_program
 from titan_muon.plan.schedule import Act
-from titan_muon.plan.types import Block, Bucket, Interval, Layout, Mesh, Parameter, Plan, Replicate, Shard, Stack
+from titan_muon.plan.types import (
+    Bucket,
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Plan,
+    Replicate,
+    Shard,
+)
 
 GATHER, RETURN = "gather", "return"
 
@@ -35,7 +46,7 @@ def numbered(plan: Plan) -> list[Tensor]:
 
 def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
     place = plan.matrices[matrix]
-    rows = plan.parameters[place.parameter].stack.blocks[place.block].rows
+    rows = plan.parameters[place.parameter].stack.matrices[place.index].rows
     return torch.cat([full[place.parameter][start:stop] for start, stop in rows])
 
 
@@ -117,7 +128,7 @@ class Rank:
         for slot in self.slots:
             for buffer in (slot.home, slot.inbox, slot.outbox):
                 buffer.fill_(torch.nan)
-        self.loads = [Load(run, rank, slot) for run, slot in zip(self.program.runs, self.slots, strict=True)]
+        self.loads = [Load(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)]
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
         ]
@@ -133,7 +144,7 @@ class Rank:
         return full[:0]
 
     def step(self) -> Iterator[tuple[int, str]]:
-        """Run until done; gives each collective that is waited for until it is finished."""
+        """BucketProgram until done; gives each collective that is waited for until it is finished."""
         for act, number in self.program.turns:
             if act is Act.HOME:
                 self._home()
@@ -176,11 +187,11 @@ class Rank:
             for target in load.targets[matrix]:
                 for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(found)[span.whole])
-        if self.program.runs[index].returning is not None:
+        if self.program.buckets[index].returning is not None:
             self.world.launch(self.rank, (self.buckets[index], RETURN))
 
     def _apply(self, index: int) -> Iterator[tuple[int, str]]:
-        if self.program.runs[index].returning is not None:
+        if self.program.buckets[index].returning is not None:
             yield from self._wait((self.buckets[index], RETURN))
         for parked in self.loads[index].stored:
             self._update(parked.matrix, parked.spans, parked.view, packed=True)
@@ -201,9 +212,9 @@ class Rank:
         for span in places:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
-    def _leg(self, collective: tuple[int, str]) -> tuple[Run, Leg, Slot]:
+    def _leg(self, collective: tuple[int, str]) -> tuple[BucketProgram, Leg, Slot]:
         index = self.buckets.index(collective[0])
-        run = self.program.runs[index]
+        run = self.program.buckets[index]
         leg = run.gathering if collective[1] == GATHER else run.returning
         assert leg is not None
         return run, leg, self.slots[index]
@@ -252,7 +263,7 @@ def check_owners(world: World) -> None:
     plan, expected = world.plan, Counter[tuple[int, int]]()
     for index, matrix in enumerate(plan.matrices):
         expected.update((index, rank) for rank in plan.home[index])
-        holders = world.geometries[matrix.parameter].elements(matrix.block)
+        holders = world.geometries[matrix.parameter].elements(matrix.index)
         mesh = plan.parameters[matrix.parameter].layout.mesh
         for bucket in plan.buckets:
             assert set(bucket.owners) <= set(bucket.group)
@@ -269,7 +280,7 @@ def check_legs(world: World) -> None:
     """Of each all-to-all: what a sends to b is what b expects from a, in that order, at the places the splits say."""
     turn = Counter[int]()
     for bucket in world.plan.buckets:
-        runs = {rank: world.ranks[rank].program.runs[turn[rank]] for rank in bucket.group}
+        runs = {rank: world.ranks[rank].program.buckets[turn[rank]] for rank in bucket.group}
         turn.update(bucket.group)
         assert all(run.bucket == bucket for run in runs.values())
         for run in runs.values():
@@ -321,7 +332,7 @@ def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:
 def sharded(fqn: str, shape: tuple[int, int], mesh: Mesh, *dims: int | None) -> Parameter:
     """A matrix cut along a dim on each mesh axis, or replicated (None)."""
     placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
-    stack = Stack(1, (Block("", (Interval(0, shape[0]),)),))
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),))
     return Parameter(fqn, fqn, Layout(shape, mesh, placements), stack)
 
 
@@ -347,7 +358,7 @@ def test_redundant_replicas_each_do_every_matrix_once() -> None:
 
 def test_whole_experts_stay_home() -> None:
     """Experts that expert parallelism leaves whole on a rank are orthogonalized there; nothing travels."""
-    stack = Stack(2, tuple(Block(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
+    stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
     plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
     assert plan.buckets == ()
     assert plan.home == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,))
@@ -356,7 +367,7 @@ def test_whole_experts_stay_home() -> None:
 
 def test_experts_over_few_ranks_meet_within_those() -> None:
     """Expert parallelism 2 x expert FSDP 2: each expert is owned by one of the two ranks that hold it."""
-    stack = Stack(2, tuple(Block(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
+    stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
     assert {bucket.group: bucket.matrices for bucket in plan.buckets} == {(0, 2): (0,), (1, 3): (1,)}
     check_step(plan, late=True)
@@ -377,7 +388,7 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
 
 
 def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
-    whole_stack = Stack(1, (Block("", (Interval(0, 4),)),))
+    whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
     plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
@@ -387,7 +398,7 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
     plan = plan_of(parameters, owners="round_robin", buffer_bytes=800)
-    runs = make_program(plan, 0).runs
+    runs = make_program(plan, 0).buckets
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
     check_step(plan, late=True)
 

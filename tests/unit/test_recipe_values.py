@@ -8,7 +8,8 @@ from typing import Literal
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, check_degrees, load, schema, sections
+from titan_muon.options import OptionError
+from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, schema, sections
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
 
 # Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
@@ -177,6 +178,24 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
         )
     )
     assert (recipe.muon.momentum, recipe.checkpoint.keep_latest_k) == (0.0, 2)
+
+
+# What the library refuses
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OptionError("ns_steps", "= 0 is not accepted; it takes 1 or more"), "muon.ns_steps = 0 is not accepted; it "),
+        (
+            OptionError("buffer_bytes", f"= {2**30} is too small: 5 matrices take at least {3 * 2**29} bytes"),
+            "muon.buffer_gib = 1 is too small: 5 matrices take at least 1.5 GiB",
+        ),
+        (ValueError("muon.split: nothing matches"), "muon.split: nothing matches"),
+    ],
+)
+def test_what_the_library_refuses_is_said_by_the_recipes_key(error: ValueError, message: str) -> None:
+    assert str(recipe_error(error)).startswith(message)
 
 
 # Degrees

@@ -8,19 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import orthogonality_error, relative_error, silence, singular_band
 from .coefficients import COEFFICIENTS, Coefficients, coefficients
-from .dispatch import ALGORITHMS, DTYPES, Dispatch, Kernel, Method
+from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
 from .standard import standard
-from .symmetric import KERNEL_CHOICES, kernels_for, products_of
+from .symmetric import kernels_for, products_of
 
 __all__ = [
-    "ALGORITHMS",
     "COEFFICIENTS",
     "DTYPES",
-    "KERNEL_CHOICES",
     "Coefficients",
     "Dispatch",
     "Iteration",
@@ -30,25 +27,16 @@ __all__ = [
     "gram",
     "iteration",
     "kernels_for",
-    "orthogonality_error",
     "orthogonalize",
     "reference",
-    "relative_error",
-    "silence",
-    "singular_band",
     "standard",
+    "zero_nonfinite_",
 ]
 
 
 @dataclass(frozen=True)
 class Iteration:
-    """What is computed.
-
-    Attributes:
-        name: of the coefficients, or they themselves.
-        steps: (a, b, c) of each step.
-        eps: smallest Frobenius norm that a matrix is divided by.
-    """
+    """What is computed: coefficients, by their name, as (a, b, c) of each step, and the least norm to divide by."""
 
     name: str
     steps: Coefficients
@@ -59,7 +47,7 @@ class Iteration:
 
 
 def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -> Iteration:
-    """The iteration of a set of coefficients, or of own triples. Raises ValueError as `coefficients` does."""
+    """The iteration of a set of coefficients, or of own triples. Raises OptionError as `coefficients` does."""
     rows = coefficients(choice, steps)
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
 
@@ -71,9 +59,25 @@ def orthogonalize(stack: Tensor, iteration: Iteration, method: Method) -> Tensor
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
+        # One by one: a batched product may add in another order than torch.optim.Muon's.
         results = [reference(matrix, steps, eps) for matrix in stack]
         return results[0][None] if len(results) == 1 else torch.stack(results)
     dtype, products = DTYPES[method.dtype], products_of(method.products)
     if method.algorithm == "gram":
         return gram(stack, steps, eps, dtype, method.restarts, products)
     return standard(stack, steps, eps, dtype, products)
+
+
+def zero_nonfinite_(stack: Tensor) -> Tensor:
+    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm is not finite to zero, in place.
+
+    Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
+    """
+    # By the norm and not by elements: of elements around 1e19 it overflows, and Newton-Schulz could not normalize them
+    # either. In float16 the norm of sound matrices would overflow.
+    wide = torch.float32 if stack.dtype == torch.float16 else None
+    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide).isfinite().logical_not_()
+    # To ask a GPU whether there are any would be to wait for it.
+    if stack.device.type != "cpu" or broken.any():
+        stack.masked_fill_(broken[:, None, None], 0)
+    return broken

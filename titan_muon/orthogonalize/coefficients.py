@@ -6,6 +6,8 @@ import difflib
 import math
 from collections.abc import Mapping, Sequence
 
+from titan_muon.options import OptionError
+
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
 
@@ -57,27 +59,27 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
     """(a, b, c) for each of `steps` steps, from the name of a set or a list of that many triples.
 
-    Raises ValueError for an unknown name, a wrong number of steps, or a triple that is not three finite numbers.
+    Raises OptionError for an unknown name, a wrong number of steps, or a triple that is not three finite numbers.
     """
     if steps < 1:
-        raise ValueError(f"ns_steps = {steps} must be at least 1")
+        raise OptionError("ns_steps", f"= {steps} must be at least 1")
     if isinstance(choice, str):
         if choice not in COEFFICIENTS:
             near = difflib.get_close_matches(choice, COEFFICIENTS, 1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"ns_coefficients = {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}")
+            raise OptionError("ns_coefficients", f"= {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}")
         table = COEFFICIENTS[choice]
         rows = table * steps if len(table) == 1 else table
     else:
         rows = tuple(_triple(row) for row in choice)
     if len(rows) != steps:
-        raise ValueError(f"ns_coefficients has {len(rows)} steps but ns_steps = {steps}; make them equal")
+        raise OptionError("ns_coefficients", f"has {len(rows)} steps but ns_steps = {steps}; make them equal")
     return rows
 
 
 def _triple(row: object) -> tuple[float, float, float]:
     numbers = tuple(row) if isinstance(row, Sequence) and not isinstance(row, str) else ()
     if len(numbers) != 3 or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-        raise ValueError(f"ns_coefficients: {row!r} is not three finite numbers (a, b, c)")
+        raise OptionError("ns_coefficients", f"has {row!r}, which is not three finite numbers (a, b, c)")
     a, b, c = numbers
     return float(a), float(b), float(c)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from titan_muon.options import OptionError, StepOptions, check
 from titan_muon.plan.cost import gram_elements, gram_flops, standard_elements, standard_flops
 
 from .coefficients import Coefficients
 
-ALGORITHMS = ("auto", "standard", "gram", "reference")
 DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
@@ -27,17 +27,17 @@ UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does: FLOP/s of products by dtype, bytes per second, and bytes that stacks may take to fill it."""
+    """What a device does: FLOP/s of products by dtype, bytes per second, and bytes that batches may take to fill it."""
 
     flops: Mapping[str, float]
     bandwidth: float
-    stack_bytes: int
+    batch_bytes: int
 
 
 RATES: Mapping[str, Rates] = {
     # One H200 as measured with plain matrix products and copies; float32 without TF32, which rounds as float16 does.
     "cuda": Rates({"bfloat16": 790e12, "float16": 790e12, "float32": 50e12}, 4.3e12, 2**28),
-    # One core with bfloat16 instructions; a stack stays near the caches.
+    # One core with bfloat16 instructions; a batch stays near the caches.
     "cpu": Rates({"bfloat16": 700e9, "float16": 150e9, "float32": 150e9}, 10e9, 2**24),
 }
 """By type of device; others are taken to be like CUDA's."""
@@ -58,10 +58,10 @@ class Method:
 
     Attributes:
         algorithm: `standard`, `gram` or `reference`.
-        dtype: that it computes in, a name in DTYPES.
+        dtype: dtype of the iteration, a name in DTYPES.
         restarts: steps before which the Gram iteration begins anew.
-        products: what makes its symmetric products, `plain` or a name in `symmetric.KERNELS`.
-        stack: most matrices at a time.
+        products: kernel of its symmetric products, `plain` or a name in `symmetric.KERNELS`.
+        batch: most matrices at a time.
         reason: why `auto` chose it, or nothing.
     """
 
@@ -69,7 +69,7 @@ class Method:
     dtype: str
     restarts: tuple[int, ...] = ()
     products: str = "plain"
-    stack: int = 1
+    batch: int = 1
     reason: str = field(default="", compare=False)
 
     def __str__(self) -> str:
@@ -97,12 +97,12 @@ class Dispatch:
     """What a user may choose about orthogonalization, on one type of device.
 
     Attributes:
-        algorithm: a name in ALGORITHMS; `auto` takes the cheapest that is safe, for each shape.
-        dtype: to compute in, a name in DTYPES; `auto` takes the fastest, and of equally fast ones the most exact.
+        algorithm: option `orthogonalize`; `auto` takes the cheapest that is safe, for each shape.
+        dtype: option `ns_dtype`; `auto` takes the fastest, and of equally fast ones the most exact.
         device: type of the device.
-        kernels: what was measured to make symmetric products fastest on this GPU; plain products otherwise.
+        kernels: symmetric products that were measured to be fastest on this GPU; plain ones otherwise.
 
-    Raises ValueError for names that are unknown, and for combinations that are not safe.
+    Raises OptionError for names that are unknown, and for combinations that are not safe.
     """
 
     algorithm: str = "auto"
@@ -111,38 +111,31 @@ class Dispatch:
     kernels: tuple[Kernel, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, value, known in (
-            ("orthogonalize", self.algorithm, ALGORITHMS),
-            ("ns_dtype", self.dtype, ("auto", *DTYPES)),
-        ):
-            if value not in known:
-                raise ValueError(f"muon.{name} = {value!r} is unknown; choose from: {', '.join(known)}")
+        check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
         if self.algorithm == "reference" and self.dtype not in ("auto", "bfloat16"):
-            raise ValueError(
-                f"muon.ns_dtype = {self.dtype!r}: muon.orthogonalize = 'reference' is torch.optim.Muon's arithmetic, "
-                "which is bfloat16; choose 'standard' or 'auto'"
-            )
-        if self.algorithm == "gram" and self.dtype == "bfloat16":
-            raise ValueError(
-                "muon.ns_dtype = 'bfloat16': muon.orthogonalize = 'gram' diverges in it; choose 'float16' or 'float32'"
-            )
+            problem = "is torch.optim.Muon's arithmetic, which is bfloat16; choose 'standard' or 'auto'"
+        elif self.algorithm == "gram" and self.dtype == "bfloat16":
+            problem = "diverges in it; choose 'float16' or 'float32'"
+        else:
+            return
+        raise OptionError("ns_dtype", f"= {self.dtype!r}: orthogonalize = {self.algorithm!r} {problem}")
+
+    @classmethod
+    def of(cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = ()) -> Dispatch:
+        """What the options of a Muon say, on a type of device."""
+        return cls(options.orthogonalize, options.ns_dtype, device, kernels)
 
     def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
         """The method for rows x cols matrices, the same on every rank."""
         if self.algorithm == "reference":
             return Method("reference", "bfloat16")
+        # By rates that are written down, and not by a timing: ranks would time differently, and plan different steps.
         found = self._candidates(rows, cols, len(steps))
         seconds = {method: self._seconds(method, rows, cols, steps) for method in found}
         best = min(found, key=lambda method: seconds[method])
-        room = self._rates.stack_bytes // best.work_bytes(rows, cols, self.device)
-        return Method(
-            best.algorithm,
-            best.dtype,
-            best.restarts,
-            self._products(best.dtype, min(rows, cols)),
-            max(1, room),
-            self._reason(best, seconds),
-        )
+        batch = max(1, self._rates.batch_bytes // best.work_bytes(rows, cols, self.device))
+        products = self._products(best.dtype, min(rows, cols))
+        return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
     def _rates(self) -> Rates:
@@ -194,9 +187,7 @@ class Dispatch:
 
 
 def restarts(steps: int) -> tuple[int, ...]:
-    """Steps before which the Gram iteration begins anew: every second one, and no run of one step at the end.
-
-    Longer runs lose the small singular values to rounding: with the ten steps of DeepSeek-V4 a run of four has more
-    error in float16 than the standard iteration in bfloat16.
-    """
+    """Steps before which the Gram iteration begins anew: every second one, and no run of one step at the end."""
+    # Longer runs lose the small singular values to rounding: with the ten steps of DeepSeek-V4 a run of four has more
+    # error in float16 than the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))

@@ -24,9 +24,8 @@ def gram(
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype, new memory.
 
     The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute: so it can be run on the small R, with
-    Q the product of all polynomials, and X be multiplied by Q once. Rounding makes R and Q drift apart from X; a
-    restart before step i, for each i of `restarts`, multiplies Q into X and begins anew. Source: Zhang et al.,
-    "Gram Newton-Schulz" (2026).
+    Q the product of all polynomials, and X be multiplied by Q once, or before each step of `restarts` and at the end.
+    Source: Zhang et al., "Gram Newton-Schulz" (2026).
     """
     return _iterated(normalized(stack, eps, dtype), steps, restarts, products).to(stack.dtype)
 
@@ -34,6 +33,8 @@ def gram(
 def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
     following = torch.empty_like(x)
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
+    # R is advanced by itself and never compared with X: what rounding adds to its small eigenvalues grows with each
+    # step, until R is no X Xᵀ any more. A restart makes it from X again, for the price of two products with X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products)
@@ -50,6 +51,8 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)
             break
+        # Z without its a I, which enters below as `beta`, before a product is rounded: added to Z, a number around 4
+        # would take the last digits of a diagonal that is nearly zero.
         polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
@@ -57,7 +60,7 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
             products.symmetric(q, z, q, alpha=1.0, beta=a, out=spare)
             q, spare = spare, q
         if index + 1 < len(steps):
-            # R (Z + a I)²: the next X Xᵀ.
+            # R (Z + a I)² is the next X Xᵀ, since all of them commute.
             products.symmetric(r, z, r, alpha=1.0, beta=a, out=spare)
             products.symmetric(spare, z, spare, alpha=1.0, beta=a, out=r)
     return q

@@ -24,13 +24,11 @@ class PlainProducts:
     """Products that compute all of a symmetric matrix, at the rate of the device's matrix library."""
 
     def gram(self, x: Tensor, out: Tensor) -> None:
-        """Fill `out` with X Xᵀ."""
         torch.bmm(x, x.mT, out=out)
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
     ) -> None:
-        """Fill `out` with alpha A B + beta C + delta I."""
         torch.baddbmm(c, a, b, beta=beta, alpha=alpha, out=out)
         if delta != 0:
             out.diagonal(dim1=1, dim2=2).add_(delta)
@@ -56,10 +54,9 @@ def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: floa
 
 
 def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric.
-
-    Tall matrices are multiplied from the right, since results go to transposed memory a thousand times slower on CPUs.
-    """
+    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric."""
+    # Tall matrices from the right, and not as transposed views from the left: results go to transposed memory a
+    # thousand times slower on CPUs.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
     if beta == 0:
         torch.bmm(left, right, out=out)

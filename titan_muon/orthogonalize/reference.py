@@ -15,6 +15,7 @@ def reference(matrix: Tensor, steps: Coefficients, eps: float) -> Tensor:
     optimizer for hidden layers in neural networks" (2024).
     """
     tall = matrix.size(0) > matrix.size(1)
+    # Always a copy: `div_` would scale a bfloat16 momentum itself, as torch.optim.Muon 2.13 does without Nesterov.
     x = matrix.to(torch.bfloat16, copy=True)
     x = x.T if tall else x
     x.div_(x.norm().clamp(min=eps))

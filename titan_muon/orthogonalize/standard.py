@@ -19,6 +19,7 @@ def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype,
 
 
 def _iterated(x: Tensor, steps: Coefficients, products: Products) -> Tensor:
+    # Two buffers that take turns: a product cannot be written over its own operand.
     following = torch.empty_like(x)
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     p = torch.empty_like(gram)
@@ -31,12 +32,10 @@ def _iterated(x: Tensor, steps: Coefficients, products: Products) -> Tensor:
 
 
 def normalized(stack: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Each matrix of `stack` (count, rows, cols) over max(its Frobenius norm, eps), new memory in `dtype`.
-
-    Norm and quotient are float32, so no finite matrix overflows or vanishes; from bfloat16, which has float32's range,
-    to bfloat16 they are rounded to it, as in torch.optim.Muon.
-    """
-    # A wider factor would make the CPU hold all of X in float32.
+    """Each matrix of `stack` (count, rows, cols) over max(its Frobenius norm, eps), new memory in `dtype`."""
+    # Norm and quotient in float32: float16 ends at 65,504, so gradients would overflow in it before they are divided,
+    # and small ones vanish. bfloat16 has float32's range, and from it to it torch.optim.Muon rounds too; a wider factor
+    # there would make the CPU hold all of X in float32.
     rounded = stack.dtype == dtype != torch.float16
     factor = dtype if rounded else torch.promote_types(stack.dtype, torch.float32)
     norm = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=None if rounded else factor)

@@ -23,6 +23,7 @@ def _symmetric_tiles(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     # Programs are numbered along the rows of the lower triangle: row i has i + 1 tiles.
     number = tl.program_id(0)
+    # Offsets in 64 bits: a stack of experts has more than 2³¹ elements.
     batch = tl.program_id(1).to(tl.int64)
     i = ((tl.sqrt(8.0 * number.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The square root may be off by one either way.
@@ -57,6 +58,8 @@ def _symmetric_tiles(  # type: ignore[no-untyped-def]
     result += tl.where(rows[:, None] == cols[None, :], delta, 0.0)
     rounded = result.to(d_ptr.dtype.element_ty)
     tl.store(d_ptr + batch * d_batch + rows[:, None] * d_row + cols[None, :] * d_col, rounded, mask=inside)
+    # The mirror of what was rounded, and not a tile of its own, whose sums would have another order: the iteration
+    # takes its matrices for symmetric to the last bit.
     if i != j:
         mirror = d_ptr + batch * d_batch + cols[:, None] * d_row + rows[None, :] * d_col
         tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))

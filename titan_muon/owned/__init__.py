@@ -1,4 +1,4 @@
-"""The `owned` placement: a matrix rests whole on one rank, and an optimizer step communicates nothing.
+"""The `owned` placement: a matrix is stored whole on one rank, and an optimizer step communicates nothing.
 
 After DMuon and TorchTitan's FlexShard (pytorch/torchtitan#3502), built beside FSDP2 and for every mesh.
 """

@@ -1,8 +1,8 @@
-"""Forward and backward passes over units: when each is gathered, when its gradients are reduced, and when it is freed.
+"""Hooks on modules: when a param group is unsharded, when its gradients are reduced, and when it is resharded.
 
-A unit is gathered before the forward of its module and freed after it, gathered again when the first gradient of the
-module's output is there, and reduced and freed when the gradients of its inputs are. The neighbour that comes next is
-already on its way. Freeing with the last gradient of a weight instead would be too early: a frozen weight has none.
+A group is unsharded before the forward of its module and resharded after it; unsharded again when the first gradient of
+the module's output is there, and reduced and resharded when the gradients of its inputs are. The neighbour that comes
+next is already on its way.
 """
 
 from __future__ import annotations
@@ -16,79 +16,82 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from ..exchange import Collectives
 from . import private
-from .param_group import Group, State, Unit
+from .param_group import CommContext, OwnedParamGroup, OwnedState
 from .reduction import Reductions
 
 
-class Passes:
-    """What the units of a model share: their order, and the reductions under way.
+class HookContext:
+    """What the hooks of a model share: the modules' order, and the reductions under way.
 
     Attributes:
-        reduces: whether a backward pass sends gradients to the owners; if not they add up on each rank.
-        stations: the modules, in the order of the forward pass.
+        reduce_grads: whether a backward pass sends gradients to the owners; if not they add up on each rank.
+        hooks: those of each module, in the order of the forward pass.
     """
 
-    def __init__(self, group: Group, collectives: Collectives) -> None:
-        self.reductions = Reductions(group, collectives)
-        self.reduces = True
-        self.stations: list[Station] = []
-        self._last = -1
-        self._running: int | None = None
+    def __init__(self, comm: CommContext) -> None:
+        self.reductions = Reductions(comm)
+        self.reduce_grads = True
+        self.hooks: list[ModuleHooks] = []
+        self._last_forward = -1
+        self._backward: int | None = None
 
-    def append(self, station: Station) -> int:
-        """Add the next module of the forward pass. Returns its number."""
-        self.stations.append(station)
-        return len(self.stations) - 1
+    def prefetch_forward(self, index: int) -> None:
+        """Start unsharding what comes after module `index`."""
+        # An earlier forward that failed, or took another way, left a group on its way that nobody will use. A lower
+        # index than the last tells of a new forward, in which even the expected group may hold old weights.
+        new_forward, self._last_forward = index <= self._last_forward, index
+        for hooks in self.hooks:
+            if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index + 1):
+                hooks.group.reshard()
+        if index + 1 < len(self.hooks):
+            self.hooks[index + 1].group.unshard()
 
-    def prefetch_forward(self, number: int) -> None:
-        """Start gathering what comes after module `number`; free what an earlier pass expected and did not reach."""
-        anew, self._last = number <= self._last, number
-        for station in self.stations:
-            if station.unit.state is State.COMING and (anew or station.number != number + 1):
-                station.unit.reshard()
-        if number + 1 < len(self.stations):
-            self.stations[number + 1].unit.prefetch()
-
-    def prefetch_backward(self, number: int) -> None:
-        """Start gathering what comes before module `number`, if its backward is still to come."""
-        if number > 0 and self.stations[number - 1].awaits_backward:
-            self.stations[number - 1].unit.prefetch()
+    def prefetch_backward(self, index: int) -> None:
+        """Start unsharding what comes before module `index`, if its backward is still to come."""
+        if index > 0 and self.hooks[index - 1].awaits_backward:
+            self.hooks[index - 1].group.unshard()
 
     def enter_backward(self) -> None:
-        """Have this backward pass, which has reached a first unit, tidied up at its end."""
+        """Have this backward pass, which has reached some module, tidied up at its end."""
+        # By its number and not by a flag: one that raised never came to its end, and the flag would stay set.
         current = private.backward_pass()
-        if current != self._running:
-            self._running = current
-            private.at_end_of_backward(self._end_backward)
+        if current != self._backward:
+            self._backward = current
+            private.at_end_of_backward(self._final_callback)
 
-    def _end_backward(self) -> None:
-        self._running = None
-        for station in reversed(self.stations):
-            if station.in_backward:
-                station.end_backward()
+    def _final_callback(self) -> None:
+        self._backward = None
+        # A module whose inputs need no gradient, such as the first, has no other end. In the order of backward, as the
+        # reductions of all ranks have to match.
+        for hooks in reversed(self.hooks):
+            if hooks.in_backward:
+                hooks.post_backward()
         self.reductions.finish()
-        for station in self.stations:
-            station.unit.reshard()
-            station.awaits_backward = False
+        # Kept or prefetched for a backward that did not come, as the module had no part in this loss.
+        for hooks in self.hooks:
+            hooks.group.reshard()
+            hooks.awaits_backward = False
 
     @property
-    def live_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes that unsharded parameters take now."""
-        return sum(station.unit.live_bytes for station in self.stations)
+        return sum(hooks.group.unsharded_bytes for hooks in self.hooks)
 
 
-class Station:
-    """A module with a unit: the hooks that have the unit there when the module computes.
+class ModuleHooks:
+    """The hooks that have a param group unsharded when its module computes.
 
     Args:
-        module: whose forward uses the unit.
+        module: module whose forward uses the group.
+        group: parameters of the module.
+        context: what it shares with the modules before and after it.
         policy: dtypes, as FSDP2 takes them.
-        keeps: whether the unit stays gathered from forward to backward.
-        divisor: what sums of gradients are divided by.
+        reshard_after_forward: whether the group is freed between forward and backward.
+        divide_factor: number that sums of gradients are divided by.
 
     Attributes:
+        index: place in the order of the forward pass.
         awaits_backward: between its forward and its backward.
         in_backward: between the first gradient of its output and those of its inputs.
     """
@@ -96,28 +99,33 @@ class Station:
     def __init__(
         self,
         module: nn.Module,
-        unit: Unit,
-        passes: Passes,
+        group: OwnedParamGroup,
+        context: HookContext,
         policy: MixedPrecisionPolicy,
         *,
-        keeps: bool,
-        divisor: float,
+        reshard_after_forward: bool,
+        divide_factor: float,
     ) -> None:
-        self.unit = unit
+        self.group, self.index = group, len(context.hooks)
         self.awaits_backward = self.in_backward = False
-        self._passes, self._policy, self._keeps, self._divisor = passes, policy, keeps, divisor
-        self.number = passes.append(self)
+        self._context, self._policy = context, policy
+        self._reshard_after_forward, self._divide_factor = reshard_after_forward, divide_factor
+        context.hooks.append(self)
         module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
         # After an exception too, or the copies would outlive the weights.
         module.register_forward_hook(self._post_forward, always_call=True)
 
+    # torch.compile would trace the swap of parameters and the collectives into the graph of the module.
     @torch.compiler.disable
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.unit.unshard()
+        self.group.unshard()
+        self.group.wait_for_unshard()
+        # A forward within backward is activation checkpointing: the way is backwards there, and what comes after this
+        # module has had its turn.
         if private.backward_pass() is None:
-            self._passes.prefetch_forward(self.number)
+            self._context.prefetch_forward(self.index)
         if self._policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), self._policy.param_dtype)
         if not torch.is_grad_enabled():
@@ -125,54 +133,75 @@ class Station:
         leaves, structure = tree_flatten((args, kwargs))
         marked = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if marked:
-            outputs = _InputsDone.apply(self.end_backward, *(leaves[i] for i in marked))
+            outputs = _PostBackward.apply(self.post_backward, *(leaves[i] for i in marked))
             for i, output in zip(marked, outputs, strict=True):
                 leaves[i] = output
         return tree_unflatten(leaves, structure)
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        # Recomputed within backward, the parameters are about to be used: they stay, and the outer graph has its hook.
         if private.backward_pass() is None:
             differentiable = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if differentiable:
+                # `any`: the first gradient of several outputs already needs the weights, and one may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
-            if not (self._keeps and differentiable):
-                self.unit.reshard()
+            # With no backward to free it, a group that is kept would be stale after the next update.
+            if self._reshard_after_forward or not differentiable:
+                self.group.reshard()
         return _cast(output, self._policy.output_dtype)
 
     @torch.compiler.disable
     def _pre_backward(self, gradient: Tensor) -> None:
-        self._passes.enter_backward()
+        self._context.enter_backward()
         self.in_backward = True
-        self.unit.unshard()
-        self._passes.prefetch_backward(self.number)
+        self.group.unshard()
+        self.group.wait_for_unshard()
+        self._context.prefetch_backward(self.index)
 
     @torch.no_grad()
-    def end_backward(self) -> None:
-        """Take the gradients of this module, send them to the owners, and free the parameters."""
-        self._passes.enter_backward()
+    def post_backward(self) -> None:
+        """Take the gradients of this module, send them to the owners, and reshard."""
+        self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
-        reduces, dtype = self._passes.reduces, self._policy.reduce_dtype
-        for parameter in self.unit.trained():
-            parameter.take_gradient(None if reduces else dtype)
-        self.unit.reshard()
+        reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
+        for param in self.group.trained:
+            # Sums over microbatches are kept in the reduce dtype; one that is sent at once is cast on its way.
+            param.accumulate_unsharded_grad(None if reduces else dtype)
+        # Before the reduction allocates its input: the two never add to the peak.
+        self.group.reshard()
         if reduces:
-            self._passes.reductions.start(self.unit, dtype, self._divisor)
+            self._context.reductions.start(self.group, dtype, self._divide_factor)
 
 
-class _InputsDone(torch.autograd.Function):
-    """The identity on a module's inputs; its backward runs when the module's own is over."""
+class _PostBackward(torch.autograd.Function):
+    """The identity on a module's inputs; its backward runs when all gradients of the module's weights are there."""
 
+    # On the inputs and not on the weights: a frozen weight has no gradient, and the last one of several is not known.
     @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.done = done
+    def forward(ctx: Any, post_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.post_backward = post_backward
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.done()
+        ctx.post_backward()
         return None, *gradients
+
+
+def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
+    """Have a module raise ValueError when it computes while the param group that its parameters are of is not there."""
+
+    def check_unsharded(*_: object) -> None:
+        # An owned parameter has the whole's shape everywhere: the product would fail far from here, with other words.
+        if group.state is not OwnedState.UNSHARDED:
+            raise ValueError(
+                f"{type(module).__name__}: its owned parameters are there only within the forward of {group.name}, "
+                "which was given to own(); call that module, or own this one by itself"
+            )
+
+    module.register_forward_pre_hook(check_unsharded)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:

@@ -1,19 +1,24 @@
-"""`own`: let the matrices of a module rest whole on single ranks, beside `fully_shard` for everything else."""
+"""`own`: let the matrices of a module be whole on single ranks, beside `fully_shard` for everything else.
+
+owners = Owners(model, mesh=mesh)
+for block in model.layers:
+    fully_shard(block, mesh=mesh, ignored_params=own(block, owners=owners))
+fully_shard(model, mesh=mesh)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from .guard import guard_state_dict
-from .hooks import Station
-from .owners import Owners, Site, use_device
-from .param import at_rest
-from .param_group import Face, OwnedParameter, State, Unit
+from .hooks import ModuleHooks, refuse_use_while_owned
+from .owners import Owners
+from .param import OwnedParam, ParamModuleInfo
+from .param_group import OwnedParamGroup
+from .state_dict import register_state_dict_hooks
 
 
 def own(
@@ -27,32 +32,22 @@ def own(
     offload_policy: OffloadPolicy | None = None,
     gradient_divide_factor: float | None = None,
 ) -> set[nn.Parameter]:
-    """Have matrices of a module rest whole on one rank each, so that a Muon step needs no communication.
+    """Have matrices of a module stored whole on one rank each, so that a Muon step needs no communication.
 
-    Before the module's forward each owner sends its matrices to the others; after it the copies are freed, and come
-    back for backward; in backward the gradients are reduced to the owners. Call it in the order of the forward pass:
-    the next module's matrices travel while this one computes. A parameter may be used only within that forward.
-
-        owners = Owners(model, mesh=mesh)
-        for block in model.layers:
-            fully_shard(block, mesh=mesh, ignored_params=own(block, owners=owners))
-        fully_shard(model, mesh=mesh)
+    Call it in the order of the forward pass. A parameter may be used only within the forward of its module.
 
     Args:
-        module: a plain module or one that is already given to `fully_shard` with the same parameters ignored.
-        mesh: as for `Owners`, with `params`, if this module is all that is owned.
-        params: see `Owners`.
-        owners: who owns what over the whole model; instead of `mesh` and `params`.
-        mp_policy: as for `fully_shard`: parameters travel and compute in `param_dtype`, gradients in `reduce_dtype`.
-        reshard_after_forward: free the copies between forward and backward.
-        offload_policy: CPUOffloadPolicy keeps parameters at rest, and their gradients, on the host.
-        gradient_divide_factor: what sums of gradients are divided by; by default the ranks of the mesh, for the mean.
+        module: plain module, or one that is already given to `fully_shard` with the same parameters ignored.
+        mesh: mesh as for `Owners`, with `params`, if this module is all that is owned.
+        params: parameters to own, see `Owners`.
+        owners: owners of the whole model's parameters, instead of `mesh` and `params`.
+        mp_policy: policy of `fully_shard`: parameters travel in `param_dtype`, gradients in `reduce_dtype`.
+        reshard_after_forward: whether the copies are freed between forward and backward.
+        offload_policy: CPUOffloadPolicy keeps owned parameters, and their gradients, on the host.
+        gradient_divide_factor: number that sums of gradients are divided by; by default the ranks, for the mean.
 
-    Returns:
-        The parameters at rest, for `ignored_params` of `fully_shard`.
-
-    Raises:
-        ValueError: as `Owners` does, and if the module has nothing to own or parameters of several dtypes.
+    Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError as `Owners` does, and if the
+    module has nothing to own or parameters of several dtypes.
     """
     if owners is None:
         if mesh is None:
@@ -60,50 +55,27 @@ def own(
         owners = Owners(module, mesh=mesh, params=params)
     elif mesh is not None or params is not None:
         raise ValueError("own takes mesh and params, or owners, which have both")
-    sites = owners.within(module)
-    name = type(module).__name__
-    if not sites:
+    infos, name = owners.within(module), type(module).__name__
+    if not infos:
         raise ValueError(f"{name}: has none of the parameters that have an owner, or they are owned already")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
-    _check_dtypes(sites, policy)
-    parameters = [_owned(fqn, site, owners, offload_policy) for fqn, site in sites.items()]
-    group = owners.group
-    unit = Unit(name, parameters, group, owners.collectives, policy.param_dtype, use_device(group.mesh))
-    divisor = group.total if gradient_divide_factor is None else gradient_divide_factor
-    Station(module, unit, owners.passes, policy, keeps=not reshard_after_forward, divisor=divisor)
-    for inner in dict.fromkeys(site.module for site in sites.values()):
-        _guard_module(inner, unit)
-    return {parameter.rest for parameter in parameters}
+    _check_dtypes(infos, policy)
+    comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
+    owned = [OwnedParam(fqn, info, comm.mesh, owners.owner(fqn), offload) for fqn, info in infos.items()]
+    group = OwnedParamGroup(name, owned, comm, policy.param_dtype)
+    divisor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
+    ModuleHooks(
+        module, group, owners.context, policy, reshard_after_forward=reshard_after_forward, divide_factor=divisor
+    )
+    for inner in dict.fromkeys(info.module for info in infos.values()):
+        refuse_use_while_owned(inner, group)
+        register_state_dict_hooks(inner, group)
+    return {param.owned_param for param in owned}
 
 
-def _check_dtypes(sites: dict[str, Site], policy: MixedPrecisionPolicy) -> None:
-    dtypes = {getattr(site.module, site.name).dtype: fqn for fqn, site in sites.items()}
+def _check_dtypes(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> None:
+    """Raise ValueError for parameters of several dtypes that would be in one buffer."""
+    dtypes = {info.param.dtype: fqn for fqn, info in infos.items()}
     if policy.param_dtype is None and len(dtypes) > 1:
         named = ", ".join(f"{fqn} is {dtype}" for dtype, fqn in dtypes.items())
         raise ValueError(f"{named}: parameters that travel together have one dtype; set mp_policy.param_dtype")
-
-
-def _owned(fqn: str, site: Site, owners: Owners, offload_policy: OffloadPolicy | None) -> OwnedParameter:
-    parameter = getattr(site.module, site.name)
-    owner = owners.owner(fqn)
-    face = Face.of(parameter)
-    rest = at_rest(parameter, owners.group.mesh, owner)
-    if isinstance(offload_policy, CPUOffloadPolicy) and not rest.is_meta:
-        rest = nn.Parameter(rest.detach().cpu(), requires_grad=rest.requires_grad)
-    return OwnedParameter(fqn, site.module, site.name, owner, rest, face)
-
-
-def _guard_module(inner: nn.Module, unit: Unit) -> None:
-    """Refuse the use of parameters that are not there, and show others the parameters at rest."""
-
-    def refuse_use_at_rest(*_: object) -> None:
-        if unit.state is not State.UNSHARDED:
-            raise ValueError(
-                f"{type(inner).__name__}: its owned parameters are there only within the forward of {unit.name}, which "
-                "was given to own(); call that module, or own this one by itself"
-            )
-
-    inner.register_forward_pre_hook(refuse_use_at_rest)
-    inner.register_state_dict_pre_hook(lambda *_: unit.reshard())
-    inner.register_load_state_dict_pre_hook(lambda *_: unit.reshard())
-    inner.register_state_dict_post_hook(partial(guard_state_dict, unit))

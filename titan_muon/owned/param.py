@@ -1,30 +1,137 @@
-"""An owned parameter at rest: a DTensor on the ranks that hold it, with all other ranks as non-participants.
-
-Its mesh has a first axis, `owner`, of one rank; then the replicas of HSDP, if each has an owner; then the axes of
-tensor parallelism, whose pieces stay where they are. A rank outside of the mesh has the parameter's global shape and no
-elements. DTensor operations, optimizer states and distributed checkpoints treat that as they treat any placement.
-"""
+"""One owned parameter: on its owner alone between uses, and on every rank while its module computes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
 
-from ..dtensor import layout_of
+from ..dtensor import layout_of, local
 from ..plan.layout import region
-from . import private
+from .private import OwnerMesh, joint_mesh
+
+# [Note: owned tensors]
+# - Original parameter: the one on the module when `own` is called, a plain tensor or a DTensor of tensor parallelism.
+# - Owned parameter: the original one on its owner, a DTensor with all other ranks as non-participants. It is on the
+#   module between uses; optimizers and checkpoints see no other. Its mesh has a first axis, `owner`, of one rank; then
+#   the replicas of HSDP, if each has an owner; then the axes of tensor parallelism, whose pieces stay where they are.
+# - Unsharded buffer: flat, one for each param group, in the dtype of computing. Owners lie in it in order, so that
+#   each one's part is a single run of elements: its input to the all-gather, whose output is the buffer.
+# - Unsharded parameter: a view of the buffer, as a DTensor if the original parameter was one. It is on the module while
+#   that computes, on every rank; an autograd leaf.
+# - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients that are not reduced yet.
+# - Reduced gradient: the sum over the data-parallel ranks on the owner, added to the owned parameter's `grad`.
 
 OWNER_AXIS = "owner"
 DATA_AXES = ("replicate", "shard")
 """Names of the axes of a data-parallel mesh that has none."""
 
 
+@dataclass(frozen=True)
+class ParamModuleInfo:
+    """Where a parameter is: an attribute of a module."""
+
+    module: nn.Module
+    param_name: str
+
+    @property
+    def param(self) -> nn.Parameter:
+        found = self.module._parameters[self.param_name]
+        assert found is not None, f"{type(self.module).__name__}: {self.param_name} was removed"
+        return found
+
+    def register(self, param: nn.Parameter) -> None:
+        # Not setattr, whose checks of every name and kind cost host time in every forward.
+        self.module._parameters[self.param_name] = param
+
+
+class OwnedParam:
+    """One owned parameter of a param group; see [Note: owned tensors].
+
+    Args:
+        fqn: name in the model, for messages.
+        info: place of the original parameter, which the owned one takes at once.
+        data_mesh: data-parallel mesh.
+        owner: rank of the mesh's last axis.
+        offload_to_cpu: whether the owned parameter and its gradient are kept on the host.
+
+    Attributes:
+        unsharded_size: size of the unsharded parameter's local tensor.
+        unsharded_accumulated_grad: sum of gradients in the reduce dtype, or None.
+    """
+
+    def __init__(
+        self, fqn: str, info: ParamModuleInfo, data_mesh: DeviceMesh, owner: int, offload_to_cpu: bool
+    ) -> None:
+        self.fqn, self.owner, self._info = fqn, owner, info
+        owned = place_on_owner(info.param, data_mesh, owner)
+        if offload_to_cpu and not owned.is_meta:
+            owned = nn.Parameter(owned.detach().cpu(), requires_grad=owned.requires_grad)
+        self.unsharded_size = unsharded_size(owned)
+        self.unsharded_accumulated_grad: Tensor | None = None
+        self._owned_param = owned
+        self._unsharded_param: nn.Parameter | None = None
+        self.to_owned()
+
+    @property
+    def owned_param(self) -> nn.Parameter:
+        # `to_empty` and the like put another object on the module: from then on that is the owned parameter.
+        registered = self._info.param
+        return self._owned_param if registered is self._unsharded_param else registered
+
+    @property
+    def unsharded_param(self) -> nn.Parameter:
+        """The unsharded parameter, once the group was unsharded for the first time."""
+        assert self._unsharded_param is not None, f"{self.fqn}: not yet unsharded"
+        return self._unsharded_param
+
+    def init_unsharded_param(self, view: Tensor) -> None:
+        """Make the unsharded parameter from its view of the unsharded buffer."""
+        owned = self.owned_param
+        self._unsharded_param = nn.Parameter(wrap_unsharded(owned, view), requires_grad=owned.requires_grad)
+
+    def to_unsharded(self) -> None:
+        """Have the module compute with the unsharded parameter."""
+        self._owned_param = self.owned_param
+        # A user freezes the parameter that is seen, the owned one; autograd looks at the other.
+        self.unsharded_param.requires_grad_(self._owned_param.requires_grad)
+        self._info.register(self.unsharded_param)
+
+    def to_owned(self) -> None:
+        self._info.register(self._owned_param)
+
+    def accumulate_unsharded_grad(self, dtype: torch.dtype | None) -> None:
+        """Add the gradient of this backward, if there is one, to those not yet reduced; the sum is kept in `dtype`."""
+        grad, self.unsharded_param.grad = self.unsharded_param.grad, None
+        if grad is None:
+            return
+        if isinstance(grad, DTensor):
+            # Backward may leave a partial sum over the tensor-parallel ranks. The owner holds a piece, not a summand.
+            placements = self.unsharded_param.placements  # type: ignore[attr-defined]
+            grad = grad.redistribute(placements=placements).to_local()
+        total = self.unsharded_accumulated_grad
+        self.unsharded_accumulated_grad = grad.to(dtype) if total is None else total.add_(grad)
+
+    def add_reduced_grad(self, reduced: Tensor) -> None:
+        """Give the owned parameter its gradient, or add to the one it has."""
+        owned = self.owned_param
+        reduced = reduced.to(device=local(owned).device, dtype=owned.dtype)
+        if owned.grad is None:
+            owned.grad = owned_like(reduced, owned)
+        else:
+            # On the local tensor: DTensor refuses to add a plain one.
+            local(owned.grad).add_(reduced)
+
+
 def is_owned(tensor: Tensor) -> bool:
-    """Whether a parameter, its gradient or its optimizer state rests whole on an owner."""
-    return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, private.OwnerMesh)
+    """Whether a parameter, its gradient or its optimizer state is on an owner alone."""
+    return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, OwnerMesh)
 
 
 def holders(tensor: DTensor) -> tuple[int, ...]:
@@ -34,57 +141,72 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
     """Elements of an owned tensor that each of its holders has, by global rank."""
-    layout = layout_of("", tensor)
-    return {
-        rank: prod(sum(stop - start for start, stop in dim) for dim in region(layout, layout.mesh.coordinate(position)))
-        for position, rank in enumerate(layout.mesh.ranks)
-    }
+    mesh = layout_of("", tensor).mesh
+    return {rank: prod(_size_at(tensor, mesh.coordinate(index))) for index, rank in enumerate(mesh.ranks)}
 
 
-def owner_mesh(data: DeviceMesh, inner: DeviceMesh | None, owner: int) -> private.OwnerMesh:
-    """The mesh on which a parameter rests that rank `owner` of the last axis of `data` owns.
+def unsharded_size(owned: Tensor) -> torch.Size:
+    """What a rank computes with of an owned tensor: all of it, or this rank's piece of tensor parallelism."""
+    mesh = _mesh_of(owned)
+    inner = () if mesh.inner is None else mesh.inner.get_coordinate()
+    assert inner is not None, "this rank is on the mesh of its own piece"
+    # The axes before those of tensor parallelism cut nothing: 0 will do, on a rank too that is not on the owner's mesh.
+    return _size_at(owned, (*[0] * (mesh.ndim - len(inner)), *inner))
+
+
+def wrap_unsharded(owned: Tensor, piece: Tensor) -> Tensor:
+    """A local tensor of `unsharded_size` as the original parameter was: itself, or a DTensor of tensor parallelism."""
+    inner = _mesh_of(owned).inner
+    if inner is None:
+        return piece
+    return _from_local(piece, inner, owned.placements[-inner.ndim :], owned)  # type: ignore[attr-defined]
+
+
+def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
+    """A local tensor on the holders of `owned`, its gradient for example."""
+    return _from_local(piece, _mesh_of(owned), owned.placements, owned)  # type: ignore[attr-defined]
+
+
+def place_on_owner(param: Tensor, data_mesh: DeviceMesh, owner: int) -> nn.Parameter:
+    """The owned parameter of an original one. The owner keeps the original storage, the others nothing."""
+    inner = param.device_mesh if isinstance(param, DTensor) else None
+    placements = param.placements if isinstance(param, DTensor) else ()
+    mesh = owner_mesh(data_mesh, inner, owner)
+    piece = local(param.detach())
+    if mesh.get_coordinate() is None:
+        # Global size and stride stay those of the whole: checkpoints and state dicts compare them on every rank.
+        piece = piece.new_empty(0)
+    owned = _from_local(piece, mesh, [*[Replicate()] * (mesh.ndim - len(placements)), *placements], param)
+    return nn.Parameter(owned, requires_grad=param.requires_grad)
+
+
+def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owner: int) -> OwnerMesh:
+    """The mesh of a parameter that rank `owner` of the last axis of `data_mesh` owns.
 
     Args:
-        data: the data-parallel mesh, (shard,) or (replicate, shard).
-        inner: the mesh of the parameter itself (tensor parallelism), a slice of the same mesh as `data`, or None.
+        data_mesh: data-parallel mesh, (shard,) or (replicate, shard).
+        inner: mesh of the original parameter (tensor parallelism), a slice of the same mesh as `data_mesh`, or None.
+        owner: rank of the last axis.
     """
-    joint = data if inner is None else private.joint_mesh(data, inner)
-    data_names = data.mesh_dim_names or DATA_AXES[-data.ndim :]
-    names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()))
-    ranks = joint.mesh.select(data.ndim - 1, owner).unsqueeze(0)
-    return private.OwnerMesh(ranks, (OWNER_AXIS, *names), data, owner, inner)
+    joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
+    data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
+    names = (OWNER_AXIS, *data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()))
+    ranks = joint.mesh.select(data_mesh.ndim - 1, owner).unsqueeze(0)
+    return OwnerMesh(ranks, names, data_mesh, owner, inner)
 
 
-def at_rest(parameter: Tensor, data: DeviceMesh, owner: int) -> nn.Parameter:
-    """A parameter, a plain tensor or a DTensor of tensor parallelism, as it rests on its owner.
-
-    The owner keeps the parameter's own storage.
-    """
-    inner = parameter.device_mesh if isinstance(parameter, DTensor) else None
-    mesh = owner_mesh(data, inner, owner)
-    placements = parameter.placements if isinstance(parameter, DTensor) else ()
-    local = parameter.detach()
-    local = local.to_local() if isinstance(local, DTensor) else local
-    if mesh.get_coordinate() is None:
-        local = local.new_empty(0)
-    resting = DTensor.from_local(
-        local,
-        mesh,
-        [*[Replicate()] * (mesh.ndim - len(placements)), *placements],
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
-    return nn.Parameter(resting, requires_grad=parameter.requires_grad)
+def _mesh_of(owned: Tensor) -> OwnerMesh:
+    assert isinstance(owned, DTensor), "an owned parameter is a DTensor"
+    assert isinstance(owned.device_mesh, OwnerMesh), "an owned parameter is on an owner's mesh"
+    return owned.device_mesh
 
 
-def placed_like(local: Tensor, resting: DTensor) -> DTensor:
-    """A local tensor on the holders of `resting`, as its gradient for example."""
-    return DTensor.from_local(
-        local,
-        resting.device_mesh,
-        resting.placements,
-        run_check=False,
-        shape=resting.shape,
-        stride=resting.stride(),
-    )
+def _size_at(tensor: Tensor, coordinate: Sequence[int]) -> torch.Size:
+    """Size of the local tensor at a mesh coordinate."""
+    dims = region(layout_of("", tensor), coordinate)
+    return torch.Size(sum(stop - start for start, stop in dim) for dim in dims)
+
+
+def _from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
+    # With shape and stride, and unchecked: to find them out, or to check, DTensor would communicate.
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())

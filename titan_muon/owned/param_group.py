@@ -1,268 +1,204 @@
-"""The owned parameters of one module: gathered from their owners into one flat buffer, used, and freed together."""
+"""The owned parameters of one module: unsharded together into one flat buffer, used, and resharded together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensor import local
 from ..exchange import Collectives
 from . import private
-from .param import placed_like
+from .param import OwnedParam
+
+# [Note: one buffer for ever]
+# Autograd saves views of unsharded parameters for backward. So the buffer and the parameters on it are made once, and
+# freeing it is resizing its storage to nothing: once that is filled again, what autograd saved is valid again. What is
+# written there is what was there in forward, hence no change to autograd, whose version counter is put back.
 
 
 @dataclass(frozen=True)
-class Group:
-    """The data-parallel ranks that share a model.
+class CommContext:
+    """The data-parallel ranks that share a model with owned parameters, and what carries tensors between them.
 
     Attributes:
-        mesh: (shard,) or (replicate, shard).
-        shard: the process group whose ranks own the parameters.
-        replicate: the process group of this rank's copies of an owner, or None.
-        rank: this rank's place in `shard`.
-        size: of `shard`.
-        total: ranks of the whole mesh.
+        mesh: data-parallel mesh, (shard,) or (replicate, shard).
+        collectives: what runs the all-gathers and reduce-scatters, and counts their traffic.
+        shard_group: process group whose ranks own the parameters.
+        replicate_group: process group of the ranks that own copies of the same parameters, or None.
+        shard_rank: place of this rank in `shard_group`.
     """
 
     mesh: DeviceMesh
-    shard: dist.ProcessGroup
-    replicate: dist.ProcessGroup | None
-    rank: int
-    size: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Face:
-    """What an unsharded parameter is on every rank: the shape of its local tensor, and its DTensor of TP, if any."""
-
-    shape: torch.Size
-    mesh: DeviceMesh | None
-    placements: Sequence[Placement]
-    whole_shape: torch.Size
-    whole_stride: tuple[int, ...]
+    collectives: Collectives
+    shard_group: dist.ProcessGroup
+    replicate_group: dist.ProcessGroup | None
+    shard_rank: int
 
     @classmethod
-    def of(cls, parameter: Tensor) -> Face:
-        """The face of a parameter before it is owned."""
-        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        placements = parameter.placements if isinstance(parameter, DTensor) else ()
-        return cls(local(parameter).shape, mesh, placements, parameter.shape, parameter.stride())
-
-    def wrap(self, view: Tensor) -> Tensor:
-        """The unsharded parameter whose local elements are `view`."""
-        if self.mesh is None:
-            return view
-        return DTensor.from_local(
-            view, self.mesh, self.placements, run_check=False, shape=self.whole_shape, stride=self.whole_stride
-        )
-
-
-class OwnedParameter:
-    """One owned parameter: `rest` between uses, and while its module computes `full`, which every rank has.
-
-    Attributes:
-        owner: a rank of the shard group.
-        full: a view of the unit's buffer; None before the first use.
-        unreduced: the sum of gradients that were not yet reduced, or None.
-    """
-
-    def __init__(self, fqn: str, module: nn.Module, name: str, owner: int, rest: nn.Parameter, face: Face) -> None:
-        self.fqn, self.owner, self.face = fqn, owner, face
-        self._module, self._name, self._rest = module, name, rest
-        self.full: nn.Parameter | None = None
-        self.unreduced: Tensor | None = None
-        self.show_rest()
+    def of(cls, mesh: DeviceMesh) -> CommContext:
+        """The context of a mesh. Raises ValueError for one of more axes, and on a rank that is not in it."""
+        if mesh.ndim not in (1, 2):
+            raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
+        if mesh.get_coordinate() is None:
+            ranks = mesh.mesh.flatten().tolist()
+            raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own parameters there nor use them")
+        axis = mesh.ndim - 1
+        replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(mesh, Collectives(), mesh.get_group(axis), replicate_group, mesh.get_local_rank(axis))
 
     @property
-    def rest(self) -> nn.Parameter:
-        """The parameter at rest; `to_empty` and the like replace it by another object."""
-        registered = self._module._parameters[self._name]
-        assert registered is not None, f"{self.fqn}: removed from its module"
-        return self._rest if registered is self.full else registered
+    def shard_size(self) -> int:
+        return self.shard_group.size()
 
     @property
-    def used(self) -> nn.Parameter:
-        """The unsharded parameter, once it exists."""
-        assert self.full is not None, f"{self.fqn}: not yet unsharded"
-        return self.full
-
-    def show_full(self) -> None:
-        """Let the module compute with the unsharded parameter."""
-        self._rest = self.rest
-        self.used.requires_grad_(self._rest.requires_grad)
-        self._module._parameters[self._name] = self.full
-
-    def show_rest(self) -> None:
-        """Let the module have the parameter at rest."""
-        self._module._parameters[self._name] = self._rest
-
-    def take_gradient(self, dtype: torch.dtype | None) -> None:
-        """Add the gradient of the unsharded parameter, if there is one, to what is not yet reduced.
-
-        The sum is kept in `dtype`, or in the gradient's own.
-        """
-        grad, self.used.grad = self.used.grad, None
-        if grad is None:
-            return
-        if isinstance(grad, DTensor):
-            grad = grad.redistribute(placements=self.face.placements).to_local()
-        self.unreduced = grad.to(dtype) if self.unreduced is None else self.unreduced.add_(grad)
-
-    def add_reduced(self, gradient: Tensor) -> None:
-        """Give the parameter at rest its gradient, or add to the one it has."""
-        rest = self.rest
-        gradient = gradient.to(device=local(rest).device, dtype=rest.dtype)
-        if rest.grad is None:
-            assert isinstance(rest, DTensor), f"{self.fqn}: no longer at rest on its owner"
-            rest.grad = placed_like(gradient, rest)
-        else:
-            local(rest.grad).add_(gradient)
+    def device(self) -> torch.device:
+        # Not the parameters' own device: on meta, or offloaded to the host, they are not where they are used.
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
-class State(Enum):
-    """Where the elements of a unit are."""
+class OwnedState(Enum):
+    """Where the elements of a param group are."""
 
-    RESTING = "on the owners"
-    COMING = "on their way to all ranks"
+    OWNED = "on the owners alone"
+    UNSHARDING = "on their way to all ranks"
     UNSHARDED = "on all ranks"
 
 
-class Unit:
-    """Owned parameters that are gathered and freed together.
+class OwnedParamGroup:
+    """Owned parameters that are unsharded, used and resharded together.
 
     Args:
         name: of the module, for messages.
-        parameters: what it owns, in any order.
-        group: the ranks that share them.
-        collectives: what moves them.
-        param_dtype: of the unsharded parameters, or None for their own dtype.
-        device: where they are used.
+        params: owned parameters of the module.
+        comm: ranks that share them.
+        param_dtype: dtype of the unsharded parameters, or None for their own.
     """
 
     def __init__(
-        self,
-        name: str,
-        parameters: Sequence[OwnedParameter],
-        group: Group,
-        collectives: Collectives,
-        param_dtype: torch.dtype | None,
-        device: torch.device,
+        self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
     ) -> None:
-        self.name = name
-        self.parameters = tuple(sorted(parameters, key=lambda p: p.owner))
-        self.state = State.RESTING
-        self._group, self._collectives = group, collectives
-        self._dtype, self._device = param_dtype, device
-        self._flat: Tensor | None = None
+        self.name, self.state = name, OwnedState.OWNED
+        # An all-gather concatenates by rank: in another order than the owners', views would have others' elements.
+        self.params = tuple(sorted(params, key=lambda param: param.owner))
+        self._comm, self._param_dtype = comm, param_dtype
+        self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._works: list[dist.Work] = []
         self._unchanged: AbstractContextManager[None] = nullcontext()
         self._versions: list[int] = []
 
     @property
-    def mine(self) -> list[OwnedParameter]:
-        """What this rank owns."""
-        return [p for p in self.parameters if p.owner == self._group.rank]
+    def trained(self) -> list[OwnedParam]:
+        """The parameters that get gradients; the same on every rank, as long as all ranks freeze the same ones."""
+        return [param for param in self.params if param.unsharded_param.requires_grad]
 
     @property
-    def live_bytes(self) -> int:
+    def unsharded_bytes(self) -> int:
         """Bytes that the unsharded parameters take now."""
-        return 0 if self._flat is None else self._flat.untyped_storage().nbytes()
-
-    def splits(self, parameters: Sequence[OwnedParameter]) -> list[int]:
-        """Elements of each rank among some of the parameters, which lie in a buffer in the order of their owners."""
-        sizes = [0] * self._group.size
-        for parameter in parameters:
-            sizes[parameter.owner] += parameter.face.shape.numel()
-        return sizes
+        return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     @torch.no_grad()
-    def prefetch(self) -> None:
-        """Start gathering, unless that was done."""
-        if self.state is not State.RESTING:
-            return
-        flat = self._buffer()
-        flat.untyped_storage().resize_(flat.numel() * flat.element_size())
-        splits = self.splits(self.parameters)
-        start = sum(splits[: self._group.rank])
-        self._unchanged = private.unchanged_version(flat)
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.owner == self._group.rank:
-                view.copy_(local(parameter.rest), non_blocking=True)
-        sent = flat[start : start + splits[self._group.rank]]
-        self._works = self._collectives.all_gather(flat, splits, sent, self._group.shard)
-        self._versions = self._rest_versions()
-        self.state = State.COMING
-
     def unshard(self) -> None:
-        """Have every rank compute with the whole parameters. Raises RuntimeError if they changed since they came."""
-        self.prefetch()
-        if self._versions != self._rest_versions():
+        """Start the all-gather, unless that was done. Ranks start those of different groups in the same order."""
+        if self.state is not OwnedState.OWNED:
+            return
+        buffer = self._resized_buffer()
+        splits = split_sizes(self.params, self._comm.shard_size)
+        # From before the first write to after the last: see [Note: one buffer for ever].
+        self._unchanged = private.unchanged_version(buffer)
+        mine = self._comm.shard_rank
+        for param, view in zip(self.params, self._views, strict=True):
+            if param.owner == mine:
+                view.copy_(local(param.owned_param), non_blocking=True)
+        sent = buffer.split(splits)[mine]
+        self._works = self._comm.collectives.all_gather(buffer, splits, sent, self._comm.shard_group)
+        self._versions = self._owned_versions()
+        self.state = OwnedState.UNSHARDING
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather and have the module compute with the unsharded parameters.
+
+        Raises RuntimeError on an owner whose parameters were changed since `unshard`.
+        """
+        # Also when unsharded already, from forward to backward: an update in between changes the owner's weights alone,
+        # and all other ranks would go on with the old ones.
+        if self._versions != self._owned_versions():
             raise RuntimeError(
                 f"{self.name}: owned parameters were changed while other ranks held copies of them; change them after "
                 "backward, or run forward passes without backward under torch.no_grad()"
             )
-        if self.state is State.UNSHARDED:
+        if self.state is OwnedState.UNSHARDED:
             return
         self._wait()
-        for parameter in self.parameters:
-            parameter.show_full()
-        self.state = State.UNSHARDED
+        for param in self.params:
+            param.to_unsharded()
+        self.state = OwnedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Free the copies of the parameters."""
-        if self.state is State.RESTING:
+        """Free the unsharded parameters."""
+        if self.state is OwnedState.OWNED:
             return
-        if self.state is State.COMING:
+        if self.state is OwnedState.UNSHARDING:
+            # Freed under a collective, the memory would be another tensor's while others still write to it.
             self._wait()
         else:
-            for parameter in self.parameters:
-                parameter.show_rest()
-        assert self._flat is not None, "there is a buffer while parameters are unsharded"
-        self._flat.untyped_storage().resize_(0)
-        self.state = State.RESTING
+            for param in self.params:
+                param.to_owned()
+        assert self._buffer is not None, "there is a buffer once the group was unsharded"
+        self._buffer.untyped_storage().resize_(0)
+        self.state = OwnedState.OWNED
 
     def _wait(self) -> None:
-        # gloo's own threads write to the buffer until then.
+        # gloo's threads write to the buffer until then: put back earlier, its version would count their writes.
         with self._unchanged:
             for work in self._works:
                 work.wait()
         self._works = []
 
-    def _rest_versions(self) -> list[int]:
-        # DTensor operations count on the DTensor alone, and those on its local tensor there.
-        return [parameter.rest._version + local(parameter.rest)._version for parameter in self.mine]
+    def _owned_versions(self) -> list[int]:
+        # An operation on the DTensor counts there alone, and one on its local tensor, as an optimizer's, there alone.
+        owned = [param.owned_param for param in self.params if param.owner == self._comm.shard_rank]
+        return [param._version + local(param)._version for param in owned]
 
-    def _buffer(self) -> Tensor:
-        """The flat buffer, without storage until it is gathered, with a parameter for each view of it."""
-        if self._flat is not None:
-            return self._flat
-        for parameter in self.parameters:
-            if parameter.rest.is_meta:
-                raise ValueError(f"{parameter.fqn}: on the meta device; give it storage (to_empty) before use")
-        dtypes = {parameter.rest.dtype for parameter in self.parameters}
-        dtype = self._dtype if self._dtype is not None else dtypes.pop()
-        sizes = [parameter.face.shape.numel() for parameter in self.parameters]
-        self._flat = torch.empty(sum(sizes), dtype=dtype, device=self._device)
-        self._views = [
-            self._flat[start:stop].view(parameter.face.shape)
-            for parameter, (start, stop) in zip(self.parameters, pairwise(accumulate(sizes, initial=0)), strict=True)
-        ]
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            parameter.full = nn.Parameter(parameter.face.wrap(view), requires_grad=parameter.rest.requires_grad)
-        return self._flat
+    def _resized_buffer(self) -> Tensor:
+        """The unsharded buffer with storage to be filled, and with its views and unsharded parameters."""
+        if self._buffer is None:
+            self._buffer = self._new_buffer()
+            self._views = views(self._buffer, self.params)
+            for param, view in zip(self.params, self._views, strict=True):
+                param.init_unsharded_param(view)
+        self._buffer.untyped_storage().resize_(self._buffer.nbytes)
+        return self._buffer
 
-    def trained(self) -> Iterator[OwnedParameter]:
-        """The parameters that get gradients."""
-        return (parameter for parameter in self.parameters if parameter.used.requires_grad)
+    def _new_buffer(self) -> Tensor:
+        # At the first use and not in own(): a model built on the meta device gets its storage in between.
+        for param in self.params:
+            if param.owned_param.is_meta:
+                raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
+        own_dtype = self.params[0].owned_param.dtype
+        dtype = own_dtype if self._param_dtype is None else self._param_dtype
+        numel = sum(param.unsharded_size.numel() for param in self.params)
+        return torch.empty(numel, dtype=dtype, device=self._comm.device)
+
+
+def split_sizes(params: Sequence[OwnedParam], ranks: int) -> list[int]:
+    """Elements of each owner in a flat buffer of these parameters."""
+    sizes = [0] * ranks
+    for param in params:
+        sizes[param.owner] += param.unsharded_size.numel()
+    return sizes
+
+
+def views(flat: Tensor, params: Sequence[OwnedParam]) -> list[Tensor]:
+    """The parts of a flat buffer, one for each parameter in their order, in their unsharded sizes."""
+    parts = flat.split([param.unsharded_size.numel() for param in params])
+    return [part.view(param.unsharded_size) for part, param in zip(parts, params, strict=True)]

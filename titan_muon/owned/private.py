@@ -1,6 +1,6 @@
-"""The private parts of PyTorch that owned placement needs, each with the public use that it stands in for.
+"""The private parts of PyTorch that owned placement needs.
 
-`tests/unit/test_owned_private.py` fails on a version of PyTorch where one of them is gone or behaves otherwise.
+`tests/unit/test_owned_private.py` fails on a version of PyTorch where one of them is gone or does something else.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 class OwnerMesh(DeviceMesh):
-    """The ranks that hold an owned parameter: no process group is made for them, since nothing communicates there.
-
-    Ranks outside of the mesh have it too, as non-participants. Making process groups would be collective.
+    """The ranks that hold an owned parameter. Ranks outside of the mesh have it too, as non-participants.
 
     Attributes:
-        data: the data-parallel mesh of this rank, with a rank that owns the parameter in its last axis.
+        data: data-parallel mesh of this rank, with a rank that owns the parameter in its last axis.
         owner: that rank.
-        inner: the mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
+        inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
     """
 
     def __init__(
         self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owner: int, inner: DeviceMesh | None
     ) -> None:
         self.data, self.owner, self.inner = data, owner, inner
+        # Without process groups: to make them is collective, one for each owner, and nothing communicates there.
         super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
     @property
@@ -39,6 +38,7 @@ class OwnerMesh(DeviceMesh):
             "ignored_params, and read whole parameters with titan_muon.owned.gather"
         )
 
+    # DeviceMesh's own would look for process groups.
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
 
@@ -54,7 +54,7 @@ def flattened(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
-    """What was written to `tensor` from this call to the context's end is no change for autograd, which keeps views."""
+    """From this call, and not from its own start, to its end this context keeps autograd from counting writes."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 

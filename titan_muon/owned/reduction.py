@@ -4,57 +4,54 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..exchange import Collectives
-from .param_group import Group, OwnedParameter, Unit
+from .param import OwnedParam
+from .param_group import CommContext, OwnedParamGroup, split_sizes, views
 
 
 class Reduction:
-    """The gradients of one unit: summed over the shard group, and then over replicas, for their owner.
+    """The gradients of one param group: reduce-scattered to the owners, and then summed over replicas.
 
     Args:
-        unit: whose gradients these are; a parameter without one counts as zero on this rank.
-        parameters: those that are trained.
-        dtype: of the sum and in transit.
-        divisor: what the sum is divided by.
+        params: trained parameters of the group, at least one, in the order of their owners.
+        comm: ranks that share them.
+        dtype: dtype of the sum and in transit.
+        divide_factor: number that the sum is divided by.
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        parameters: Sequence[OwnedParameter],
-        dtype: torch.dtype,
-        divisor: float,
-        group: Group,
-        collectives: Collectives,
+        self, params: Sequence[OwnedParam], comm: CommContext, dtype: torch.dtype, divide_factor: float
     ) -> None:
-        splits = unit.splits(parameters)
-        self._mine = [parameter for parameter in parameters if parameter.owner == group.rank]
-        self._group, self._divisor = group, divisor
-        device = parameters[0].used.device
-        self._all: Tensor | None = torch.empty(sum(splits), dtype=dtype, device=device)
-        self._sum = torch.empty(splits[group.rank], dtype=dtype, device=device)
-        for parameter, part in zip(parameters, _parts(self._all, parameters), strict=True):
-            if parameter.unreduced is None:
+        splits = split_sizes(params, comm.shard_size)
+        self._mine = [param for param in params if param.owner == comm.shard_rank]
+        self._replicate_group, self._divide_factor = comm.replicate_group, divide_factor
+        device = params[0].unsharded_param.device
+        self._input: Tensor | None = torch.empty(sum(splits), dtype=dtype, device=device)
+        self._sum = torch.empty(splits[comm.shard_rank], dtype=dtype, device=device)
+        for param, part in zip(params, views(self._input, params), strict=True):
+            # What this rank did not use counts as zero. To leave it out would change the sizes on this rank alone, and
+            # the collective would hang, or pair elements of different parameters.
+            if param.unsharded_accumulated_grad is None:
                 part.zero_()
             else:
-                part.copy_(parameter.unreduced)
-                parameter.unreduced = None
-        self._works = collectives.reduce_scatter(self._sum, splits, self._all, group.shard)
+                part.copy_(param.unsharded_accumulated_grad)
+                param.unsharded_accumulated_grad = None
+        self._works = comm.collectives.reduce_scatter(self._sum, splits, self._input, comm.shard_group)
 
     def advance(self) -> None:
-        """Once the shard group is done, free what was sent, and start the sum over replicas, if there are any."""
-        if self._all is None:
+        """Once the reduce-scatter is done, free its input, and start the sum over replicas, if there are any."""
+        if self._input is None:
             return
         self._wait()
-        self._all = None
-        if self._group.replicate is not None and self._sum.numel() > 0:
-            work = dist.all_reduce(self._sum, group=self._group.replicate, async_op=True)
+        self._input = None
+        # A rank without parameters of this group has the same owner in each replica, which has none either: all of the
+        # replicate group leave the collective out.
+        if self._replicate_group is not None and self._sum.numel() > 0:
+            work = dist.all_reduce(self._sum, group=self._replicate_group, async_op=True)
             assert work is not None, "an asynchronous collective returns what there is to wait for"
             self._works = [work]
 
@@ -62,10 +59,11 @@ class Reduction:
         """Give the owned parameters their gradients."""
         self.advance()
         self._wait()
-        if self._divisor != 1:
-            self._sum.div_(self._divisor)
-        for parameter, part in zip(self._mine, _parts(self._sum, self._mine), strict=True):
-            parameter.add_reduced(part)
+        # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
+        if self._divide_factor != 1:
+            self._sum.div_(self._divide_factor)
+        for param, part in zip(self._mine, views(self._sum, self._mine), strict=True):
+            param.add_reduced_grad(part)
 
     def _wait(self) -> None:
         for work in self._works:
@@ -73,33 +71,28 @@ class Reduction:
         self._works = []
 
 
-def _parts(flat: Tensor, parameters: Sequence[OwnedParameter]) -> list[Tensor]:
-    sizes = [parameter.face.shape.numel() for parameter in parameters]
-    cuts = pairwise(accumulate(sizes, initial=0))
-    return [flat[a:b].view(p.face.shape) for p, (a, b) in zip(parameters, cuts, strict=True)]
-
-
 class Reductions:
     """The reductions of one backward pass, oldest first.
 
-    One unit's gradients travel to the shard group, and with replicas those of the unit before it between them, while
-    the next are made. Every rank starts them in the same order, that of its backward pass.
+    One group's gradients travel in the shard group, and with replicas those of the group before it between them, while
+    the next are made. Every rank starts them in the order of its backward pass, which is the same on all of them.
     """
 
-    def __init__(self, group: Group, collectives: Collectives) -> None:
-        self._group, self._collectives = group, collectives
+    def __init__(self, comm: CommContext) -> None:
+        self._comm = comm
         self._pending: deque[Reduction] = deque()
 
     @torch.no_grad()
-    def start(self, unit: Unit, dtype: torch.dtype | None, divisor: float) -> None:
-        """Send the unit's gradients to their owners."""
-        parameters = list(unit.trained())
-        if not parameters:
+    def start(self, group: OwnedParamGroup, dtype: torch.dtype | None, divide_factor: float) -> None:
+        """Send the group's gradients to their owners."""
+        params = group.trained
+        if not params:
             return
-        # Before anything is allocated for this unit.
-        self._finish_but(0 if self._group.replicate is None else 1)
-        chosen = parameters[0].used.dtype if dtype is None else dtype
-        self._pending.append(Reduction(unit, parameters, chosen, divisor, self._group, self._collectives))
+        # Before this group's input is allocated, or two of them would be there at once. With replicas the group before
+        # stays under way, without its input: it is in its all-reduce while this one is in its reduce-scatter.
+        self._finish_but(0 if self._comm.replicate_group is None else 1)
+        chosen = params[0].unsharded_param.dtype if dtype is None else dtype
+        self._pending.append(Reduction(params, self._comm, chosen, divide_factor))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -107,6 +100,8 @@ class Reductions:
         self._finish_but(0)
 
     def _finish_but(self, left: int) -> None:
+        # All-reduces start at this point of the backward pass, and not whenever a reduce-scatter happens to be done:
+        # that differs between ranks, and would mix up the order of their collectives.
         for reduction in self._pending:
             reduction.advance()
         while len(self._pending) > left:

@@ -1,16 +1,22 @@
-"""Whole tensors on every rank: what `full_tensor()` is for parameters that all ranks have a part of."""
+"""Whole tensors on every rank: what `full_tensor()` is for parameters that all ranks have a part of.
+
+PyTorch's own `full_tensor()` gives an empty tensor, without a word, to ranks that have no part of a DTensor. For owned
+parameters and entries of state dicts it is refused there.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor import layout_of, local
-from ..plan.layout import region
+from ..dtensor import local
+from .param import holders, is_owned, unsharded_size, wrap_unsharded
+from .param_group import OwnedParamGroup
 from .private import OwnerMesh
 
 
@@ -26,43 +32,59 @@ def gather(tensor: Tensor) -> Tensor:
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh):
         return tensor.full_tensor().clone()
-    placements = tensor.placements[mesh.ndim - (0 if mesh.inner is None else mesh.inner.ndim) :]
-    piece = _from_owner(tensor, mesh, _piece_shape(tensor, mesh, placements))
-    if mesh.inner is None:
-        return piece
-    inner = DTensor.from_local(
-        piece, mesh.inner, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    return inner.full_tensor()
+    # First over the data-parallel ranks, so that each tensor-parallel one has its piece, then over those.
+    whole = wrap_unsharded(tensor, _from_owner(tensor, mesh))
+    return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
-def _piece_shape(tensor: DTensor, mesh: OwnerMesh, placements: Any) -> torch.Size:
-    """What the owner of this rank's piece holds: the whole, or a piece of tensor parallelism."""
-    if mesh.inner is None:
-        return tensor.shape
-    cut = DTensor.from_local(
-        torch.empty(0), mesh.inner, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
-    coordinate = mesh.inner.get_coordinate()
-    assert coordinate is not None, "this rank is on the mesh of its own piece"
-    return torch.Size(sum(stop - start for start, stop in dim) for dim in region(layout_of("", cut), coordinate))
-
-
-def _from_owner(tensor: DTensor, mesh: OwnerMesh, shape: torch.Size) -> Tensor:
-    held = local(tensor)
-    axis = mesh.data.ndim - 1
+def _from_owner(tensor: DTensor, mesh: OwnerMesh) -> Tensor:
+    held, axis = local(tensor), mesh.data.ndim - 1
     owns = mesh.data.get_local_rank(axis) == mesh.owner
-    piece = held.detach().clone() if owns else torch.empty(shape, dtype=held.dtype, device=held.device)
+    piece = held.detach().clone() if owns else held.new_empty(unsharded_size(tensor))
     if mesh.data.size(axis) > 1:
+        # Over the shard axis alone: each replica has an owner of its own.
         dist.broadcast(piece, group=mesh.data.get_group(axis), group_src=mesh.owner)
     return piece
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with every tensor whole, on the host of every rank; all ranks call it together.
-
-    One tensor at a time is whole on the device.
-    """
+    """The state dict of a model with every tensor whole, on the host of every rank; all ranks call it together."""
+    # One after the other to the host: the model as a whole may be too large for the device.
     return {
         name: gather(value).cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
     }
+
+
+def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:
+    """Have a module's state dict show the owned parameters, and refuse to give nothing for the whole of one."""
+    # Between forward and backward the module may have its unsharded parameters: a checkpoint would be of copies, saved
+    # by every rank, and one that is loaded would be lost when they are freed.
+    module.register_state_dict_pre_hook(lambda *_: group.reshard())
+    module.register_load_state_dict_pre_hook(lambda *_: group.reshard())
+    module.register_state_dict_post_hook(partial(_refuse_in_state_dict, group))
+
+
+def _refuse_in_state_dict(
+    group: OwnedParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    # The parameters too: PyTorch's full_state_dict reads them by other ways than the state dict's entries.
+    for param in group.params:
+        _refuse_empty_reads(param.owned_param, param.fqn)
+    for name, _ in module.named_parameters(recurse=False):
+        if prefix + name in state_dict:
+            _refuse_empty_reads(state_dict[prefix + name], prefix + name)
+
+
+def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
+    """Have `full_tensor` and `redistribute` of an owned tensor raise ValueError on ranks that have no part of it."""
+    if isinstance(tensor, DTensor) and is_owned(tensor) and tensor.device_mesh.get_coordinate() is None:
+        refuse = partial(_refuse, fqn, holders(tensor))
+        tensor.full_tensor = refuse  # type: ignore[method-assign]
+        tensor.redistribute = refuse  # type: ignore[method-assign]
+
+
+def _refuse(fqn: str, ranks: tuple[int, ...], *args: Any, **kwargs: Any) -> NoReturn:
+    raise ValueError(
+        f"{fqn} is stored whole on rank {', '.join(map(str, ranks))} and this rank has nothing of it; read it on all "
+        "ranks with titan_muon.owned.gather(tensor), and a whole model with titan_muon.owned.full_state_dict(model)"
+    )

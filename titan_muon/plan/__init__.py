@@ -1,7 +1,7 @@
 """Planning, without processes, devices or modules: shapes and meshes in, a Plan and its numbers out."""
 
-from .planner import PlanOptions, make_plan
+from .planner import make_plan
 from .summary import Summary, summarize
 from .types import Plan
 
-__all__ = ["Plan", "PlanOptions", "Summary", "make_plan", "summarize"]
+__all__ = ["Plan", "Summary", "make_plan", "summarize"]

@@ -10,11 +10,13 @@ from .types import Bucket, Matrix
 
 
 def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive tasks; in a round each group has one bucket.
-
-    Buckets are of about the same bytes on every rank: the group with most bytes per rank has `count` of them, the
-    others fewer, in the first rounds.
-    """
+    """Tasks in at most `count` rounds of consecutive tasks; in a round each group has one bucket."""
+    # One bucket alone would leave every rank idle until all pieces are there, and again until all are back, with
+    # buffers for all matrices at once. In rounds one is in flight while another is orthogonalized.
+    # Rounds are the world's, not each group's own: only with one order of rounds on all ranks do overlapping groups
+    # launch their collectives in one order. Two groups that share two ranks would otherwise wait for each other.
+    # The group with most bytes per rank has `count` buckets and the others fewer, in the first rounds, so that buckets
+    # are of about the same bytes on every rank; else small ones would cost as many calls as large ones.
     total, seen = [0] * len(groups), [0] * len(groups)
     for task in tasks:
         total[task.group] += task.bytes
@@ -28,47 +30,63 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
     return [chosen for chosen in result if chosen]
 
 
-def longest_path(
-    buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int], slots: int
-) -> tuple[int, dict[int, int]]:
-    """FLOPs on the longest path through a step, and FLOPs by rank.
+def home_flops(home: Sequence[tuple[int, ...]], matrices: Sequence[Matrix]) -> dict[int, int]:
+    """FLOPs of the matrices at home, by rank; `home` are the ranks of each matrix."""
+    flops: dict[int, int] = {}
+    for matrix, ranks in zip(matrices, home, strict=True):
+        for rank in ranks:
+            flops[rank] = flops.get(rank, 0) + matrix.flops
+    return flops
 
-    The step is played turn by turn as the executor runs it, where orthogonalizing takes its FLOPs and all else no time:
-    a gather is there when the last rank of its group has launched it, a return when its last rank is done. `load` are
-    the FLOPs of the matrices at home.
-    """
+
+def longest_path(buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int], slots: int) -> int:
+    """FLOPs on the longest path through a step; `load` are the FLOPs of the matrices at home, by rank."""
+    # Played turn by turn as the executor runs it, and not the FLOPs of the busiest rank: with few slots a round waits
+    # for the slowest owner of an earlier one, so owners that are even over the step can still take twice as long.
     by_round: dict[int, list[int]] = {}
     for index, bucket in enumerate(buckets):
         by_round.setdefault(bucket.round, []).append(index)
-    work = [_work(bucket, matrices) for bucket in buckets]
-    now = dict.fromkeys({*load, *(rank for bucket in buckets for rank in bucket.group)}, 0)
-    launched, ends = [0] * len(buckets), [0] * len(buckets)
+    clock = _Clock(buckets, matrices, load)
     for act, number in schedule(len(by_round), slots):
         if act is Act.HOME:
-            now = {rank: start + load.get(rank, 0) for rank, start in now.items()}
-            continue
-        for index in by_round[number]:
-            group = buckets[index].group
-            if act is Act.GATHER:
-                launched[index] = max(now[rank] for rank in group)
-            elif act is Act.APPLY:
-                now |= {rank: max(now[rank], ends[index]) for rank in group}
-            else:
-                now |= {rank: max(now[rank], launched[index]) + work[index].get(rank, 0) for rank in group}
-                ends[index] = max(now[rank] for rank in group)
-    total = {rank: load.get(rank, 0) for rank in now}
-    for flops in work:
-        for rank, amount in flops.items():
-            total[rank] += amount
-    return max(now.values(), default=0), total
+            clock.work_at_home(load)
+        else:
+            for index in by_round[number]:
+                clock.advance(act, index)
+    return max(clock.now.values(), default=0)
 
 
-def _work(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, int]:
+class _Clock:
+    """The time of every rank in a step, in FLOPs, where orthogonalizing takes its FLOPs and all else no time."""
+
+    def __init__(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int]) -> None:
+        self.now = dict.fromkeys({*load, *(rank for bucket in buckets for rank in bucket.group)}, 0)
+        self._groups = [bucket.group for bucket in buckets]
+        self._flops = [_flops(bucket, matrices) for bucket in buckets]
+        self._launched, self._returned = [0] * len(buckets), [0] * len(buckets)
+
+    def work_at_home(self, load: Mapping[int, int]) -> None:
+        for rank, flops in load.items():
+            self.now[rank] += flops
+
+    def advance(self, act: Act, index: int) -> None:
+        now, group, flops = self.now, self._groups[index], self._flops[index]
+        # A collective is over when its last rank has come: a gather when it has launched, a return when it has
+        # computed.
+        if act is Act.GATHER:
+            self._launched[index] = max(now[rank] for rank in group)
+        elif act is Act.ORTHOGONALIZE:
+            now.update((rank, max(now[rank], self._launched[index]) + flops.get(rank, 0)) for rank in group)
+            self._returned[index] = max(now[rank] for rank in group)
+        else:
+            now.update((rank, max(now[rank], self._returned[index])) for rank in group)
+
+
+def _flops(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, int]:
     """FLOPs by rank. Without owners every rank of the group does every matrix."""
     if not bucket.owners:
-        flops = sum(matrices[index].flops for index in bucket.matrices)
-        return dict.fromkeys(bucket.group, flops)
-    work: dict[int, int] = {}
+        return dict.fromkeys(bucket.group, sum(matrices[index].flops for index in bucket.matrices))
+    flops: dict[int, int] = {}
     for index, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        work[owner] = work.get(owner, 0) + matrices[index].flops
-    return work
+        flops[owner] = flops.get(owner, 0) + matrices[index].flops
+    return flops

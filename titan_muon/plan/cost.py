@@ -1,4 +1,4 @@
-"""What a step costs: Newton-Schulz FLOPs of the algorithm that will run, and time on a named link."""
+"""What orthogonalizing one matrix costs: FLOPs and memory of the algorithm that will run."""
 
 from __future__ import annotations
 
@@ -43,35 +43,15 @@ class Work:
     """How a matrix is orthogonalized, and what that costs.
 
     Attributes:
-        method: the algorithm with all that it depends on; matrices of one shape and method may be stacked.
-        flops: of one matrix.
+        method: algorithm with all that it depends on; matrices of one shape and method may be orthogonalized together.
+        flops: FLOPs of one matrix.
         reason: why an automatic choice fell on it; empty if nothing was chosen.
-        stack: most matrices that are orthogonalized together.
-        bytes: of working memory for each of them.
+        batch: most matrices that are orthogonalized together.
+        bytes: working memory for each of them.
     """
 
     method: str
     flops: int
     reason: str = ""
-    stack: int = 1
+    batch: int = 1
     bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Link:
-    """What communication costs: `bandwidth` in bytes per second and rank, `latency` in seconds per collective.
-
-    `flops` is the rate in FLOP/s at which a rank orthogonalizes; it weighs computing again against communicating.
-    """
-
-    bandwidth: float = 45e9
-    latency: float = 15e-6
-    flops: float = 700e12
-
-    def transfer_seconds(self, sent: int) -> float:
-        """Time for one rank to send `sent` bytes in one collective."""
-        return self.latency + sent / self.bandwidth
-
-    def compute_seconds(self, flops: int) -> float:
-        """Time for one rank to orthogonalize `flops` FLOPs."""
-        return flops / self.flops

@@ -1,4 +1,4 @@
-"""Which ranks have to meet to make a matrix whole, and which matrices are whole already."""
+"""Which ranks assemble a matrix from its pieces, and which store all of it already."""
 
 from __future__ import annotations
 
@@ -9,43 +9,43 @@ from .layout import Geometry
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where one block of a parameter becomes whole.
+class Assembly:
+    """Where one matrix of a parameter is orthogonalized.
 
-    `home` are the ranks that hold it whole and need nobody. Otherwise each of `groups` (global ranks, ascending) makes
-    it whole once: one group when replicas split the work, one for each replica when they repeat it.
+    Attributes:
+        home: ranks that store all of it and need no other; empty if it has to be assembled.
+        groups: groups of global ranks, ascending, that each assemble it once: one group when replicas split the work,
+            one for each replica when they repeat it.
     """
 
     home: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
 
 
-def meetings(geometry: Geometry, split: bool) -> tuple[Meeting, ...]:
-    """A Meeting for each block. With `split`, ranks that hold copies are one group and share out the matrices.
-
-    Blocks with a rank in common meet in the same group, so that they can travel together. If all blocks do, the group
-    is the whole mesh: ranks without a row of a small parameter can orthogonalize it too.
-    """
-    blocks = range(len(geometry.stack.blocks))
-    holders = [tuple(geometry.elements(block)) for block in blocks]
-    whole = [_whole(geometry, block, split) for block in blocks]
-    parts = [() if whole[block] else _by_replica(geometry, holders[block], split) for block in blocks]
+def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
+    """The Assembly of each matrix. With `split`, ranks that hold copies are one group and share out the matrices."""
+    indices = range(len(geometry.stack.matrices))
+    holders = [tuple(geometry.elements(index)) for index in indices]
+    whole = [_whole(geometry, index, split) for index in indices]
+    parts = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
     components = _Components(ranks for copies in parts for ranks in copies)
     meshes = _by_replica(geometry, geometry.layout.mesh.ranks, split)
     groups = _widened(components, meshes)
     return tuple(
-        Meeting(holders[block] if whole[block] else (), tuple(groups[ranks[0]] for ranks in parts[block]))
-        for block in blocks
+        Assembly(holders[index] if whole[index] else (), tuple(groups[ranks[0]] for ranks in parts[index]))
+        for index in indices
     )
 
 
-def _whole(geometry: Geometry, block: int, split: bool) -> bool:
-    """Whether every holder has all of the block, and none of them could leave it to another."""
-    elements = geometry.elements(block)
-    return set(elements.values()) == {geometry.numel(block)} and (len(elements) == 1 or not split)
+def _whole(geometry: Geometry, index: int, split: bool) -> bool:
+    """Whether every holder has all of the matrix, and none of them could leave it to another."""
+    elements = geometry.elements(index)
+    return set(elements.values()) == {geometry.numel(index)} and (len(elements) == 1 or not split)
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
+    # With `split` all copies are one group although one copy would do to assemble the matrix: the result has to return
+    # to every copy, and the ranks of all of them can own. Over HSDP that divides the work by the number of replicas.
     if split:
         return (tuple(sorted(ranks)),)
     copies: dict[tuple[int, ...], list[int]] = {}
@@ -56,6 +56,10 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
 
 def _widened(components: _Components, meshes: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
     """Group of each rank: its component, or its whole mesh when nobody else of that mesh forms another one."""
+    # Components, not the holders of each matrix: neighbouring heads or experts may share the rank at their border, and
+    # groups that overlap without being equal would each need a process group and collectives of their own.
+    # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
+    # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
     groups = {}
     for mesh in meshes:
         members = set(mesh)
@@ -86,6 +90,7 @@ class _Components:
             self._members.setdefault(self.root(rank), []).append(rank)
 
     def root(self, rank: int) -> int:
+        # Path halving: without it a chain of 1,024 ranks would be walked from end to end for each of them.
         while self.parent[rank] != rank:
             self.parent[rank] = self.parent[self.parent[rank]]
             rank = self.parent[rank]

@@ -1,4 +1,4 @@
-"""Who orthogonalizes what: functions from tasks to owners, by their names in a recipe.
+"""Who orthogonalizes what: the balancer, and functions from tasks to owners by their names in a recipe.
 
 Every function is deterministic, so that all ranks make the same plan without talking.
 """
@@ -6,7 +6,7 @@ Every function is deterministic, so that all ranks make the same plan without ta
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -17,8 +17,12 @@ BYTES_OVER_MEAN = 1.3
 class Task:
     """A matrix that needs an owner.
 
-    The owner is one of the ranks of `groups[group]`. `flops` and `bytes` are what the matrix costs its owner in
-    Newton-Schulz and in buffers; `layer` names the layer it is part of.
+    Attributes:
+        matrix: index of the matrix.
+        group: index of the group whose ranks can own it.
+        flops: what it costs its owner in Newton-Schulz.
+        bytes: what it costs its owner in memory.
+        layer: name of the layer that it is part of.
     """
 
     matrix: int
@@ -30,26 +34,77 @@ class Task:
 
 Groups = Sequence[tuple[int, ...]]
 Rounds = Sequence[Sequence[Task]]
-Owners = dict[tuple[int, int], int]
-"""Owner of each (matrix, group)."""
+OwnerOf = dict[tuple[int, int], int]
+"""Rank that owns each (matrix, group)."""
+_Heap = list[tuple[int, int, int]]
+"""(FLOPs, bytes, rank) of the ranks of a group, the least loaded first."""
 
 
-def balanced(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owners:
-    """Longest processing time first, over all tasks, by FLOPs, on top of the FLOPs that each rank has at home.
+class Balancer:
+    """Gives tasks to ranks by longest processing time first, within a limit of bytes.
 
-    A rank takes no more than 1.3 x the mean of bytes as long as another rank has room.
-    Groups of many ranks go first, so that those of few even them out. Where all ranks are one group, the longest rank
-    is within 4/3 of the best possible (Graham, 1969).
+    Args:
+        tasks: all that will be given, for the limit.
+        ranks: all that may get some.
+        load: FLOPs that ranks have already.
     """
+
+    # FLOPs decide, since Newton-Schulz is most of a step. But with FLOPs alone a rank without large matrices would be
+    # given a great many small ones, and its buffers or its shard of the model would not fit where all others' do.
+
+    def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
+        self._flops = {rank: load.get(rank, 0) for rank in ranks}
+        self._bytes = dict.fromkeys(self._flops, 0)
+        sizes = [task.bytes for task in tasks]
+        # At least the largest, or no rank would ever have room for it.
+        self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
+
+    def heap(self, ranks: Sequence[int]) -> _Heap:
+        """The ranks of a group as `give` takes them; a rank that is given a task by another heap is outdated in it."""
+        heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
+        heapq.heapify(heap)
+        return heap
+
+    def give(self, task: Task, heap: _Heap, barred: Collection[int] = ()) -> int:
+        """The owner of a task: the least loaded with room for its bytes; one of `barred` only if there is no other."""
+        flops, bytes_, rank = _pop(heap, self._limit - task.bytes, barred)
+        self._flops[rank], self._bytes[rank] = flops + task.flops, bytes_ + task.bytes
+        heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
+        return rank
+
+
+def _pop(heap: _Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:
+    passed = []
+    while heap:
+        entry = heapq.heappop(heap)
+        if entry[1] <= most and entry[2] not in barred:
+            break
+        passed.append(entry)
+    else:
+        # The limit is soft: the matrix has to be somewhere, and the user's own limit of buffers is checked on the plan.
+        entry = next((other for other in passed if other[2] not in barred), passed[0])
+        passed.remove(entry)
+    for other in passed:
+        heapq.heappush(heap, other)
+    return entry
+
+
+def balanced(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """Longest first over all tasks, on top of the FLOPs that each rank has at home; groups of many ranks go first.
+
+    Where all ranks are one group, the longest rank is within 4/3 of the best possible (Graham, 1969).
+    """
+    # Large groups first has no bound where groups overlap, and neither has the reverse: which of them is better depends
+    # on whether few ranks' matrices are small enough to fill what is left. So the planner tries all three orders.
     return _longest_first([_flat(rounds)], groups, load)
 
 
-def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owners:
+def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but groups of few ranks go first, so that those of many make room for them."""
     return _longest_first([_flat(rounds)], groups, load, small_first=True)
 
 
-def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owners:
+def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but one round after the other, for rounds that wait for each other."""
     return _longest_first(rounds, groups, load)
 
@@ -58,55 +113,26 @@ def _flat(rounds: Rounds) -> list[Task]:
     return [task for tasks in rounds for task in tasks]
 
 
-def _longest_first(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> Owners:
-    loads = dict(load)
-    held = dict.fromkeys((rank for group in groups for rank in group), 0)
-    limit = _byte_limit(_flat(rounds), len(held))
-    owners: Owners = {}
+def _longest_first(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
+    balancer = Balancer(_flat(rounds), (rank for group in groups for rank in group), load)
+    owners: OwnerOf = {}
     for tasks in rounds:
         grouped = _by_group(tasks, groups)
         for index in reversed(grouped) if small_first else grouped:
-            heap = [(loads.get(rank, 0), held[rank], rank) for rank in groups[index]]
-            heapq.heapify(heap)
-            for task in _spread(grouped[index]):
-                flops, bytes_, rank = _pop_under(heap, limit - task.bytes)
-                owners[task.matrix, index] = rank
-                loads[rank], held[rank] = flops + task.flops, bytes_ + task.bytes
-                heapq.heappush(heap, (loads[rank], held[rank], rank))
+            heap = balancer.heap(groups[index])
+            owners |= {(task.matrix, index): balancer.give(task, heap) for task in _spread(grouped[index])}
     return owners
 
 
 def _spread(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Longest first. Each class of equal tasks starts one layer later than the class before it.
-
-    Ranks that are even take the tasks of a class in turn, so without that shift the first would get all of layer 0.
-    """
+    """Longest first. Each class of equal tasks starts one layer later than the class before it."""
+    # Ranks that are even take the tasks of a class in turn, so without the shift the first would get all of layer 0.
+    # Neighbours travel in one round, which is over when its last owner is done: that rank would hold up all others.
     ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
     for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):
         same = list(equal)
         start = shift % len(same)
         yield from same[start:] + same[:start]
-
-
-def _pop_under(heap: list[tuple[int, int, int]], limit: float) -> tuple[int, int, int]:
-    """The least loaded entry with at most `limit` bytes, or the least loaded of all when none has room."""
-    passed = []
-    while heap:
-        entry = heapq.heappop(heap)
-        if entry[1] <= limit:
-            break
-        passed.append(entry)
-    else:
-        entry = passed.pop(0)
-    for other in passed:
-        heapq.heappush(heap, other)
-    return entry
-
-
-def _byte_limit(tasks: Sequence[Task], ranks: int) -> float:
-    if not tasks:
-        return 0.0
-    return max(BYTES_OVER_MEAN * sum(task.bytes for task in tasks) / ranks, *(task.bytes for task in tasks))
 
 
 def _by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
@@ -117,7 +143,7 @@ def _by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
     return dict(sorted(found.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
 
 
-def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owners:
+def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """The i-th matrix of a group goes to rank i modulo its size, in the order of the parameters."""
     grouped = _by_group(_flat(rounds), groups)
     return {
@@ -127,16 +153,16 @@ def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owne
     }
 
 
-def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owners:
+def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """All matrices of a layer go to one rank, the layers in turn."""
-    owners: Owners = {}
+    owners: OwnerOf = {}
     for index, mine in _by_group(_flat(rounds), groups).items():
         turn = {layer: i % len(groups[index]) for i, layer in enumerate(dict.fromkeys(task.layer for task in mine))}
         owners |= {(task.matrix, index): groups[index][turn[task.layer]] for task in mine}
     return owners
 
 
-OWNERS: Mapping[str, tuple[Callable[[Rounds, Groups, Mapping[int, int]], Owners], ...]] = {
+OWNERS: Mapping[str, tuple[Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf], ...]] = {
     "balanced": (balanced, balanced_rounds, balanced_small_first),
     "round_robin": (round_robin,),
     "per_layer": (per_layer,),

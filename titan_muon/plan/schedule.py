@@ -23,27 +23,29 @@ class Turn(NamedTuple):
 
 
 def prefetch(slots: int, rounds: int) -> int:
-    """How many rounds are gathered ahead of the one being orthogonalized.
-
-    With a slot for every round all are gathered at once and nothing waits. Otherwise half of the slots gather ahead and
-    half return behind.
-    """
+    """How many rounds are gathered ahead of the one being orthogonalized."""
+    # With a slot for every round all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
+    # and half return behind: were all of them ahead, each gather would first wait for the return of the round just
+    # computed.
     return rounds - 1 if slots >= rounds else slots // 2
 
 
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
     """The turns of a step of so many rounds, that take turns in `slots` sets of buffers.
 
-    The first rounds are in flight while the matrices at home are orthogonalized. A round is gathered into a slot only
-    when the round before it there is applied. To orthogonalize is to send back what was gathered. A rank has the same
-    turns as all others, whether it has buckets in a round or not: so every group sees its collectives in one order.
+    To orthogonalize is to send back what was gathered.
     """
+    # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its
+    # collectives in one order. If ranks skipped the turns in which they have nothing to do, two groups that share ranks
+    # could launch theirs in different orders, and NCCL would hang.
     ahead = prefetch(slots, rounds)
     turns = [Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds))]
+    # What needs no communication comes while the first rounds are in flight: nothing else could fill that time.
     turns.append(Turn(Act.HOME, 0))
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
+            # The round that was in this slot must be applied before its buffers are overwritten.
             if coming >= slots:
                 turns.append(Turn(Act.APPLY, coming - slots))
             turns.append(Turn(Act.GATHER, coming))

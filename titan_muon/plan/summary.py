@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from .buckets import longest_path
+from .batches import batches
+from .buckets import home_flops, longest_path
+from .exchanges import Pieces
 from .layout import Geometries
-from .ledger import Ledger
+from .totals import Totals
 from .types import Plan
 
 
@@ -29,19 +32,18 @@ class Summary:
     """A plan in numbers.
 
     Attributes:
+        ranks: costs of each rank.
         muon_matrices: matrices over the whole world, copies counted once.
         orthogonalizations: matrices orthogonalized over all ranks; more than `muon_matrices` if replicas repeat work.
         ns_flops_max: FLOPs on the longest path through the step, see `buckets.longest_path`.
-        ns_flops_lower_bound: no plan is faster: the mean over ranks, or the largest matrix.
-        bytes_sent_max: of the rank that sends most.
-        bytes_sent_lower_bound: mean over ranks if each matrix met at the rank that has most of it.
-        padding_bytes: sent and not part of any matrix.
-        collectives_per_step: launched by the rank that launches most. On gloo, which gathers equal parts only, an
+        ns_flops_lower_bound: FLOPs that no plan can be below: the mean over ranks, or the largest matrix.
+        bytes_sent_max: bytes of the rank that sends most.
+        bytes_sent_lower_bound: mean over ranks if the rank with most of each matrix owned it.
+        collectives_per_step: calls of the rank that launches most. On gloo, which gathers equal parts only, an
             all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
-        work_bytes_max: of the rank that needs most to make its largest stack of matrices whole (allocated once) and to
-            orthogonalize it (in each step).
-        fallbacks: matrices that run otherwise than asked for.
+        work_bytes_max: bytes of the rank that needs most to assemble its largest batch of matrices (allocated once) and
+            to orthogonalize it (in each step).
     """
 
     ranks: tuple[RankCost, ...]
@@ -51,63 +53,62 @@ class Summary:
     ns_flops_lower_bound: int
     bytes_sent_max: int
     bytes_sent_lower_bound: int
-    padding_bytes: int
     collectives_per_step: int
     buffer_bytes_max: int
     work_bytes_max: int
-    fallbacks: int
 
 
 def summarize(plan: Plan) -> Summary:
     """Count everything that the plan will do."""
-    geometries = Geometries(plan.parameters)
-    ledger = Ledger(plan.matrices, geometries)
-    for index, at_home in enumerate(plan.home):
-        for rank in at_home:
-            ledger.add_home(index, rank)
-    path, _ = longest_path(plan.buckets, plan.matrices, dict(ledger.flops), plan.slots)
-    for bucket in plan.buckets:
-        ledger.add(bucket)
-    ranks = tuple(_rank_cost(rank, ledger, plan) for rank in ledger.ranks)
-    once = sum(matrix.flops for matrix in plan.matrices)
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    totals = Totals(plan.home, plan.buckets, pieces)
+    ranks = tuple(_rank_cost(rank, totals, plan) for rank in totals.home)
+    flops = [matrix.flops for matrix in plan.matrices]
     return Summary(
         ranks=ranks,
         muon_matrices=len(plan.matrices),
         orthogonalizations=sum(cost.matrices for cost in ranks),
-        ns_flops_max=path,
-        ns_flops_lower_bound=max(once // len(ranks), max(matrix.flops for matrix in plan.matrices)),
+        ns_flops_max=longest_path(plan.buckets, plan.matrices, home_flops(plan.home, plan.matrices), plan.slots),
+        ns_flops_lower_bound=max(sum(flops) // len(ranks), max(flops)),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
-        bytes_sent_lower_bound=_least_sent(plan, geometries) // len(ranks),
-        padding_bytes=0,
+        bytes_sent_lower_bound=_least_sent(plan, pieces) // len(ranks),
         collectives_per_step=max(cost.collectives for cost in ranks),
         buffer_bytes_max=max(cost.buffer_bytes for cost in ranks),
         work_bytes_max=max(cost.work_bytes for cost in ranks),
-        fallbacks=0,
     )
 
 
-def _rank_cost(rank: int, ledger: Ledger, plan: Plan) -> RankCost:
-    whole, iteration = ledger.stacked(rank, plan.works)
+def _rank_cost(rank: int, totals: Totals, plan: Plan) -> RankCost:
+    buckets = [bucket for _, bucket in totals.buckets[rank]]
+    parts = [totals.home[rank], *(bucket.matrices for bucket in buckets)]
+    mine = [plan.matrices[matrix] for part in parts for matrix in part]
     return RankCost(
         rank=rank,
-        matrices=ledger.matrices[rank],
-        ns_flops=ledger.flops[rank],
-        bytes_sent=ledger.sent[rank] * plan.wire_bytes,
-        bytes_received=ledger.received[rank] * plan.wire_bytes,
-        buffer_bytes=ledger.buffer(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
-        work_bytes=whole * plan.wire_bytes + iteration,
-        collectives=ledger.collectives[rank],
+        matrices=len(mine),
+        ns_flops=sum(matrix.flops for matrix in mine),
+        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes,
+        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes,
+        buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
+        work_bytes=_work_bytes(parts, plan),
+        collectives=sum(bucket.collectives for bucket in buckets),
     )
 
 
-def _least_sent(plan: Plan, geometries: Geometries) -> int:
+def _work_bytes(parts: Iterable[Sequence[int]], plan: Plan) -> int:
+    """Bytes of the largest batch that a rank assembles, and most bytes that one takes to be orthogonalized."""
+    # Both at their largest, although of different batches: the workspace stays while all batches take turns in it.
+    found = [(batch, plan.matrices[batch[0]]) for part in parts for batch in batches(part, plan.matrices, plan.works)]
+    assembled = max((len(batch) * first.numel for batch, first in found), default=0)
+    return assembled * plan.wire_bytes + max((len(b) * plan.works[m.work].bytes for b, m in found), default=0)
+
+
+def _least_sent(plan: Plan, pieces: Pieces) -> int:
     """Bytes over all ranks if the rank with the largest piece of each matrix were its owner, in each bucket."""
     total = 0
     for bucket in plan.buckets:
         members = frozenset(bucket.group)
         for index in bucket.matrices:
-            matrix = plan.matrices[index]
-            elements = geometries[matrix.parameter].elements(matrix.block)
-            stored = [count for rank, count in elements.items() if rank in members]
-            total += (matrix.numel - max(stored)) + (sum(stored) - max(stored))
+            stored = [elements for _, elements in pieces.elements(index, members)]
+            # There, all that the owner lacks of one copy; back, all that it does not store itself, of every copy.
+            total += (plan.matrices[index].numel - max(stored)) + (sum(stored) - max(stored))
     return total * plan.wire_bytes

@@ -1,7 +1,14 @@
-"""The planner's vocabulary: frozen data from the placement of one tensor to the plan of a whole step.
+"""The planner's vocabulary: frozen data from the placement of one tensor to the plan of a whole step."""
 
-Nothing here knows of processes, devices or modules, so a plan can be made, compared and printed anywhere.
-"""
+# [Note: pieces]
+# matrix   the 2D unit that Newton-Schulz sees: a parameter, or one of its experts, heads or fused projections.
+# piece    the part of a matrix that one rank stores. It need not be one rectangle: FSDP over tensor parallelism leaves
+#          a rank several row ranges (StridedShard), and the rows of q in a fused q|k|v are apart from each other.
+# segment  rows (or columns) that are consecutive both in the rank's storage and in the matrix. A piece is its row
+#          segments crossed with its column segments, because placements cut every dim on its own.
+# span     one such crossing (layout.Span): the largest rectangle that one strided copy can move.
+# parcel   a piece as it lies in a flat buffer (legs.Parcel): row-major and without gaps, so that a collective's splits
+#          are plain element counts and nothing but the matrix travels.
 
 from __future__ import annotations
 
@@ -26,16 +33,17 @@ class Interval(NamedTuple):
 class Shard:
     """Cut along a tensor dim over one mesh axis, as torch.chunk cuts."""
 
+    # torch.chunk's parts are ceil(length / count) long: the last are shorter or empty. An even split would give ranks
+    # other rows than DTensor stores there, and every offset that is computed from it would be wrong.
     dim: int
 
 
 @dataclass(frozen=True)
 class StridedShard:
-    """Cut along a tensor dim into `split_factor` parts, each of which is cut over one mesh axis.
+    """Cut along a tensor dim into `split_factor` parts, each of which is cut over one mesh axis."""
 
-    This is how FSDP2 cuts a tensor that tensor or expert parallelism has cut before along the same dim.
-    """
-
+    # FSDP2 shards what tensor or expert parallelism has cut before along the same dim, but its mesh axis comes first in
+    # the DTensor's mesh. Two Shards of that dim would be read from left to right, which is another order of the rows.
     dim: int
     split_factor: int
 
@@ -69,7 +77,7 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of global `shape` rests on a mesh, one placement for each mesh axis."""
+    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis."""
 
     shape: tuple[int, ...]
     mesh: Mesh
@@ -82,22 +90,22 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Block:
-    """One matrix of a parameter: the rows of the parameter's 2D view that it takes, ascending."""
+class MatrixRows:
+    """One matrix of a parameter: the ascending rows of the parameter's 2D view that it takes."""
 
     label: str
     rows: tuple[Interval, ...]
 
     def __post_init__(self) -> None:
-        assert all(a.stop <= b.start for a, b in pairwise(self.rows)), f"rows of block {self.label} do not ascend"
+        assert all(a.stop <= b.start for a, b in pairwise(self.rows)), f"rows of matrix {self.label} do not ascend"
 
 
 @dataclass(frozen=True)
-class Stack:
+class MatrixStack:
     """A parameter read as matrices: its first `row_dims` dims are flattened to rows, the others to columns."""
 
     row_dims: int
-    blocks: tuple[Block, ...]
+    matrices: tuple[MatrixRows, ...]
 
 
 @dataclass(frozen=True)
@@ -107,19 +115,16 @@ class Parameter:
     fqn: str
     layer: str
     layout: Layout
-    stack: Stack
+    stack: MatrixStack
     plain: bool = False
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """The 2D unit that Newton-Schulz sees: block `block` of parameter `parameter`, both by index in the plan.
-
-    `work` is the index of how it is orthogonalized among the plan's works.
-    """
+    """Matrix number `index` of parameter number `parameter`; `work` is its index in the plan's works."""
 
     parameter: int
-    block: int
+    index: int
     rows: int
     cols: int
     flops: int
@@ -141,7 +146,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a matrix that one rank stores: all crossings of its row segments and column segments."""
+    """The part of a matrix that one rank stores: all crossings of row segments and column segments, [Note: pieces]."""
 
     rows: tuple[Segment, ...]
     cols: tuple[Segment, ...]
@@ -162,9 +167,13 @@ class Piece:
 class Bucket:
     """What travels in one collective there and one back.
 
-    `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
-    rank `owners[i]`; with exchange `all_gather` there are no owners: every rank does what it holds a piece of.
-    Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on this exchange.
+    Attributes:
+        exchange: name of its pattern in `exchanges.PATTERNS`.
+        group: global ranks that take part.
+        matrices: indices into the plan's matrices.
+        owners: rank that orthogonalizes each of them; empty if every rank does what it stores a piece of.
+        round: number of its round; buckets of one round are in flight together.
+        reason: why an automatic choice fell on this exchange.
     """
 
     exchange: str
@@ -179,11 +188,18 @@ class Bucket:
 class Plan:
     """Who orthogonalizes which matrix, and how the pieces get there and back.
 
-    `home[i]` are the ranks that hold matrix i whole and orthogonalize it without communication; the matrices of the
-    buckets have none. All ranks go through the rounds in the same order, and in a round each rank runs the buckets
-    whose group it is in, in the order of `buckets`; `slots` rounds have buffers at a time. `works` are the ways in
-    which matrices are orthogonalized.
+    Attributes:
+        home: for each matrix the ranks that store all of it and orthogonalize it without communication; empty for the
+            matrices of the buckets.
+        buckets: all of the world's, in the order in which a rank runs those of one round.
+        slots: number of rounds that have buffers at a time.
+        wire_bytes: bytes of an element in transit.
+        works: the ways in which matrices are orthogonalized.
     """
+
+    # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
+    # only so can ranks compare plans before their first collective. Two ranks with different plans would wait in
+    # different collectives, which hangs, or take each other's bytes for another matrix, which nobody would notice.
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
@@ -199,7 +215,8 @@ class Plan:
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
     def to_json(self) -> str:
-        """The whole plan as JSON text, the same on every rank that made the same plan."""
+        """The whole plan as JSON text."""
+        # Sorted keys and no sets: the text must not depend on the hash seed, which differs between processes.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:

@@ -20,9 +20,7 @@ EPS = 1e-6
 def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
     """Ranks that hold the same elements of `parameter`, itself counted.
 
-    `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage. A mesh
-    smaller than that is repeated over the other ranks, but for an owned parameter, whose mesh has all its holders. A
-    plain tensor is on every rank.
+    `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage.
     """
     if not isinstance(parameter, DTensor):
         return stage_ranks
@@ -31,6 +29,8 @@ def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
+    # A mesh smaller than the stage is repeated over the stage's other ranks. The mesh of an owned parameter is small
+    # because only its owners hold it, and they are all in it.
     return replicas if is_owned(parameter) else replicas * stage_ranks // mesh.size()
 
 
@@ -38,8 +38,8 @@ class GradientClip:
     """Scales gradients down to a largest norm. Every rank of the default process group calls it at every step.
 
     Args:
-        parameters: what this rank trains, of any dtype, as DTensors or plain tensors.
-        clipped: those among them whose gradients are scaled; the factor comes from their norm alone.
+        parameters: all that this rank trains, of any dtype, as DTensors or plain tensors.
+        clipped: parameters among them whose gradients are scaled; the factor comes from their norm alone.
         max_norm: largest norm of the clipped gradients, > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
     """
@@ -58,6 +58,9 @@ class GradientClip:
         self.max_norm = max_norm
         device = self.parameters[0].device
         shares = [1.0 / copies(parameter, stage_ranks) for parameter in self.parameters]
+        # Weights sum, not the tensors: each rank divides by the copies, so one all-reduce over the world counts every
+        # element once. Norms by mesh, as torch takes them, would need a collective for each mesh. float64, because
+        # float32 loses the small tensors of a large model.
         self._weights = torch.tensor(
             [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
             dtype=torch.float64,
@@ -75,6 +78,7 @@ class GradientClip:
         norm, clipped_norm = self._norms(gradients)
         pairs = zip(gradients, self.clipped, strict=True)
         scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
+        # Clamped on the device instead of tested here: an `if` on the norm would make the host wait for it.
         if scaled:
             torch._foreach_mul_(scaled, (self.max_norm / (clipped_norm + EPS)).clamp(max=1.0).float())
         return norm
@@ -83,6 +87,7 @@ class GradientClip:
         """Two norms over all ranks: of all gradients, and of the clipped ones. None, no gradient, counts as zero."""
         present = [gradient for gradient in gradients if gradient is not None]
         norms = iter(torch._foreach_norm(present, 2, torch.float32) if present else ())
+        # A rank without a gradient adds zero and still joins the all-reduce: left out, the others would hang.
         every = torch.stack([self._zero if gradient is None else next(norms) for gradient in gradients])
         sums = self._weights @ every.double().square()
         dist.all_reduce(sums)
@@ -97,6 +102,6 @@ def local_gradient(parameter: torch.Tensor) -> torch.Tensor:
         return gradient
     assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"
     assert gradient.placements == parameter.placements, (
-        f"a gradient of placements {gradient.placements} does not rest as its parameter {parameter.placements}"
+        f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
     )
     return gradient.to_local()

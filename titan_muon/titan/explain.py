@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, holders
 from titan_muon.plan import Plan, Summary
-from titan_muon.plan.ownership import Load, load_lines
+from titan_muon.plan.ownership import OwnedTotals, load_lines
 from titan_muon.titan.rules import Assignment
 
 OWNERS_SHOWN = 16
@@ -40,7 +40,7 @@ def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
     """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
-    blocks = {} if plan is None else {p.fqn: len(p.stack.blocks) for p in plan.parameters}
+    blocks = {} if plan is None else {p.fqn: len(p.stack.matrices) for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
@@ -101,7 +101,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
     yield from _method_lines(plan)
     if exchanges:
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
-        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank, padding 0"
+        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
     # The choice of an exchange has one reason, which each of its buckets carries.
     for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
@@ -117,7 +117,7 @@ def _method_lines(plan: Plan) -> Iterable[str]:
         yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
 
 
-def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world_size: int) -> dict[int, Load]:
+def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world_size: int) -> dict[int, OwnedTotals]:
     """What each rank owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     if summary is None or not owned:
@@ -130,10 +130,10 @@ def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world
     # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
     # owned: a rank without an owned matrix may still have work.
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
-    return {rank: Load(matrices[rank], held[rank], flops.get(rank, 0)) for rank in range(world_size)}
+    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in range(world_size)}
 
 
-def owner_summary(loads: Mapping[int, Load]) -> Iterable[str]:
+def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
     """How even the owners are, and how many ranks own nothing."""
     if not loads:
         return
@@ -145,7 +145,7 @@ def owner_summary(loads: Mapping[int, Load]) -> Iterable[str]:
         yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
 
 
-def owner_lines(loads: Mapping[int, Load], *, full: bool) -> Iterable[str]:
+def owner_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:
     """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
     yield from owner_summary(loads)
     table = list(load_lines(loads)) if loads else []

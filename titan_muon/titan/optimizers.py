@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,20 +12,25 @@ from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
-from titan_muon import registry
-from titan_muon.options import Split
-from titan_muon.plan.cost import Link
-from titan_muon.titan.recipe import Recipe, RecipeError, sections
-from titan_muon.titan.rules import Assignment, Rule, assign, default_rules
+from titan_muon import options, registry
+from titan_muon.muon import Muon
+from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
+from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
+from titan_muon.titan.recipe.sections import Rule
+from titan_muon.titan.rules import Assignment, Default, assign, default_rules
+
+registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
+registry.optimizers.register("adamw", registry.OptimizerEntry(torch.optim.AdamW, ("foreach", "fused")))
+registry.optimizers.register("adam", registry.OptimizerEntry(torch.optim.Adam, ("foreach", "fused")))
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters that one optimizer treats alike.
 
     Attributes:
         rule: index of the rule that gives them options of its own, or None.
-        tag: names them in metrics.
+        tag: their name in metrics.
         options: their hyperparameters.
     """
 
@@ -45,11 +50,10 @@ class HybridOptimizers(OptimizersContainer):
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """Rules in order, their options, the defaults or None, and each optimizer's own options."""
+        """Rules in order, the defaults or None, and each optimizer's own options."""
 
         rules: tuple[Rule, ...] = ()
-        rule_options: tuple[Mapping[str, Any], ...] = ()
-        defaults: tuple[Rule, ...] | None = field(default_factory=default_rules)
+        defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         whole_model: bool = True
         """Whether this process holds the whole model; a pipeline stage may lack what a rule is for."""
@@ -57,7 +61,11 @@ class HybridOptimizers(OptimizersContainer):
     assignments: tuple[Assignment, ...]
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        # TorchTitan's own __init__ is not called: it builds optimizers for each part by itself, and Muon must see all
+        # parts at once to plan them together. What it does besides is done at the end.
         self.model_parts = model_parts
+        # Canonical: activation checkpointing and torch.compile put their own names in between, and a recipe's globs
+        # and a checkpoint must not depend on them.
         trained = {
             canonical_fqn(name): parameter
             for part in model_parts
@@ -79,6 +87,13 @@ class HybridOptimizers(OptimizersContainer):
         groups = named[name].param_groups if name in named else []
         return [parameter for group in groups for parameter in group["params"]]
 
+    def clipped_parameters(self, choice: str) -> list[nn.Parameter]:
+        """The parameters whose gradients are clipped under `optimizer.clip = choice`; `adamw` is all but Muon's."""
+        # What is not known to be Muon is clipped: an optimizer of another package most likely grows with its gradient
+        # as AdamW does, and left alone it would lose the guard that training.max_norm promises.
+        spared = {"all": (), "adamw": ("muon",), "none": tuple(self.groups)}[choice]
+        return [parameter for name in self.groups if name not in spared for parameter in self.parameters(name)]
+
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each group now, by its tag."""
         tags = [group.tag for groups in self.groups.values() for group in groups]
@@ -92,62 +107,63 @@ def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
     Raises RecipeError for an optimizer that is not registered, and for a rule's option that cannot be the rule's own.
     """
     section = recipe.optimizer
-    implementation = {"foreach": False, "fused": False}
-    if section.implementation == "auto":
-        implementation["fused" if torch.accelerator.is_available() else "foreach"] = True
-    elif section.implementation != "for-loop":
-        implementation[section.implementation] = True
+    implementation = _implementation(section)
     tables = {
-        "muon": _muon_table(recipe.muon, recipe.link),
+        "muon": _muon_table(recipe),
         "adamw": {**asdict(recipe.adamw), **implementation},
         "adam": {**asdict(recipe.adam), **implementation},
     }
     return HybridOptimizers.Config(
-        rules=tuple(Rule(r.match, r.optimizer, f"optimizer.rule[{i}] {r.match!r}") for i, r in enumerate(section.rule)),
-        rule_options=tuple(rule.options for rule in section.rule),
+        rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
-        tables=_with_shared(tables, section.rule),
+        tables=tables | _shared_options(section.rule, tables),
         whole_model=recipe.parallelism.pipeline_parallel_degree == 1,
     )
 
 
-def _with_shared(tables: dict[str, dict[str, Any]], rules: tuple[sections.Rule, ...]) -> dict[str, dict[str, Any]]:
-    """`tables`, and one for each other optimizer with what holds for all of it, on which its rules must agree."""
+def _implementation(section: OptimizerSection) -> dict[str, bool]:
+    """torch's two flags of AdamW and Adam."""
+    chosen = section.implementation
+    if chosen == "auto":
+        chosen = "fused" if torch.accelerator.is_available() else "foreach"
+    # Both said, also as False: torch reads an absent flag as its own choice, which differs by device.
+    return {name: name == chosen for name in ("foreach", "fused")}
+
+
+def _muon_table(recipe: Recipe) -> dict[str, Any]:
+    """Muon's keywords."""
+    # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
+    table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
+    gib = table.pop("buffer_gib")
+    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
+
+
+def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What holds for all of each optimizer that has no table in the recipe; its rules must agree on that."""
     agreed: dict[str, dict[str, Any]] = {}
     for index, rule in enumerate(rules):
         name, place = rule.optimizer, f"optimizer.rule[{index}]"
         try:
-            entry = registry.optimizers.get(name)
+            shared = registry.optimizers.get(name).shared
         except ValueError as error:
             raise RecipeError(f"{place}.{error}") from error
-        for key in (key for key in rule.options if key in entry.shared):
-            value = rule.options[key]
+        for key, value in rule.options.items():
+            # buffer_gib is the recipe's name for a keyword of Muon, so the registry does not know it.
+            if key not in shared and (name, key) != ("muon", "buffer_gib"):
+                continue
             said = f"{place}.options.{key}: {key} holds for all of {name}"
             if name in tables:
                 raise RecipeError(f"{said}; set {name}.{key}")
             if agreed.setdefault(name, {}).setdefault(key, value) != value:
                 raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
-    return {**tables, **agreed}
-
-
-def _muon_table(section: sections.Muon, link: sections.Link) -> dict[str, Any]:
-    table = asdict(section)
-    gib = table.pop("buffer_gib")
-    return {
-        **table,
-        "buffer_bytes": None if gib == "auto" else int(gib * 2**30),
-        "split": tuple(Split(**asdict(split)) for split in section.split),
-        "link": Link(link.bandwidth_gb * 1e9, link.latency_us * 1e-6, link.tflops * 1e12),
-    }
+    return agreed
 
 
 def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Assignment, ...]:
     """Who takes which parameter of a model, or of a pipeline stage. Raises RecipeError as the container does."""
-    try:
-        assigned = assign(shapes.items(), config.rules, config.defaults, all_rules=config.whole_model)
-    except ValueError as error:
-        raise RecipeError(str(error)) from error
+    assigned = assign(shapes.items(), config.rules, config.defaults, all_rules=config.whole_model)
     by_default = [a for a in assigned if a.rule is None]
+    # A model whose names or shapes the defaults do not know would otherwise train on AdamW alone, without a word.
     if config.whole_model and by_default and not any(a.optimizer == "muon" for a in assigned):
         raise RecipeError(
             "optimizer.rule: Muon takes no parameter of this model. If that is meant, say so with a last rule "
@@ -156,11 +172,12 @@ def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int,
     return assigned
 
 
-def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[Group]]:
+def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[ParamGroup]]:
     """Groups of equal options by optimizer: one for the defaults, one for each rule that has options of its own."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
-        rule = a.rule if a.rule is not None and config.rule_options[a.rule] else None
+        # Rules without options share the group of the defaults: fewer groups are fewer foreach calls in a step.
+        rule = a.rule if a.rule is not None and config.rules[a.rule].options else None
         names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
     return {
         optimizer: [_group(config, optimizer, rule, fqns) for rule, fqns in by_rule.items()]
@@ -168,23 +185,29 @@ def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -
     }
 
 
-def _group(config: HybridOptimizers.Config, optimizer: str, rule: int | None, fqns: list[str]) -> Group:
+def _group(config: HybridOptimizers.Config, optimizer: str, index: int | None, fqns: list[str]) -> ParamGroup:
     table, shared = config.tables.get(optimizer, {}), registry.optimizers.get(optimizer).shared
-    own = {} if rule is None else config.rule_options[rule]
-    options = {key: value for key, value in {**table, **own}.items() if key not in shared}
-    tag = optimizer if rule is None else f"{optimizer}/{config.rules[rule].match}"
-    return Group(optimizer, rule, tag, tuple(fqns), options)
+    own = {} if index is None else config.rules[index].options
+    hyperparameters = {key: value for key, value in {**table, **own}.items() if key not in shared}
+    tag = optimizer if index is None else f"{optimizer}/{config.rules[index].match}"
+    return ParamGroup(optimizer, index, tag, tuple(fqns), hyperparameters)
 
 
-def _build(name: str, groups: list[Group], table: Mapping[str, Any], trained: Mapping[str, nn.Parameter]) -> Optimizer:
-    """The optimizer `name`. Raises RecipeError for an option that it does not know: torch takes any without a word."""
+def _build(
+    name: str, groups: list[ParamGroup], table: Mapping[str, Any], trained: Mapping[str, nn.Parameter]
+) -> Optimizer:
+    """The optimizer `name`. Raises RecipeError for an option that it refuses, or does not know."""
     built = [
         {**group.options, "params": [trained[n] for n in group.names], "param_names": list(group.names)}
         for group in groups
     ]
-    optimizer: Optimizer = registry.optimizers.get(name).build(built, **registry.shared_options(name, table))
+    try:
+        optimizer: Optimizer = registry.optimizers.get(name).build(built, **registry.shared_options(name, table))
+    except options.OptionError as error:
+        raise recipe_error(error) from error
     for group in groups:
         place = name if group.rule is None else f"optimizer.rule[{group.rule}].options"
+        # torch keeps any key of a group and never reads those that it does not know.
         for key in group.options:
             if key not in optimizer.defaults:
                 raise RecipeError(f"{place}.{key}: {name} has no such option; it takes {', '.join(optimizer.defaults)}")

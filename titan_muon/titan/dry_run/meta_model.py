@@ -16,12 +16,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon import registry
-from titan_muon.muon import plan_step
-from titan_muon.orthogonalize import Dispatch, iteration, kernels_for
-from titan_muon.plan import Plan, PlanOptions
-from titan_muon.titan.optimizers import Group, HybridOptimizers, assignments, grouped
-from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.build import iteration_of, plan_step
+from titan_muon.options import MuonOptions
+from titan_muon.orthogonalize import Dispatch, kernels_for
+from titan_muon.plan import Plan
+from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
+from titan_muon.titan.recipe import Recipe, check_degrees, recipe_error
 from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
@@ -42,7 +42,7 @@ class MetaModel:
     world_size: int
     parameters: dict[str, Tensor]
     assigned: tuple[Assignment, ...]
-    groups: dict[str, list[Group]]
+    groups: dict[str, list[ParamGroup]]
     plan: Plan | None
 
 
@@ -122,28 +122,15 @@ def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
 
 
 def _plan(
-    parameters: dict[str, Tensor], groups: list[Group], config: HybridOptimizers.Config, device: str
+    parameters: dict[str, Tensor], groups: list[ParamGroup], config: HybridOptimizers.Config, device: str
 ) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
-    table = config.tables["muon"]
     try:
-        iterations = [
-            iteration(group.options["ns_coefficients"], group.options["ns_steps"], group.options["eps"])
-            for group in groups
-            for _ in group.names
-        ]
-        kernels = kernels_for(table["ns_kernel"], torch.device(device))
-        dispatch = Dispatch(table["orthogonalize"], table["ns_dtype"], device, kernels)
-        return plan_step(named, iterations, dispatch, plan_options(config), table["split"])
+        options = MuonOptions(**config.tables["muon"])
+        iterations = [iteration_of(group.options) for group in groups for _ in group.names]
+        kernels = kernels_for(options.ns_kernel, torch.device(device))
+        return plan_step(named, iterations, Dispatch.of(options, device, kernels), options)
     except ValueError as error:
-        raise RecipeError(str(error)) from error
-
-
-def plan_options(config: HybridOptimizers.Config) -> PlanOptions:
-    """The planner's options in the `muon` table."""
-    table = config.tables["muon"]
-    wire_bytes = TORCH_DTYPE_MAP[table["wire_dtype"]].itemsize
-    pattern = registry.exchanges.get(table["exchange"]).pattern
-    return PlanOptions(pattern, table["owners"], table["replicas"], table["buffer_bytes"], wire_bytes, table["link"])
+        raise recipe_error(error) from error

@@ -15,7 +15,7 @@ from titan_muon.dtensor import local
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
-from titan_muon.plan.ownership import Load
+from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
@@ -66,7 +66,9 @@ class Memory:
         return {**counted, "total": sum(counted.values())}
 
 
-def memory_per_rank(meta: MetaModel, summary: Summary | None, loads: Mapping[int, Load], state_dtype: str) -> Memory:
+def memory_per_rank(
+    meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], state_dtype: str
+) -> Memory:
     """What stays in memory between steps, and a step's buffers. `state_dtype` is of Muon's momentum."""
     # Rank 0 holds the largest shards of what is sharded. The fullest owner need not be rank 0: with its matrices added
     # this is a bound that no rank exceeds.
@@ -99,7 +101,9 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, loads: Mapping[int, Load]) -> None:
+def _write(
+    path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, loads: Mapping[int, OwnedTotals]
+) -> None:
     document = {
         "world_size": meta.world_size,
         "parameters": [asdict(assignment) for assignment in meta.assigned],

@@ -1,4 +1,4 @@
-"""`placement.muon = "owned"` for TorchTitan's decoders: the Muon matrices of its layers rest whole on one rank each."""
+"""`placement.muon = "owned"` for TorchTitan's decoders: each Muon matrix of the layers is stored whole on one rank."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def _own_layers(
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     """What the recipe's Newton-Schulz costs on a type of device."""
-    # By the algorithm that will run: the Gram iteration makes wide matrices cheaper, and owners balanced by another cost
-    # would wait for each other.
+    # By the algorithm that will run: the Gram iteration makes wide matrices cheaper, and owners that are balanced by
+    # another cost would wait for each other.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device)

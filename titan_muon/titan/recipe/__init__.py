@@ -3,6 +3,19 @@
 Imports neither torch nor torchtitan, so that a mistake and `--help` answer at once.
 """
 
-from .recipe import Difference, Recipe, RecipeError, check_degrees, differences, load, to_toml
+from .constraints import recipe_error
+from .degrees import check_degrees
+from .files import Difference, differences, load, to_toml
+from .sections import Recipe
+from .toml import RecipeError
 
-__all__ = ["Difference", "Recipe", "RecipeError", "check_degrees", "differences", "load", "to_toml"]
+__all__ = [
+    "Difference",
+    "Recipe",
+    "RecipeError",
+    "check_degrees",
+    "differences",
+    "load",
+    "recipe_error",
+    "to_toml",
+]

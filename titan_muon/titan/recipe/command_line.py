@@ -1,27 +1,19 @@
 """The command line of train.py: which recipe, its overrides, and whether to train it or only to show its plan."""
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated
 
 import tyro
 
-from titan_muon.titan.recipe import flags, schema
-from titan_muon.titan.recipe.recipe import Recipe, RecipeError, load
-from titan_muon.titan.recipe.toml import nearest
+from titan_muon.titan.recipe.files import load
+from titan_muon.titan.recipe.flags import SOURCE, print_help, read_flags
+from titan_muon.titan.recipe.schema import build, keys, refuse
+from titan_muon.titan.recipe.sections import Recipe
+from titan_muon.titan.recipe.toml import RecipeError, nearest
 
 HELP = {"-h", "--help"}
-
-
-@dataclass(frozen=True)
-class Command:
-    """What the user asked for: train `recipe`, or with `dry_run` show what training it would do."""
-
-    recipe: Recipe
-    dry_run: bool
-    full: bool
-    world_size: int | None
-    json: str | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +40,10 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Help(Options):
-    __doc__ = Options.__doc__
+class Command(Options):
+    """What the user asked for: train `recipe`, or with `dry_run` show what training it would do."""
 
+    # Nameless, or tyro would call its flags --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
 
@@ -60,22 +53,22 @@ def parse(argv: Sequence[str]) -> Command:
     Raises RecipeError, with one message, for any mistake in the flags or in the recipe.
     """
     wants_help = bool(HELP & set(argv))
-    entries, overrides = flags.read(Options, Options(), [word for word in argv if word not in HELP])
-    options = schema.build(Options, entries)
+    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in HELP])
+    options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
+        # A recipe's help shows the recipe's values, so its mistakes must be said first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
-        flags.print_help(_Help, _Help(recipe=recipe), prog="train.py")
+        print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:
         raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
     _check(options)
-    recipe = load(options.config, overrides)
-    return Command(recipe, options.dry_run, options.full, options.world_size, options.json)
+    return Command(recipe=load(options.config, overrides), **vars(options))
 
 
 def _check(options: Options) -> None:
     if options.world_size is not None and options.world_size < 1:
-        raise schema.refuse(flags.SOURCE, "world_size", options.world_size, "1 or more")
+        raise refuse(SOURCE, "world_size", options.world_size, "1 or more")
     needs_dry_run = {
         "--full": options.full,
         "--world-size": options.world_size is not None,
@@ -89,7 +82,8 @@ def _check(options: Options) -> None:
 def _refuse_misspelt(overrides: Sequence[str]) -> None:
     """A near miss of one of our own flags is named here, because a recipe's keys would suggest something else."""
     known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
-    recipe_flags = {"--" + key.replace("_", "-") for key in schema.keys(Recipe)}
+    # --name is a near miss of nothing: it is a key of the recipe.
+    recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}
     for word in overrides:
         flag = word.partition("=")[0].replace("_", "-")
         near = nearest(flag, known) if flag.startswith("--") and "." not in flag else None

@@ -1,21 +1,23 @@
-"""What a recipe's values must satisfy beyond their types: one table by key, and one of relations between keys."""
+"""What a recipe's values must satisfy beyond their types: the range at each field, and relations between keys."""
 
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any, get_type_hints
 
+from titan_muon.options import Constraint, OptionError, constraints
 from titan_muon.titan.recipe.schema import refuse, values
+from titan_muon.titan.recipe.sections import Recipe, Rule
+from titan_muon.titan.recipe.toml import RecipeError
 
-if TYPE_CHECKING:
-    from titan_muon.titan.recipe.recipe import Recipe
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """A condition on one key's value, and its wording."""
-
-    accepted: str
-    holds: Callable[[Any], bool]
+# Derived, never written by hand: a range that stood here too could differ from the one at the field, which Muon itself
+# and the table in docs/recipes.md read.
+CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
+    f"{table}.{key}": constraint
+    for table, kind in get_type_hints(Recipe).items()
+    if isinstance(kind, type) and is_dataclass(kind)
+    for key, constraint in constraints(kind)
+}
 
 
 @dataclass(frozen=True)
@@ -24,116 +26,8 @@ class Relation:
 
     key: str
     accepted: str
-    holds: Callable[["Recipe"], bool]
+    holds: Callable[[Recipe], bool]
 
-
-def at_least(low: float, but: int | None = None) -> Constraint:
-    """Numbers from `low` on, and the one exception `but`."""
-    also = "" if but is None else f"{but}, or "
-    return Constraint(f"{also}{low} or more", lambda value: value >= low or value == but)
-
-
-def from_to(low: float, high: float) -> Constraint:
-    """The closed interval from `low` to `high`."""
-    return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
-
-
-def below(low: float, high: float) -> Constraint:
-    """The interval from `low`, included, to `high`, excluded."""
-    return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
-
-
-def one_of(*names: str) -> Constraint:
-    """Any of these names."""
-    return Constraint(f"one of {', '.join(names)}", lambda value: value in names)
-
-
-def each(inner: Constraint) -> Constraint:
-    """A list whose every element satisfies `inner`."""
-    return Constraint(f"a list, each element {inner.accepted}", lambda value: all(map(inner.holds, value)))
-
-
-COUNT = at_least(1)
-NOT_NEGATIVE = at_least(0)
-POSITIVE = Constraint("more than 0", lambda value: value > 0)
-DECAY = below(0, 1)
-TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()))
-FILE_NAME = Constraint(
-    "a name that is not empty and has no slash",
-    lambda value: bool(value.strip()) and not {"/", "\\"} & set(value) and value not in (".", ".."),
-)
-PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
-
-CONSTRAINTS: Mapping[str, Constraint] = {
-    "name": FILE_NAME,
-    "dump_folder": TEXT,
-    "model.name": TEXT,
-    "model.flavor": TEXT,
-    "data.files": each(TEXT),
-    "data.dataset": TEXT,
-    "data.validation_fraction": DECAY,
-    "data.vocab_size": at_least(258),
-    "model.vocab_size": at_least(1),
-    "data.seed": NOT_NEGATIVE,
-    "data.cache": TEXT,
-    "training.local_batch_size": COUNT,
-    "training.global_batch_size": at_least(1, but=-1),
-    "training.seq_len": COUNT,
-    "training.steps": COUNT,
-    "training.max_norm": POSITIVE,
-    "training.gc_freq": COUNT,
-    "parallelism.data_parallel_replicate_degree": COUNT,
-    "parallelism.data_parallel_shard_degree": at_least(1, but=-1),
-    "parallelism.tensor_parallel_degree": COUNT,
-    "parallelism.context_parallel_degree": COUNT,
-    "parallelism.expert_parallel_degree": COUNT,
-    "parallelism.pipeline_parallel_degree": COUNT,
-    "parallelism.pipeline_parallel_schedule": TEXT,
-    "parallelism.pipeline_parallel_microbatch_size": COUNT,
-    "placement.muon": TEXT,
-    "muon.lr": NOT_NEGATIVE,
-    "muon.momentum": DECAY,
-    "muon.weight_decay": NOT_NEGATIVE,
-    "muon.ns_steps": COUNT,
-    "muon.ns_coefficients": Constraint("the name of a set, or a list that is not empty", bool),
-    "muon.eps": POSITIVE,
-    "muon.exchange": TEXT,
-    "muon.buffer_gib": Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0),
-    "link.bandwidth_gb": POSITIVE,
-    "link.latency_us": NOT_NEGATIVE,
-    "link.tflops": POSITIVE,
-    "adamw.lr": NOT_NEGATIVE,
-    "adamw.betas": each(DECAY),
-    "adamw.eps": NOT_NEGATIVE,
-    "adamw.weight_decay": NOT_NEGATIVE,
-    "adam.lr": NOT_NEGATIVE,
-    "adam.betas": each(DECAY),
-    "adam.eps": NOT_NEGATIVE,
-    "adam.weight_decay": NOT_NEGATIVE,
-    "lr_scheduler.warmup_steps": NOT_NEGATIVE,
-    "lr_scheduler.total_steps": COUNT,
-    "lr_scheduler.decay_ratio": from_to(0, 1),
-    "lr_scheduler.min_lr_factor": from_to(0, 1),
-    "validator.freq": COUNT,
-    "validator.steps": COUNT,
-    "checkpoint.folder": TEXT,
-    "checkpoint.interval": COUNT,
-    "checkpoint.load": TEXT,
-    "checkpoint.load_step": at_least(0, but=-1),
-    # The newest checkpoint may still be on its way to disk, so TorchTitan keeps the one before it too.
-    "checkpoint.keep_latest_k": at_least(2, but=0),
-    "checkpoint.initial_load_path": PATH_FROM_ROOT,
-    "checkpoint.exclude_from_loading": each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state")),
-    "metrics.log_freq": COUNT,
-    "compile.components": each(one_of("model", "loss")),
-    "compile.backend": TEXT,
-    "comm.init_timeout_seconds": COUNT,
-    "comm.train_timeout_seconds": COUNT,
-    "comm.trace_buf_size": NOT_NEGATIVE,
-    "debug.seed": NOT_NEGATIVE,
-    "profiler.save_traces_folder": TEXT,
-    "profiler.profile_freq": COUNT,
-}
 
 RELATIONS = (
     Relation(
@@ -149,6 +43,7 @@ RELATIONS = (
         'at least one glob pattern, because data.source = "files"',
         lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),
     ),
+    # `bpe` would be trained on the documents of [data], and TorchTitan's loader has none to offer.
     Relation(
         "data.tokenizer",
         '"hf" only, because data.source = "hf"',
@@ -164,6 +59,7 @@ RELATIONS = (
         "more than 0, because validator.enable = true",
         lambda recipe: not recipe.validator.enable or recipe.data.validation_fraction > 0,
     ),
+    # Its default divides every batch, so the key matters only where there are stages to feed.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
@@ -179,6 +75,7 @@ RELATIONS = (
             isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
         ),
     ),
+    # TorchTitan refuses the next two as well, but only after torch is imported, and without the file that wrote them.
     Relation(
         "checkpoint.last_save_model_only",
         "true only, because checkpoint.last_save_in_hf = true",
@@ -192,38 +89,50 @@ RELATIONS = (
 )
 
 
-def check(recipe: "Recipe", sources: Mapping[str, str], file: str) -> None:
+def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     """Raise RecipeError for the first value that a constraint or a relation refuses.
 
     `sources` says which file, or the command line, wrote each key; `file` answers for keys left at their default.
     """
-    found = values(recipe)
-    for key, value in found.items():
-        _check_value(key, value, key, sources.get(key, file))
+    for key, value in values(recipe).items():
+        _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))
     _check_relations(recipe, "", sources, file)
     for index, rule in enumerate(recipe.optimizer.rule):
-        place = f"optimizer.rule[{index}]"
-        source = sources.get("optimizer.rule", file)
-        for name in ("match", "optimizer"):
-            if not TEXT.holds(getattr(rule, name)):
-                raise refuse(source, f"{place}.{name}", getattr(rule, name), TEXT.accepted)
-        for name, value in rule.options.items():
-            _check_value(f"{rule.optimizer}.{name}", value, f"{place}.options.{name}", source)
-        if rule.optimizer == "muon":
-            options: dict[str, Any] = rule.options
-            changed = replace(recipe, muon=replace(recipe.muon, **options))
-            _check_relations(changed, f" under {place}.options", {"muon.ns_coefficients": source}, file)
+        _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
 
 
-def _check_value(key: str, value: object, shown_key: str, source: str) -> None:
-    constraint = CONSTRAINTS.get(key)
+def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
+    for name, constraint in constraints(Rule):
+        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
+    for name, value in rule.options.items():
+        _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
+    if rule.optimizer == "muon":
+        # A rule may set ns_steps and leave ns_coefficients to [muon]: each is sound alone, and together they are not.
+        options: dict[str, Any] = rule.options
+        changed = replace(recipe, muon=replace(recipe.muon, **options))
+        _check_relations(changed, f" under {place}.options", {}, source)
+
+
+def _check_value(constraint: Constraint | None, value: object, key: str, source: str) -> None:
     if constraint is not None and value is not None and not constraint.holds(value):
-        raise refuse(source, shown_key, value, constraint.accepted)
+        raise refuse(source, key, value, constraint.accepted)
 
 
-def _check_relations(recipe: "Recipe", context: str, sources: Mapping[str, str], file: str) -> None:
+def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
     found = values(recipe)
     for relation in RELATIONS:
         if not relation.holds(recipe):
             source = sources.get(relation.key, file)
             raise refuse(source, relation.key + context, found[relation.key], relation.accepted)
+
+
+def recipe_error(error: ValueError) -> RecipeError:
+    """What the library refuses, in the recipe's words: Muon's keyword becomes the key, and its bytes become GiB."""
+    if not isinstance(error, OptionError):
+        return RecipeError(str(error))
+    if error.option != "buffer_bytes":
+        return RecipeError(f"muon.{error.option} {error.problem}")
+    # The value and every size that the planner names with it: a user who wrote 0.5 must not read 536870912.
+    sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
+    problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
+    return RecipeError(f"muon.buffer_gib {problem}")

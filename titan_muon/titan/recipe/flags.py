@@ -21,52 +21,53 @@ BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 class Words(tuple[str, ...]):
     """What followed a flag on the command line, one item for each argument."""
 
+    # A type of its own, so that a key that was given is told from one that kept its default, even an equal one: only
+    # what was given may win over the file.
 
-def read(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
+
+def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
     """The keys of `schema` that `arguments` give, as entries to convert, and the arguments that are not its flags.
 
     Raises RecipeError for a number of words that the key's type cannot take.
     """
+    # tyro takes a third of a second even for nothing, and tests and scripts load many recipes without flags.
     if not arguments:
         return {}, []
-    given, rest = tyro.cli(
+    given, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
+    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
+    kinds = keys(schema)
+    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, unknown_flags
+
+
+def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
+    """Raise RecipeError if there are arguments that no flag takes; `known` are the keys to suggest from."""
+    if not arguments:
+        return
+    flag, _, text = arguments[0].partition("=")
+    if not flag.startswith("--"):
+        raise RecipeError(f"{SOURCE}: {arguments[0]!r} belongs to no flag; overrides are written --section.key value.")
+    value = text or next((word for word in arguments[1:2] if not word.startswith("--")), None)
+    raise unknown(SOURCE, flag[2:].replace("-", "_"), value, list(known))
+
+
+def print_help(schema: type, default: Any, description: str | None, prog: str) -> NoReturn:
+    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
+    _tyro(schema, default, ["--help"], description=description, prog=prog)
+    raise AssertionError("tyro exits once it has printed the help")
+
+
+def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
+    # One call for reading and for help, so that what the help shows is what is read.
+    return tyro.cli(
         schema,
         args=arguments,
         default=default,
         use_underscores=True,
-        return_unknown_args=True,
-        add_help=False,
+        # A boolean takes a value like any other key: a pair of flags would have no form in a recipe file.
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
+        **options,
     )
-    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
-    kinds = keys(schema)
-    return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, rest
-
-
-def refuse_rest(rest: Sequence[str], known: Sequence[str]) -> None:
-    """Raise RecipeError if arguments are left over that no flag takes; `known` are the keys to suggest from."""
-    if not rest:
-        return
-    flag, _, text = rest[0].partition("=")
-    if not flag.startswith("--"):
-        raise RecipeError(f"{SOURCE}: {rest[0]!r} belongs to no flag; overrides are written --section.key value.")
-    value = text or next((word for word in rest[1:2] if not word.startswith("--")), None)
-    raise unknown(SOURCE, flag[2:].replace("-", "_"), value, list(known))
-
-
-def print_help(schema: type, default: Any, prog: str) -> NoReturn:
-    """Print the flags of `schema` with their docstrings and `default`'s values, then exit with status 0."""
-    tyro.cli(
-        schema,
-        args=["--help"],
-        prog=prog,
-        default=default,
-        use_underscores=True,
-        config=(tyro.conf.FlagConversionOff,),
-        registry=_registry(),
-    )
-    raise AssertionError("tyro exits once it has printed the help")
 
 
 def _registry() -> tyro.constructors.ConstructorRegistry:
@@ -78,13 +79,14 @@ def _registry() -> tyro.constructors.ConstructorRegistry:
 def _words_of(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
+    # Tables stay with tyro, which makes a group of flags of each. It asks here for their fields.
     if dataclasses.is_dataclass(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs="*",
         metavar=_metavar(info.type),
         instance_from_str=lambda words: Words(words),
-        is_instance=lambda value: True,
+        is_instance=lambda value: isinstance(value, Words),
         str_from_instance=lambda value: [*map(_help_text, value if isinstance(value, tuple) else (value,))],
     )
 
@@ -113,6 +115,7 @@ def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
     """The words after a flag as the value that TOML would hold; left as text where the type will refuse it."""
     members = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) in (Union, types.UnionType):
+        # One word may be the name of a set or a list of one; only its bracket tells.
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and (len(words) != 1 or words[0].startswith("[")):
             return _value(lists[0], words, key)
@@ -132,6 +135,7 @@ def _word(kind: Any, word: str) -> object:
         return word
     if kind is bool:
         return BOOLEANS.get(word, word)
+    # int first: float would make 3.0 of 3, which an integer key refuses.
     for number in (int, float) if kind in (int, float) else ():
         try:
             return number(word)

@@ -47,6 +47,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
     top: dict[str, Any] = {}
     for key, entry in entries.items():
+        # A file may leave a table empty, with all its keys commented out.
         if key in tables and entry.value == {}:
             continue
         if key in tables:
@@ -61,6 +62,7 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
     """`value` as the type `kind`. Lists become tuples. Raises RecipeError naming the innermost key at fault."""
+    # `type(value) is`, not isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         return _convert_table(kind, value, key, source)
@@ -80,22 +82,29 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
 
 
 def _is_finite(value: float) -> bool:
+    # TOML's integers have no bound; beyond a float's range Python raises instead of returning inf.
     try:
         return math.isfinite(value)
     except OverflowError:
         return False
 
 
+def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
+    """The items of the table at `place`, each as the type of its key. Raises RecipeError for a key not in `kinds`."""
+    # All names before any value: for a misspelt key the nearest key helps more than what another key takes.
+    for name, item in items.items():
+        if name not in kinds:
+            raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
+    return {name: convert(kinds[name], item, f"{place}.{name}", source) for name, item in items.items()}
+
+
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    hints = get_type_hints(kind)
-    for name in value:
-        if name not in hints:
-            raise unknown(source, f"{key}.{name}", value[name], [f"{key}.{hint}" for hint in hints])
+    converted = convert_items(get_type_hints(kind), value, key, source)
     for field in dataclasses.fields(kind):
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in value:
             raise refuse(source, key, value, f"a table that has `{field.name}`")
-    return kind(**{name: convert(hints[name], item, f"{key}.{name}", source) for name, item in value.items()})
+    return kind(**converted)
 
 
 def _convert_list(args: tuple[Any, ...], value: Any, key: str, source: str, accepted: str) -> tuple[Any, ...]:
@@ -112,6 +121,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
+            # For `X | None` the error of X, which may name an element inside. With more types it would speak of one
+            # alone, where the others are accepted too.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)

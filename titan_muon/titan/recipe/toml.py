@@ -30,7 +30,7 @@ def nearest(word: str, known: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
-def read(path: Path) -> dict[str, Entry]:
+def read_file(path: Path) -> dict[str, Entry]:
     """Every key of the recipe at `path` and of its bases by dotted path; the nearer file wins.
 
     Raises RecipeError for a file that is missing, unreadable or not TOML, and for a cycle of bases.
@@ -39,6 +39,7 @@ def read(path: Path) -> dict[str, Entry]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
+    # Resolved, since a base is relative to the file that names it: one file has many spellings along a chain.
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
         raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
@@ -75,6 +76,7 @@ def _neighbours(path: Path) -> str:
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
+    # An empty table keeps its entry: flattened it would vanish, and a misspelt one pass unseen.
     for key, value in document.items():
         if isinstance(value, dict) and value:
             entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
@@ -85,6 +87,7 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 def value_text(value: object) -> str:
     """A value as inline TOML. Floats keep every digit; dates, which no recipe accepts, come out readable."""
+    # bool before the rest: it is an int, and str would write True, which is no TOML.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
@@ -103,6 +106,7 @@ def _key_text(key: str) -> str:
 
 def document_text(values: Mapping[str, object]) -> str:
     """A TOML document of values by dotted key. A list of dicts becomes an array of tables."""
+    # Arrays of tables last: a key written after one would belong to its last element.
     top: list[str] = []
     tables: dict[str, list[str]] = {}
     arrays: list[str] = []

@@ -4,30 +4,34 @@ Pure data, frozen: no torch, no torchtitan, nothing derived. A key that is `None
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
+
+PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: int = 8
+    local_batch_size: Annotated[int, COUNT] = 8
     """Sequences per data-parallel rank in one forward and backward."""
 
-    global_batch_size: int = -1
+    global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
     """Sequences per optimizer step over all ranks; -1 is one local batch on each. More accumulates gradients."""
 
-    seq_len: int = 2048
+    seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
 
-    steps: int = 1000
+    steps: Annotated[int, COUNT] = 1000
     """Optimizer steps of the run."""
 
-    max_norm: float = 1.0
+    max_norm: Annotated[float, POSITIVE] = 1.0
     """Largest gradient norm; gradients above it are scaled down."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of parameters, gradients and optimizer states at rest."""
+    """Dtype in which parameters, gradients and optimizer states are stored."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of parameters in forward and backward under FSDP."""
@@ -38,10 +42,11 @@ class Training:
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
 
+    # Not TorchTitan's default, under which a recipe with expert parallelism would not start on a GPU.
     disable_cuda_graphs: bool = True
     """Run forward and backward without CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
 
-    gc_freq: int = 50
+    gc_freq: Annotated[int, COUNT] = 50
     """Steps between garbage collections."""
 
 
@@ -49,34 +54,35 @@ class Training:
 class Parallelism:
     """How many ranks share what. The degrees multiply to the world size."""
 
-    data_parallel_replicate_degree: int = 1
+    data_parallel_replicate_degree: Annotated[int, COUNT] = 1
     """Replicas of the sharded model (HSDP)."""
 
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: Annotated[int, at_least(1, but=-1)] = -1
     """Ranks that share one copy of the parameters (FSDP); -1 is all that the other degrees leave."""
 
-    tensor_parallel_degree: int = 1
+    tensor_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that share each layer's matrix products (TP)."""
 
     enable_sequence_parallel: bool = True
     """Shard activations along the sequence between TP layers."""
 
-    context_parallel_degree: int = 1
+    context_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that share each sequence (CP)."""
 
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
     """How CP deals out the sequence, so that every rank has as much attention to compute."""
 
-    expert_parallel_degree: int = 1
+    expert_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that share the experts (EP), taken out of FSDP and TP: it divides shard x CP x TP."""
 
-    pipeline_parallel_degree: int = 1
+    pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
 
-    pipeline_parallel_schedule: str = "1F1B"
+    # Not a Literal: PyTorch looks schedules up by name, and its list grows.
+    pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
     """Pipeline schedule, by PyTorch's name."""
 
-    pipeline_parallel_microbatch_size: int = 1
+    pipeline_parallel_microbatch_size: Annotated[int, COUNT] = 1
     """Sequences per pipeline microbatch."""
 
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
@@ -90,19 +96,19 @@ class Parallelism:
 class LrScheduler:
     """Learning-rate schedule, one shape for all groups: warm up, hold, decay."""
 
-    warmup_steps: int = 0
+    warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up."""
 
-    total_steps: int | None = None
+    total_steps: Annotated[int | None, COUNT] = None
     """Length of the schedule; absent, training.steps."""
 
-    decay_ratio: float | None = None
+    decay_ratio: Annotated[float | None, from_to(0, 1)] = None
     """Share of the steps spent decaying at the end; absent, decay starts right after warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
 
-    min_lr_factor: float = 0.0
+    min_lr_factor: Annotated[float, from_to(0, 1)] = 0.0
     """Factor reached at the end."""
 
 
@@ -113,10 +119,10 @@ class Validator:
     enable: bool = True
     """Validate during the run."""
 
-    freq: int = 100
+    freq: Annotated[int, COUNT] = 100
     """Steps between validations."""
 
-    steps: int = 10
+    steps: Annotated[int, COUNT] = 10
     """Batches per validation on each data-parallel rank."""
 
 
@@ -127,19 +133,20 @@ class Checkpoint:
     enable: bool = True
     """Save checkpoints."""
 
-    folder: str = "checkpoint"
+    folder: Annotated[str, TEXT] = "checkpoint"
     """Folder inside the run's folder."""
 
-    interval: int = 500
+    interval: Annotated[int, COUNT] = 500
     """Steps between checkpoints. One more is written at the end, and on Ctrl-C or SIGTERM."""
 
-    load: str = "none"
+    load: Annotated[str, TEXT] = "none"
     """`none` starts anew. `latest` continues this recipe's newest run with a whole checkpoint. Or a run's folder."""
 
-    load_step: int = -1
+    load_step: Annotated[int, at_least(0, but=-1)] = -1
     """Step to load; -1 is the newest whole checkpoint."""
 
-    keep_latest_k: int = 3
+    # The newest checkpoint may still be on its way to disk, so TorchTitan keeps the one before it too.
+    keep_latest_k: Annotated[int, at_least(2, but=0)] = 3
     """Checkpoints kept; 0 keeps all."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
@@ -154,7 +161,7 @@ class Checkpoint:
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of a model-only checkpoint."""
 
-    initial_load_path: str | None = None
+    initial_load_path: Annotated[str | None, PATH_FROM_ROOT] = None
     """Checkpoint to start a new run from; an absolute path."""
 
     initial_load_model_only: bool = True
@@ -163,7 +170,9 @@ class Checkpoint:
     initial_load_in_hf: bool = False
     """initial_load_path holds Hugging Face safetensors."""
 
-    exclude_from_loading: tuple[str, ...] = ()
+    exclude_from_loading: Annotated[
+        tuple[str, ...], each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
+    ] = ()
     """States that are not loaded: optimizer, lr_scheduler, dataloader, train_state."""
 
 
@@ -171,7 +180,7 @@ class Checkpoint:
 class Metrics:
     """Console, TensorBoard and the metrics file."""
 
-    log_freq: int = 10
+    log_freq: Annotated[int, COUNT] = 10
     """Steps between log lines."""
 
     enable_tensorboard: bool = True
@@ -202,10 +211,10 @@ class Compile:
     enable: bool = False
     """Compile the components."""
 
-    components: tuple[str, ...] = ("model", "loss")
+    components: Annotated[tuple[str, ...], each(one_of("model", "loss"))] = ("model", "loss")
     """What is compiled."""
 
-    backend: str = "inductor"
+    backend: Annotated[str, TEXT] = "inductor"
     """Compiler."""
 
 
@@ -213,13 +222,13 @@ class Compile:
 class Comm:
     """Time-outs of collectives, in seconds."""
 
-    init_timeout_seconds: int = 300
+    init_timeout_seconds: Annotated[int, COUNT] = 300
     """Until the first step is done."""
 
-    train_timeout_seconds: int = 100
+    train_timeout_seconds: Annotated[int, COUNT] = 100
     """After it."""
 
-    trace_buf_size: int = 0
+    trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
     """Entries of NCCL's flight recorder; 0 is off."""
 
 
@@ -227,7 +236,7 @@ class Comm:
 class Debug:
     """Reproducibility."""
 
-    seed: int = 0
+    seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seed of the model's initialisation."""
 
     deterministic: bool = False
@@ -244,10 +253,10 @@ class Profiler:
     enable_profiling: bool = False
     """Write traces."""
 
-    save_traces_folder: str = "profile_traces"
+    save_traces_folder: Annotated[str, TEXT] = "profile_traces"
     """Folder inside the run's folder."""
 
-    profile_freq: int = 10
+    profile_freq: Annotated[int, COUNT] = 10
     """Steps between traces."""
 
     enable_memory_snapshot: bool = False

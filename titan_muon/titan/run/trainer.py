@@ -33,7 +33,7 @@ class MuonTrainer(Trainer):
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-        """Whose gradients `training.max_norm` clips; `adamw` is also Adam."""
+        """Whose gradients `training.max_norm` clips; `adamw` is all but Muon's."""
 
     config: Config
     optimizers: HybridOptimizers
@@ -51,11 +51,9 @@ class MuonTrainer(Trainer):
         self.timer = StepTimer(self.device)
         self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
-        adam = [*self.optimizers.parameters("adamw"), *self.optimizers.parameters("adam")]
-        chosen = {"all": parameters, "none": [], "adamw": adam}
         self.clip = GradientClip(
             parameters,
-            chosen[config.clip],
+            self.optimizers.clipped_parameters(config.clip),
             max_norm=config.training.max_norm,
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
         )

@@ -1,23 +1,9 @@
-"""What can be said about a matrix before and after orthogonalization."""
+"""How exact an orthogonalization is, for the benchmarks and tests."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-
-def silence(stack: Tensor) -> Tensor:
-    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm is not finite to zero, in place.
-
-    That is one with an element that is not finite, or with elements around 1e19 and beyond, which Newton-Schulz could
-    not normalize. Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
-    """
-    wide = torch.float32 if stack.dtype == torch.float16 else None
-    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide).isfinite().logical_not_()
-    # To ask a GPU would be to wait for it.
-    if stack.device.type != "cpu" or broken.any():
-        stack.masked_fill_(broken[:, None, None], 0)
-    return broken
 
 
 def orthogonality_error(matrix: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""Measures which kernel makes symmetric products fastest on this GPU, and keeps that for later runs of Muon."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import Tensor
+
+from titan_muon.orthogonalize import DTYPES, Kernel
+from titan_muon.orthogonalize.products import PLAIN, Products
+from titan_muon.orthogonalize.symmetric import KERNELS, installed
+
+MARGIN = 1.05
+"""How much faster a kernel must be to be used."""
+TOLERANCES: Mapping[str, float] = {"float16": 4e-3, "bfloat16": 3e-2}
+"""Largest difference from a plain product, relative, that a kernel may have to be used."""
+SIZES = (256, 512, 1024, 2048, 4096, 8192)
+
+
+def save_kernels(kernels: Sequence[Kernel], file: Path) -> None:
+    """Keep a measurement; a reader finds the old one or the new one whole."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(f".{os.getpid()}")
+    part.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n", encoding="utf-8")
+    part.replace(file)
+
+
+def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Iterator[Kernel]:
+    """The fastest products on a CUDA device by dtype and smaller side, as they are measured; waits for the device."""
+    for dtype in TOLERANCES:
+        for size in sizes:
+            count = max(1, (2048 // size) ** 2)
+            x = torch.randn(count, size, 2 * size, device=device).div_(size).to(DTYPES[dtype])
+            seconds = {"plain": _seconds(PLAIN, x)}
+            for name in installed():
+                if _agrees(KERNELS[name], x, TOLERANCES[dtype]):
+                    seconds[name] = MARGIN * _seconds(KERNELS[name], x)
+            best = min(seconds, key=lambda name: seconds[name])
+            yield Kernel(dtype, size, best)
+
+
+def _products(products: Products, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The two products that an iteration makes: X Xᵀ, and a polynomial in it."""
+    gram = x.new_empty(x.size(0), x.size(1), x.size(1))
+    polynomial = torch.empty_like(gram)
+    products.gram(x, out=gram)
+    products.symmetric(gram, gram, gram, alpha=2.0, beta=-5.0, delta=3.0, out=polynomial)
+    return gram, polynomial
+
+
+def _agrees(products: Products, x: Tensor, tolerance: float) -> bool:
+    """Whether a kernel runs on this device and gives what plain products give."""
+    try:
+        found = _products(products, x)
+    except Exception:
+        # Whatever a kernel's own package raises on a GPU that it does not know: it is not used there.
+        return False
+    pairs = zip(found, _products(PLAIN, x), strict=True)
+    return all(bool((f.float() - e.float()).norm() <= tolerance * e.float().norm()) for f, e in pairs)
+
+
+def _seconds(products: Products, x: Tensor, repeats: int = 10) -> float:
+    """Median time of both products."""
+    _products(products, x)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        _products(products, x)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return median(times)

@@ -1,0 +1,58 @@
+"""Writes what docs/architecture.md says of files: the tree, a line for each file, from the files' own docstrings.
+
+    python docs/make_architecture.py
+
+`tests/unit/test_architecture.py` fails where the page and the folders differ.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "architecture.md"
+FOLDERS = ("titan_muon", "models", "scripts", "benchmarks")
+BEGIN, END = "<!-- tree: written by docs/make_architecture.py -->", "<!-- end of tree -->"
+
+
+def summary(file: Path) -> str:
+    """The first sentence of a module's docstring."""
+    documented = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
+    assert documented, f"{file} has no docstring"
+    paragraph = " ".join(documented.split("\n\n")[0].split())
+    return paragraph.split(". ")[0].rstrip(".")
+
+
+def lines(folder: Path, depth: int = 0) -> list[str]:
+    """A folder and all within it: its own files first, then its folders."""
+    own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
+    inner = sorted(file.parent for file in folder.glob("*/__init__.py"))
+    init = folder / "__init__.py"
+    said = summary(init) if init.exists() else "commands that a user runs"
+    found = [f"{'  ' * depth}{folder.name}/  {said}"]
+    found += [f"{'  ' * (depth + 1)}{file.name}  {summary(file)}" for file in own]
+    for each in inner:
+        found += lines(each, depth + 1)
+    return found
+
+
+def tree() -> str:
+    """The tree of all code, as the page has it."""
+    found = [f"train.py  {summary(ROOT / 'train.py')}"]
+    for folder in FOLDERS:
+        found += lines(ROOT / folder)
+    return "\n".join(found)
+
+
+def written(page: str) -> str:
+    """The page with the tree as it is now. Raises ValueError if the page has no place for it."""
+    before, found, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise ValueError(f"{PAGE}: needs the lines {BEGIN!r} and {END!r}, between which the tree is written")
+    return f"{before}{BEGIN}\n```\n{tree()}\n```\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

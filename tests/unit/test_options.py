@@ -1,0 +1,98 @@
+"""Options of Muon are declared once, and what is made from the declaration agrees with it."""
+
+import inspect
+import math
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from titan_muon import Muon
+from titan_muon.options import (
+    HYPERPARAMETERS,
+    SHARED,
+    Hyperparameters,
+    Link,
+    MuonOptions,
+    OptionError,
+    StepOptions,
+    check,
+    constraints,
+)
+
+
+def test_muon_shows_every_option_with_its_default() -> None:
+    """An editor reads the signature; the declaration is `MuonOptions`."""
+    shown = {
+        name: parameter.default
+        for name, parameter in inspect.signature(Muon).parameters.items()
+        if name not in ("self", "params")
+    }
+    assert shown == {item.name: getattr(MuonOptions(), item.name) for item in fields(MuonOptions)}
+
+
+def test_muon_keeps_what_it_was_given() -> None:
+    given = MuonOptions(lr=0.5, ns_steps=3, exchange="auto", missing_grad="skip", link=Link(tflops=1.0))
+    keywords = {item.name: getattr(given, item.name) for item in fields(given)}
+    muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
+    assert muon._options == given
+    assert {name: muon.param_groups[0][name] for name in HYPERPARAMETERS} == {
+        name: keywords[name] for name in HYPERPARAMETERS
+    }
+
+
+def test_an_option_is_of_a_group_or_of_all() -> None:
+    assert set(HYPERPARAMETERS) | set(SHARED) == {item.name for item in fields(MuonOptions)}
+    assert not set(HYPERPARAMETERS) & set(SHARED)
+
+
+@pytest.mark.parametrize("table", [Hyperparameters, StepOptions, MuonOptions, Link])
+def test_every_number_has_a_range(table: type) -> None:
+    ranged = {name for name, _ in constraints(table)}
+    numbers = {item.name for item in fields(table) if type(getattr(table(), item.name)) in (int, float)}
+    assert numbers <= ranged
+
+
+WRONG = [
+    ("lr", -1e-3, "it takes 0 or more"),
+    ("lr", math.nan, "it takes 0 or more"),
+    ("lr", math.inf, "it takes 0 or more"),
+    ("momentum", 1.0, "it takes a number from 0 to less than 1"),
+    ("weight_decay", -0.1, "it takes 0 or more"),
+    ("ns_steps", 0, "it takes 1 or more"),
+    ("ns_coefficients", (), "the name of a set, or a list that is not empty"),
+    ("eps", 0.0, "it takes more than 0"),
+    ("lr_scale", "adam", "is not one of match_rms_adamw, original, spectral"),
+    ("wire_dtype", "int8", "is not one of bfloat16, float16, float32"),
+    ("missing_grad", None, "is not one of error, skip"),
+    ("owners", "me", "is not one of balanced, round_robin, per_layer, everyone"),
+    ("replicas", "", "is not one of split, redundant, auto"),
+    ("buffer_bytes", 0, "it takes more than 0"),
+]
+
+
+@pytest.mark.parametrize(("option", "value", "accepted"), WRONG)
+def test_a_wrong_value_is_refused_by_the_name_that_the_user_wrote(option: str, value: Any, accepted: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{option} = ") as caught:
+        Muon([("w", Parameter(torch.zeros(4, 4)))], **{option: value})
+    assert accepted in str(caught.value)
+    assert caught.value.option == option
+
+
+def test_an_unknown_exchange_is_refused_with_its_neighbours() -> None:
+    with pytest.raises(ValueError, match=r"exchange = 'all_to_al' is unknown; did you mean 'all_to_all'"):
+        Muon([("w", Parameter(torch.zeros(4, 4)))], exchange="all_to_al")
+
+
+@pytest.mark.parametrize("group", [{"lr": -1.0}, {"momentum": 1.0}, {"lr_scale": "adam"}, {"ns_steps": 0}])
+def test_a_groups_own_value_is_checked_too(group: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=rf"^{next(iter(group))} = "):
+        Muon([{"params": [Parameter(torch.zeros(4, 4))], "param_names": ["w"], **group}])
+
+
+def test_what_is_not_given_is_not_checked() -> None:
+    check(Hyperparameters, {"momentum": 0.9})
+    with pytest.raises(OptionError, match="momentum"):
+        check(Hyperparameters, {"momentum": -0.9})

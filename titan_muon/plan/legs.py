@@ -1,0 +1,110 @@
+"""A bucket as one rank runs it: which piece goes to which place of which buffer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from .types import Bucket, Piece
+
+
+class Collective(Enum):
+    """What moves the parcels of a leg."""
+
+    ALL_TO_ALL = "all-to-all"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A piece of a matrix in a buffer: `piece.numel` elements from `offset`, exchanged with `peer`, [Note: pieces]."""
+
+    matrix: int
+    peer: int
+    piece: Piece
+    offset: int
+
+
+@dataclass(frozen=True)
+class Leg:
+    """One collective of a bucket, seen from one rank.
+
+    Attributes:
+        collective: what runs.
+        home: parcels of pieces that this rank stores, in its home buffer.
+        owned: parcels of the matrices that it orthogonalizes, in its owner's buffer.
+        home_splits: elements of the home buffer that are exchanged with each rank of the group; none in an all-gather.
+        owned_splits: elements of the owner's buffer that are exchanged with each rank of the group.
+    """
+
+    # In an all-to-all the home parcels whose peer is the rank itself come first and never travel: their split is zero
+    # and they have no owned parcel. What does travel is then one slice of the buffer, and needs no copy before it is
+    # sent. In an all-gather, whose parts are whole buffers, the rank's own pieces are among the owned ones too.
+
+    collective: Collective
+    home: tuple[Parcel, ...]
+    owned: tuple[Parcel, ...]
+    home_splits: tuple[int, ...]
+    owned_splits: tuple[int, ...]
+
+    @property
+    def kept(self) -> int:
+        """Elements of the home buffer that never travel."""
+        return self.home_numel - sum(self.home_splits)
+
+    @property
+    def home_numel(self) -> int:
+        """Elements of the home buffer."""
+        return sum(parcel.piece.numel for parcel in self.home)
+
+    @property
+    def owned_numel(self) -> int:
+        """Elements of the owner's buffer."""
+        return sum(parcel.piece.numel for parcel in self.owned)
+
+
+@dataclass(frozen=True)
+class BucketProgram:
+    """A bucket as one rank runs it: gather, orthogonalize, return.
+
+    Attributes:
+        bucket: the bucket, equal on all ranks of its group.
+        matrices: those that this rank orthogonalizes.
+        gathering: brings their pieces here.
+        returning: brings the results back; None if every rank orthogonalizes what it stores, so that they are there.
+        mirrored: whether the return is the gather backwards, so that both may use the same buffers.
+    """
+
+    bucket: Bucket
+    matrices: tuple[int, ...]
+    gathering: Leg
+    returning: Leg | None
+    mirrored: bool
+
+    @property
+    def stored(self) -> tuple[Parcel, ...]:
+        """A parcel for each piece that this rank stores: what it updates when the bucket is back."""
+        return self.gathering.home if self.returning is None else self.returning.home
+
+
+ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]
+"""(matrix, piece) of what is exchanged with each rank, in the bucket's order of matrices."""
+
+
+def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
+    """What is exchanged with each rank, packed without gaps in the order of ranks."""
+    # Sender and receiver make their parcels apart. Both take the matrices in the bucket's order and the ranks in the
+    # group's, so the bytes need no header; in any other order a rank would read a piece as one of another matrix.
+    packed, offset = [], 0
+    for peer in order:
+        for matrix, piece in by_peer[peer]:
+            packed.append(Parcel(matrix, peer, piece, offset))
+            offset += piece.numel
+    return tuple(packed)
+
+
+def splits(by_peer: ByPeer, group: Iterable[int]) -> tuple[int, ...]:
+    """Elements that are exchanged with each rank of the group."""
+    return tuple(sum(piece.numel for _, piece in by_peer[peer]) for peer in group)

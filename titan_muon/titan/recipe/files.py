@@ -1,0 +1,93 @@
+"""Recipes as files: one is loaded from defaults, bases, the file and the command line, and written back as TOML."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from titan_muon.titan.recipe.constraints import check
+from titan_muon.titan.recipe.flags import read_flags, refuse_unknown
+from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
+from titan_muon.titan.recipe.sections import Adam, AdamW, Muon, Recipe, Rule
+from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, value_text
+
+TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW, "adam": Adam}
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe of a TOML file, its bases and `--section.key value` overrides, checked once.
+
+    Raises RecipeError, with one message, for anything that a recipe does not accept.
+    """
+    file = Path(path)
+    written = read_file(file)
+    given, unknown = read_flags(Recipe, Recipe(), overrides)
+    refuse_unknown(unknown, list(keys(Recipe)))
+    # Later entries win: what the file and its bases say over the name of the file, the command line over all.
+    entries = {"name": Entry(file.stem, str(file))} | written | given
+    sources = {key: entry.source for key, entry in entries.items()}
+    recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
+    # Checked when all sources are joined: a base may be sound only together with the file that names it.
+    check(recipe, sources, str(file))
+    return recipe
+
+
+def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
+    """Give the options of each rule the types of its optimizer's own table."""
+    rules = (_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule))
+    return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
+
+
+def _typed(rule: Rule, place: str, source: str) -> Rule:
+    # Options of another package's optimizer have no table here; it refuses them itself once it is built.
+    if rule.optimizer not in TYPED_OPTIMIZERS:
+        return rule
+    kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
+    return replace(rule, options=convert_items(kinds, rule.options, place, source))
+
+
+def to_toml(recipe: Recipe) -> str:
+    """The recipe as one TOML file that loads again to an equal recipe, whatever that file is called.
+
+    Raises RecipeError for a value that no file can give the recipe, such as a NaN.
+    """
+    kinds, defaults = keys(Recipe), values(Recipe())
+    plain = {key: _plain(value) for key, value in values(recipe).items()}
+    for key, value in plain.items():
+        # TOML has no null: left out, the key would load as its default, and the file would be of another recipe.
+        if value is None and defaults[key] is not None:
+            raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
+        if value is not None:
+            convert(kinds[key], value, key, "recipe")
+    return document_text({key: value for key, value in plain.items() if value is not None})
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as dicts without their absent keys, tuples as lists."""
+    if is_dataclass(value):
+        inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
+        return {name: item for name, item in inner.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One key in which two recipes differ, with both values as TOML text; None is an absent key."""
+
+    key: str
+    left: str | None
+    right: str | None
+
+    def __str__(self) -> str:
+        left, right = ("absent" if text is None else text for text in (self.left, self.right))
+        return f"{self.key}: {left} -> {right}"
+
+
+def differences(a: Recipe, b: Recipe) -> list[Difference]:
+    """The keys in which two recipes differ, in the order of the recipe's tables."""
+    left, right = values(a), values(b)
+    return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else value_text(_plain(value))
