@@ -52,6 +52,7 @@ def smallest_world(recipe: Recipe) -> int:
     shard = max(degrees.data_parallel_shard_degree, 1)
     inner = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     if degrees.data_parallel_shard_degree == -1:
+        # Expert parallelism has no ranks of its own: it divides those of FSDP, context and tensor parallelism.
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
@@ -129,6 +130,7 @@ def _plan(
         return None
     try:
         options = MuonOptions(**config.tables["muon"])
+        # A plan knows parameters and not their groups, which may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         return plan_step(named, iterations, Dispatch.of(options, device, kernels), options)

@@ -35,6 +35,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     summary = None if meta.plan is None else summarize(meta.plan)
     loads = owner_loads(meta.parameters, summary, world)
     memory = memory_per_rank(meta, summary, loads, recipe.muon.state_dtype)
+    # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
     print(to_toml(recipe))
     print(parameter_table(meta.assigned, meta.parameters, meta.plan, full=full))
     counts = optimizer_lines(meta.assigned, meta.plan, world)
@@ -83,6 +84,7 @@ def memory_per_rank(
     )
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", *AVERAGES})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
+    # FSDP2 gives a gradient the dtype and the shards of its parameter.
     return Memory(held, held, states, *step, tuple(uncounted))
 
 
