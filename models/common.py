@@ -15,14 +15,12 @@ NORM_INIT: dict[str, Init] = {"weight": torch.nn.init.ones_}
 
 
 def normal(std: float) -> Init:
-    """Fill a tensor from a normal distribution of mean 0, the same values at every layout of a DTensor.
-
-    Every rank draws the whole tensor, one matrix of a stack at a time, and keeps what it holds, which may be nothing.
-    So all ranks draw the same numbers of the same stream whatever rests where; DTensor's own generator leaves the
-    streams of ranks that hold nothing behind, and has none on the CPU.
-    """
+    """Fill a tensor from a normal distribution of mean 0, the same values at every layout of a DTensor."""
 
     def fill(tensor: torch.Tensor) -> None:
+        # Every rank draws the whole tensor and keeps what it holds, which may be nothing, so that all ranks stay at the
+        # same place of the same stream. DTensor's own generator leaves the streams of ranks that hold nothing behind,
+        # and has none on the CPU. One matrix of a stack at a time: a whole stack would not fit beside the model.
         piece = local(tensor)
         *stack, rows, columns = held_indices(tensor)
         for number in range(len(tensor) if stack else 1):

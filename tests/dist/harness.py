@@ -15,7 +15,16 @@ from datetime import timedelta
 from typing import Any
 
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "models", "torchtitan.trainer"])
+_context.set_forkserver_preload(
+    # In this order: `model.spec` closes the gaps of the CPU that torchtitan must find closed when it is imported.
+    [
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "titan_muon.titan.model.spec",
+        "models",
+        "torchtitan.trainer",
+    ]
+)
 
 
 def _worker(

@@ -108,6 +108,27 @@ def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pyte
     assert placed == ["theirs"]
 
 
+def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From its own code alone: titan/ knows families by their registration."""
+    monkeypatch.setattr(registry.models, "_values", dict(registry.models._values))
+    built = []
+
+    def build(flavor: str, vocab_size: int | None) -> Any:
+        from torchtitan.models.llama3 import model_registry
+
+        built.append((flavor, vocab_size))
+        return model_registry("debugmodel")
+
+    registry.models.register("their_llama", registry.ModelFamily(lambda: ("small",), build))
+    plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
+    assert built == [("small", 258)]
+    assert plan["muon_matrices"] == sum(p["optimizer"] == "muon" for p in plan["parameters"]) > 0
+    with pytest.raises(
+        RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
+    ):
+        dry_run("llama_muon", 2, tmp_path, "--model.name", "their_lama")
+
+
 def test_owned_needs_a_matrix_to_own(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"placement\.muon = 'owned': Muon takes no matrix of the model's layers"):
         dry_run("qwen_moe_adamw", 2, tmp_path, "--placement.muon", "owned")
@@ -207,7 +228,10 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--muon.ns_kernel", "quack"], r"muon\.ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
         (["--muon.ns_coefficients", "keler_jordan"], r"did you mean 'keller_jordan'"),
         (["--muon.buffer_gib", "1e-6"], r"muon\.buffer_gib = .* is too small"),
-        (["--model.flavor", "tinny"], r"model\.flavor = 'tinny' is unknown"),
+        (
+            ["--model.flavor", "tinny"],
+            r"model\.flavor = 'tinny' is unknown; did you mean 'tiny'\? choose from: tiny, 8B",
+        ),
         (["--optimizer.rule", '{match = "nothing.*", optimizer = "adamw"}'], "'nothing.*' takes no parameter"),
         (
             ["--optimizer.rule", '{match = "*", optimizer = "lion"}'],

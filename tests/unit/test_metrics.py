@@ -1,6 +1,7 @@
 """Records, their file after a crash, and the lines on the console. No processes."""
 
 import json
+import re
 import signal
 import time
 from pathlib import Path
@@ -70,7 +71,9 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
     reporter.gpu_peak_flops = 12_800.0
     reporter.log_step(REPORT)
     assert record(tmp_path)["mfu"] == pytest.approx(256 * 100 / (4 * 12_800), rel=0.02)
-    assert "mfu 50" in capsys.readouterr().out
+    assert re.search(r"  mfu (49\.[5-9]|50\.\d) %  ", capsys.readouterr().out), (
+        "a busy machine counts a little more time"
+    )
 
 
 def test_validation_is_recorded_in_bits_per_byte(

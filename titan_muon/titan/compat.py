@@ -204,7 +204,7 @@ def spmd_backend(requested: str, *, owned: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
     `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD mesh, and for
-    owned matrices, which rest beside a data-parallel mesh of their own; torchtitan's own default `spmd_types`
+    owned matrices, which have a data-parallel mesh of their own; torchtitan's own default `spmd_types`
     otherwise. Any other name is returned as it is.
     """
     if requested != "auto":

@@ -52,6 +52,7 @@ def smallest_world(recipe: Recipe) -> int:
     shard = max(degrees.data_parallel_shard_degree, 1)
     inner = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     if degrees.data_parallel_shard_degree == -1:
+        # Expert parallelism has no ranks of its own: it divides those of FSDP, context and tensor parallelism.
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
@@ -72,6 +73,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None)
     registered by others does not take: they are known once it is built.
     """
     check_degrees(recipe, world_size)
+    # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder))
     with _fake_world(world_size):
         model = _sharded_model(config, world_size)
@@ -88,6 +90,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None)
 
 @contextmanager
 def _fake_world(world_size: int) -> Iterator[None]:
+    # Meshes of any size are made without a peer: the fake backend answers for all ranks, and this process is rank 0,
+    # which holds the largest shard of everything that does not divide.
     assert not dist.is_initialized(), "a dry run is a process of its own"
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -99,6 +103,8 @@ def _fake_world(world_size: int) -> Iterator[None]:
 def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
+    # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
+    # are made, and the model must know the degrees by then.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
@@ -124,6 +130,7 @@ def _plan(
         return None
     try:
         options = MuonOptions(**config.tables["muon"])
+        # A plan knows parameters and not their groups, which may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         return plan_step(named, iterations, Dispatch.of(options, device, kernels), options)

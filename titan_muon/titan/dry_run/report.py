@@ -33,23 +33,22 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     world = smallest_world(recipe) if world_size is None else world_size
     meta = build_meta_model(recipe, world)
     summary = None if meta.plan is None else summarize(meta.plan)
-    owned = owner_loads(meta.parameters, summary, world)
-    memory = memory_per_rank(meta, summary, recipe.muon.state_dtype)
+    loads = owner_loads(meta.parameters, summary, world)
+    memory = memory_per_rank(meta, summary, loads, recipe.muon.state_dtype)
+    # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
     print(to_toml(recipe))
     print(parameter_table(meta.assigned, meta.parameters, meta.plan, full=full))
     counts = optimizer_lines(meta.assigned, meta.plan, world)
     print("\n".join(["", *counts, "", *plan_lines(meta.plan, summary), "", *_memory_lines(memory)]))
-    if owned:
-        print("\n".join(["", *owner_lines(owned, full=full)]))
+    if loads:
+        print("\n".join(["", *owner_lines(loads, full=full)]))
     if json is not None:
-        _write(Path(json), meta, summary, memory, owned)
+        _write(Path(json), meta, summary, memory, loads)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank with the largest shards, and of what the fullest owner owns.
-
-    Activations and gathered parameters are not counted.
+    """Bytes of a rank with the largest shards, and of what the fullest owner owns, without activations.
 
     `uncounted` names the optimizers, registered by others, whose states are unknown.
     """
@@ -68,9 +67,14 @@ class Memory:
         return {**counted, "total": sum(counted.values())}
 
 
-def memory_per_rank(meta: MetaModel, summary: Summary | None, state_dtype: str) -> Memory:
-    """What rests in memory between steps, and the exchange's buffers. `state_dtype` is of Muon's momentum."""
-    elements = _elements(meta.parameters)
+def memory_per_rank(
+    meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], state_dtype: str
+) -> Memory:
+    """What stays in memory between steps, and a step's buffers. `state_dtype` is of Muon's momentum."""
+    # Rank 0 holds the largest shards of what is sharded. The fullest owner need not be rank 0: with its matrices added
+    # this is a bound that no rank exceeds.
+    fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
+    elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
     sizes = {name: parameter.element_size() for name, parameter in meta.parameters.items()}
     held = sum(elements[name] * sizes[name] for name in sizes)
     momentum_bytes = TORCH_DTYPE_MAP[state_dtype].itemsize
@@ -80,18 +84,15 @@ def memory_per_rank(meta: MetaModel, summary: Summary | None, state_dtype: str) 
     )
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", *AVERAGES})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
+    # FSDP2 gives a gradient the dtype and the shards of its parameter.
     return Memory(held, held, states, *step, tuple(uncounted))
 
 
-def _elements(parameters: Mapping[str, Tensor]) -> dict[str, int]:
-    """Elements of each parameter on rank 0, which holds the largest shards, or, if owned, on the fullest owner."""
-    owned = {n: held_elements(p) for n, p in parameters.items() if isinstance(p, DTensor) and is_owned(p)}
-    totals: dict[int, int] = {}
-    for name, by_rank in owned.items():
-        for rank, elements in by_rank.items():
-            totals[rank] = totals.get(rank, 0) + elements * parameters[name].element_size()
-    fullest = max(totals, key=lambda rank: totals[rank], default=0)
-    return {n: owned[n].get(fullest, 0) if n in owned else local(p).numel() for n, p in parameters.items()}
+def _elements(parameter: Tensor, owner: int) -> int:
+    """Elements of a parameter on rank 0, or, if it is owned, on rank `owner`."""
+    if isinstance(parameter, DTensor) and is_owned(parameter):
+        return held_elements(parameter).get(owner, 0)
+    return local(parameter).numel()
 
 
 def _memory_lines(memory: Memory) -> Iterable[str]:
@@ -103,19 +104,18 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
 
 
 def _write(
-    path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, owned: Mapping[int, OwnedTotals]
+    path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, loads: Mapping[int, OwnedTotals]
 ) -> None:
     document = {
         "world_size": meta.world_size,
         "parameters": [asdict(assignment) for assignment in meta.assigned],
         "memory": {**memory.sizes, "uncounted_optimizers": memory.uncounted},
-        "owners": [{"rank": rank, **asdict(load)} for rank, load in owned.items()],
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in loads.items()],
         **({} if summary is None else asdict(summary)),
     }
     try:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise RecipeError(
-            f"--json {path}: cannot be written ({error.strerror}); name a file in a folder that exists"
-        ) from error
+        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
+        raise RecipeError(f"--json {path}: {problem}") from error
     print(f"\nwrote {path}")

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
 
-# Before the imports of torchtitan, so that this module can be the first of ours to be imported.
+# torchtitan copies the device when it is imported, and this module may be the first of ours that anyone imports.
 compat.install()
 
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
@@ -35,10 +35,11 @@ class DenseMask:
 class DenseMaskAttention(FlexAttention):
     """Scaled dot-product attention under a dense mask, behind FlexAttention's interface.
 
-    As a FlexAttention it is given the packed documents' BlockMask and TorchTitan's context parallelism,
-    which gathers keys and values and shards the mask. `share_dense_mask` turns that BlockMask into the
-    DenseMask of all layers.
+    `share_dense_mask` turns the BlockMask that a FlexAttention is given into the DenseMask of all layers.
     """
+
+    # A subclass, since TorchTitan asks for the class: only a FlexAttention is given the mask of packed documents, and
+    # the context parallelism that gathers keys and values and shards the mask.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -69,11 +70,9 @@ class DenseMaskAttention(FlexAttention):
 
 
 def share_dense_mask(model: nn.Module) -> None:
-    """Have each forward of `model` compute its DenseMask once, for all layers.
-
-    The mask is an argument of that forward and lives as long as it, so no batch can see another's. Does
-    nothing if the model's attention is not DenseMaskAttention.
-    """
+    """Have each forward of `model` compute its DenseMask once, for all layers, if they are DenseMaskAttention."""
+    # As an argument of that forward it lives as long as the forward: no batch can see another's mask, as it could if a
+    # module kept it.
     if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
         model.register_forward_pre_hook(_densify, with_kwargs=True)
 

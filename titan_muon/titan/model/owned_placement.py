@@ -1,4 +1,4 @@
-"""`placement.muon = "owned"` for TorchTitan's decoders: the Muon matrices of its layers rest whole on one rank each."""
+"""`placement.muon = "owned"` for TorchTitan's decoders: each Muon matrix of the layers is stored whole on one rank."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_muon.options import Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
-from titan_muon.titan.optimizers import assignments, optimizer_config
+from titan_muon.titan.optimizers import HybridOptimizers, assignments, optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
     """`parallelize_fn` that has the Muon matrices of the layers owned, and lets FSDP2 shard all else.
 
-    What Muon takes outside of the layers, and stacks of experts, stay sharded. Raises RecipeError for a model that is
-    no decoder of TorchTitan; the function raises it for one without a matrix to own.
+    Raises RecipeError for a model that is no decoder of TorchTitan; the function raises it for one without a matrix to
+    own.
     """
     if not compat.shards_decoders(parallelize_fn):
         raise RecipeError(
@@ -44,7 +43,7 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    """Own the matrices, then have TorchTitan shard the rest. The arguments are those of its apply_fsdp_to_decoder."""
+    # Called in place of TorchTitan's apply_fsdp_to_decoder, with its arguments.
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
@@ -56,35 +55,30 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
         _own_layers(recipe, model, layers, mesh, options)
     except ValueError as error:
         raise RecipeError(f"placement.muon = 'owned': {error}") from error
+    # fully_shard takes every parameter that it finds in a module, owned or not.
     with hidden(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The decoder's layers, those that predict further tokens included."""
-    further = getattr(model, "mtp_layers", None)
-    return [*model.layers.values(), *(() if further is None else further)]
+    # Layers for multi-token prediction are there in some decoders only, and may be None in those.
+    return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    owners = Owners(
-        model,
-        mesh=mesh,
-        params=_matrices(recipe, model, layers),
-        split=_splits(recipe),
-        flops=_flops(recipe, mesh.device_type),
-    )
+    config, flops = optimizer_config(recipe), _flops(recipe, mesh.device_type)
+    params = _matrices(recipe, config, model, layers)
+    owners = Owners(model, mesh=mesh, params=params, split=config.tables["muon"]["split"], flops=flops)
+    precision = MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False)
     reshard = get_fsdp_reshard_after_forward_policy(options["reshard_after_forward_policy"], options["pp_enabled"])
     for layer in layers:
         if owners.within(layer):
             own(
                 layer,
                 owners=owners,
-                mp_policy=MixedPrecisionPolicy(
-                    options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False
-                ),
+                mp_policy=precision,
                 reshard_after_forward=reshard,
                 offload_policy=CPUOffloadPolicy() if options["cpu_offload"] else None,
                 # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
@@ -93,23 +87,24 @@ def _own_layers(
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    """What the recipe's Newton-Schulz costs on a type of device, by the algorithm that will run."""
+    """What the recipe's Newton-Schulz costs on a type of device."""
+    # By the algorithm that will run: the Gram iteration makes wide matrices cheaper, and owners that are balanced by
+    # another cost would wait for each other.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device)
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 
-def _splits(recipe: Recipe) -> tuple[Split, ...]:
-    split: tuple[Split, ...] = optimizer_config(recipe).tables["muon"]["split"]
-    return split
-
-
-def _matrices(recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+def _matrices(
+    recipe: Recipe, config: HybridOptimizers.Config, model: nn.Module, layers: Iterable[nn.Module]
+) -> list[nn.Parameter]:
     """What Muon takes of the layers: matrices, and what a split reads as matrices."""
+    # What is outside of the layers stays sharded, since `own` gathers layer by layer. So do stacks of experts: whole on
+    # one rank, a stack would be most of what the ranks hold.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    taken = assignments(optimizer_config(recipe), {name: tuple(p.shape) for name, p in named.items()})
+    taken = assignments(config, {name: tuple(p.shape) for name, p in named.items()})
     chosen = [named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)]
     if not chosen:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
@@ -134,7 +129,7 @@ def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, parameters in shown.items():
+            # FSDP2 has put DTensors in place of the others. The old order comes back: parameter groups follow it.
             now = dict(module._parameters)
             module._parameters.clear()
-            # In the old order, with what was changed meanwhile.
             module._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})

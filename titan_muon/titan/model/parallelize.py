@@ -50,7 +50,8 @@ def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., 
 
 
 def reduce_by_plain_sum(model: nn.Module) -> None:
-    """Have FSDP reduce gradients by sum and divide apart: gloo has no reduction that multiplies first."""
+    """Have FSDP reduce gradients by sum and divide apart."""
+    # FSDP2 would otherwise reduce with PREMUL_SUM, which gloo does not have.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
@@ -65,8 +66,9 @@ def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.P
 
 def _check_heads(model: Any, degree: int) -> None:
     attention = model.first_attention
-    # Latent attention (MLA) has no key-value heads of its own.
-    kv_heads = getattr(attention, "n_kv_heads", attention.n_heads)
+    # Latent attention (MLA) has no key-value heads of its own, and None is as many as there are query heads.
+    kv_heads = getattr(attention, "n_kv_heads", None)
+    kv_heads = attention.n_heads if kv_heads is None else kv_heads
     if attention.n_heads % degree or kv_heads % degree:
         raise RecipeError(
             f"parallelism.tensor_parallel_degree = {degree} must divide the model's {attention.n_heads} query heads "

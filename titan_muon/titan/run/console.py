@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 
 def say_error(error: Exception) -> None:
-    """Print an error of the user on stderr once: by the first rank that meets it, which need not be rank 0.
+    """Print an error of the user on stderr once: by the first rank that has it, which need not be rank 0.
 
     TorchTitan's trainer leaves its traceback for torchrun to print; that is withdrawn.
     """

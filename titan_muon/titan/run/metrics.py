@@ -17,13 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
-from torchtitan.components.metrics import (
-    BaseLogger,
-    LoggerContainer,
-    MetricsProcessor,
-    WandBLogger,
-    _get_metrics_rank,
-)
+from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
 
 METRICS_FILE = "metrics.jsonl"

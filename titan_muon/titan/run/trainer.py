@@ -42,6 +42,8 @@ class MuonTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
+        # Only now tokenizer and model are there to compare. An id beyond the embedding would be an index error of the
+        # device, reported late and without a name.
         self._check_vocabulary()
         if config.validator.enable:
             held_out = config.validator.dataloader
@@ -57,7 +59,6 @@ class MuonTrainer(Trainer):
         )
 
     def _check_vocabulary(self) -> None:
-        """Raise RecipeError if the tokenizer has tokens that the model cannot embed."""
         tokens, rows = self.tokenizer.get_vocab_size(), decoder_vocab_size(self.config.model_spec)
         if tokens > rows:
             raise RecipeError(
@@ -66,6 +67,7 @@ class MuonTrainer(Trainer):
 
     def init_distributed(self) -> ParallelDims:
         """The degrees on the process group that is already there."""
+        # TorchTitan would make one: here the run's folder was agreed on in it before the trainer is built.
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     @property
@@ -76,6 +78,7 @@ class MuonTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         """Counts that mean the same on any number of ranks."""
+        # TorchTitan saves this rank's tokens, which a run continued on another number of ranks would add up wrongly.
         return {"step": self.step, "ntokens_seen": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,11 +98,14 @@ class MuonTrainer(Trainer):
                 self.gc_handler.run(self.step)
                 self.train_step(batches)
                 stopped = stop.stop_after_step()
+                # Saved first: a validation that fails, or that a second Ctrl-C ends, then loses no step.
                 self._save(stopped)
                 self._validate(stopped)
                 profiler.step()
+                # Only the first step compiles, connects and allocates; after it a rank that is late has died.
                 if self.step == first:
-                    self._shorten_timeout()
+                    seconds = timedelta(seconds=self.config.comm.train_timeout_seconds)
+                    dist_utils.set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
         self.checkpointer.maybe_wait_for_saving()
 
     def _save(self, stopped: bool) -> None:
@@ -118,10 +124,6 @@ class MuonTrainer(Trainer):
             with self.metrics_processor.paused():
                 self.validator.validate(self.model_parts, self.step)
 
-    def _shorten_timeout(self) -> None:
-        seconds = timedelta(seconds=self.config.comm.train_timeout_seconds)
-        dist_utils.set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
-
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One optimizer step on `gradient_accumulation_steps` microbatches."""
         self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
@@ -131,8 +133,10 @@ class MuonTrainer(Trainer):
             loss = self._forward_backward(groups, tokens)
         with self.timer.phase("clip"):
             grad_norm = self.clip()
+        # The rates that this step is taken with: the schedule moves them on before the report.
         rates = self.optimizers.learning_rates()
         with self.timer.phase("optimizer"):
+            # An asynchronous save may still be copying the weights that the step is about to change.
             self.checkpointer.maybe_wait_for_staging()
             self.optimizers.step()
             self.lr_schedulers.step()
@@ -145,6 +149,8 @@ class MuonTrainer(Trainer):
             [next(batches) for _ in range(self.num_pipeline_parallel_microbatches)]
             for _ in range(self.gradient_accumulation_steps)
         ]
+        # Counted over all microbatches before the first forward: each loss is divided by the tokens of the whole step,
+        # so that a microbatch with few labels does not weigh as much as a full one.
         counts = [(labels != IGNORE_INDEX).sum() for group in groups for _, labels in group]
         tokens = torch.stack(counts).sum().to(self.device, non_blocking=True)
         if self.parallel_dims.dp_enabled:
@@ -177,17 +183,12 @@ class MuonTrainer(Trainer):
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
         mean_loss, norm = float(loss.item()), float(grad_norm.item())
-        self.metrics_processor.log_step(
-            StepReport(
-                step=self.step,
-                loss=mean_loss,
-                grad_norm=norm,
-                tokens=self.tokens,
-                lr=rates,
-                seconds=self.timer.drain(),
-                memory=int(peak.item()),
-            )
+        seconds, memory = self.timer.drain(), int(peak.item())
+        report = StepReport(
+            step=self.step, loss=mean_loss, grad_norm=norm, tokens=self.tokens, lr=rates, seconds=seconds, memory=memory
         )
+        self.metrics_processor.log_step(report)
+        # After the report, which is the record of where the run diverged.
         if not math.isfinite(mean_loss + norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
