@@ -153,14 +153,9 @@ class Muon(Optimizer):
         self._skips_missing, self._releases, self._nonfinite = missing_grad == "skip", release_grads, nonfinite
         chosen = registry.exchanges.get(exchange)
         self._collectives = chosen.collectives
-        self._options = MuonOptions(
-            exchange=chosen.pattern,
-            owners=owners,  # type: ignore[arg-type]
-            replicas=replicas,  # type: ignore[arg-type]
-            buffer_bytes=buffer_bytes,
-            wire_dtype=wire_dtype,  # type: ignore[arg-type]
-            link=Link() if link is None else link,
-        )
+        choices = {"owners": owners, "replicas": replicas, "buffer_bytes": buffer_bytes, "wire_dtype": wire_dtype}
+        link = Link() if link is None else link
+        self._options = MuonOptions(exchange=chosen.pattern, link=link, **choices)  # type: ignore[arg-type]
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._council = Council()
         self._built = False

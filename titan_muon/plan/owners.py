@@ -1,7 +1,7 @@
 """Who orthogonalizes what: the balancer, and functions from tasks to owners by their names in a recipe."""
 
-# All of it is deterministic, ties included, which go to the lowest rank: every rank finds the owners for itself, and two
-# ranks that found different ones would send pieces to where nobody expects them.
+# All of it is deterministic, ties included, which go to the lowest rank: every rank finds the owners for itself, and
+# two ranks that found different ones would send pieces to where nobody expects them.
 
 from __future__ import annotations
 
