@@ -191,7 +191,7 @@ def recut(plan: Plan, random: Random) -> Plan:
     if not buckets:
         return plan
     random.shuffle(buckets)
-    # Rounds of one to a few buckets, in which a group may even meet more than once.
+    # Rounds of one to a few buckets, in which a group may even have several.
     numbers = accumulate((random.random() < 0.6 for _ in buckets[1:]), initial=0)
     numbered = tuple(replace(bucket, round=int(number)) for bucket, number in zip(buckets, numbers, strict=True))
     return replace(plan, buckets=numbered, slots=random.randint(1, 5))

@@ -156,5 +156,5 @@ def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
     assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1) == 62
 
 
-def test_work_at_home_counts_even_where_nobody_meets() -> None:
+def test_work_at_home_counts_even_without_buckets() -> None:
     assert longest_path([], [], {0: 5, 1: 7}, 2) == 7

@@ -1,4 +1,4 @@
-"""Who has to meet to make a matrix whole: nobody if it is whole already, and otherwise no more ranks than its mesh."""
+"""Who assembles a matrix: nobody if a rank stores all of it, and otherwise no more ranks than its mesh has."""
 
 from collections.abc import Iterable
 
@@ -24,8 +24,8 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
 def experts(count: int, rows: int, cols: int, mesh: Mesh, *placements: Placement) -> Geometry:
-    blocks = tuple(MatrixRows(str(i), (Interval(i * rows, (i + 1) * rows),)) for i in range(count))
-    return Geometry(Layout((count, rows, cols), mesh, placements), MatrixStack(2, blocks))
+    matrices = tuple(MatrixRows(str(i), (Interval(i * rows, (i + 1) * rows),)) for i in range(count))
+    return Geometry(Layout((count, rows, cols), mesh, placements), MatrixStack(2, matrices))
 
 
 def matrix(rows: int, mesh: Mesh, *placements: Placement) -> Geometry:
@@ -38,7 +38,7 @@ def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
 
 @settings(PROPERTY, max_examples=300)
 @given(parameter_lists())
-def test_each_block_is_at_home_or_whole_in_each_group(parameters: list[Parameter]) -> None:
+def test_each_matrix_is_at_home_or_whole_in_each_group(parameters: list[Parameter]) -> None:
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):
@@ -48,7 +48,7 @@ def test_each_block_is_at_home_or_whole_in_each_group(parameters: list[Parameter
 
 def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:
     elements = geometry.elements(index)
-    assert bool(assembly.home) != bool(assembly.groups), "a block is at home or travels"
+    assert bool(assembly.home) != bool(assembly.groups), "a matrix is at home or travels"
     assert set(assembly.home) <= set(elements)
     assert all(elements[rank] == geometry.numel(index) for rank in assembly.home)
     for group in assembly.groups:
@@ -58,17 +58,17 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
         for rank in set(group) & set(elements):
             copy = geometry.replica[rank]
             held[copy] = held.get(copy, 0) + elements[rank]
-        assert set(held.values()) == {geometry.numel(index)}, "every copy of the block is whole within the group"
+        assert set(held.values()) == {geometry.numel(index)}, "every copy of the matrix is whole within the group"
         assert split or len(held) == 1, "without a split each copy has a group of its own"
-    met = [rank for group in assembly.groups for rank in group]
-    assert len(met) == len(set(met)), "no rank meets twice for one block"
-    assert set(elements) <= {*met, *assembly.home}, "every holder takes part"
+    taking_part = [rank for group in assembly.groups for rank in group]
+    assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
+    assert set(elements) <= {*taking_part, *assembly.home}, "every holder takes part"
 
 
 @settings(PROPERTY, max_examples=300)
 @given(parameter_lists())
-def test_blocks_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
-    """Groups of one parameter are equal or disjoint, so its blocks can travel together."""
+def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
+    """Groups of one parameter are equal or disjoint, so its matrices can travel together."""
     for parameter in parameters:
         geometry = Geometry(parameter.layout, parameter.stack)
         for split in (True, False):
@@ -82,7 +82,7 @@ def test_whole_experts_are_at_home() -> None:
     assert [assembly.home for assembly in found] == [(0,), (1,), (2,), (3,)]
 
 
-def test_experts_cut_by_rows_meet_within_their_ranks() -> None:
+def test_experts_cut_by_rows_travel_within_their_ranks() -> None:
     found = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
     assert [assembly.groups for assembly in found] == [((0, 2),), ((1, 3),)]
 
@@ -93,7 +93,7 @@ def test_an_expert_across_ranks_joins_them() -> None:
     assert [assembly.home for assembly in found] == [(0,), (1,), (2,)]
 
 
-def test_a_small_parameter_meets_on_its_whole_mesh() -> None:
+def test_a_small_parameter_travels_on_its_whole_mesh() -> None:
     """3 rows over 4 ranks: the rank without a row may orthogonalize too."""
     assert assemblies(matrix(3, FLAT, Shard(0)), True)[0].groups == ((0, 1, 2, 3),)
 

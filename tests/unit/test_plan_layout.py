@@ -134,7 +134,7 @@ def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
     assert rows == [(Interval(0, 2),), (Interval(4, 6),), (Interval(2, 4),), (Interval(6, 8),)]
 
 
-def test_blocks_out_of_order_are_found() -> None:
+def test_matrices_out_of_order_are_found() -> None:
     """Rows of a fused weight may alternate between its projections, and the second may come first."""
     stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
     geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)

@@ -365,7 +365,7 @@ def test_whole_experts_stay_home() -> None:
     check_step(plan, late=True)
 
 
-def test_experts_over_few_ranks_meet_within_those() -> None:
+def test_experts_over_few_ranks_travel_within_those() -> None:
     """Expert parallelism 2 x expert FSDP 2: each expert is owned by one of the two ranks that hold it."""
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
     plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
@@ -374,7 +374,7 @@ def test_experts_over_few_ranks_meet_within_those() -> None:
 
 
 def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
-    """Two matrices of one row over 4 ranks: both rest on rank 0, and another rank takes one of them."""
+    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank takes one of them."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
     assert plan.home == ((0,), (0,)) or len({rank for _, rank in work}) == 2

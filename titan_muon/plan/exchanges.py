@@ -1,7 +1,7 @@
-"""Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs.
+"""Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
 
-Each pattern is one class, with all that depends on it; nothing else in the package compares their names.
-"""
+# Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
+# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, gathers_everything).
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from ..options import Link, MuonOptions
 from .layout import Geometries, Geometry
-from .legs import BucketProgram, ByPeer, Collective, Leg, parcels, splits
+from .legs import BucketProgram, Collective, Leg, parcels, splits
 from .types import Bucket, Matrix, Piece
 
 
@@ -35,12 +35,6 @@ class Pieces:
         """The piece of a matrix that a rank of its mesh stores, if any."""
         return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
 
-    def stored(self, matrix: int, rank: int) -> Piece:
-        """The piece of a matrix that a rank is known to store."""
-        piece = self.find(matrix, rank)
-        assert piece is not None, f"rank {rank} stores nothing of matrix {matrix}"
-        return piece
-
     def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
         """(rank, elements) of each piece of a matrix on some ranks."""
         stored = self.geometry(matrix).elements(self.matrices[matrix].index)
@@ -49,15 +43,8 @@ class Pieces:
 
 @dataclass(frozen=True)
 class BucketTotals:
-    """What a bucket costs one rank.
-
-    Attributes:
-        matrices: matrices that it orthogonalizes.
-        sent: elements that it sends to other ranks.
-        received: elements that it receives from other ranks.
-        buffers: elements of its home buffer, inbox and outbox.
-        collectives: number of calls.
-    """
+    """What a bucket costs one rank: matrices that it orthogonalizes, elements that it sends to and receives from other
+    ranks, elements of its home buffer, inbox and outbox, and calls."""
 
     matrices: tuple[int, ...]
     sent: int
@@ -68,26 +55,14 @@ class BucketTotals:
 
 @dataclass(frozen=True)
 class BucketSize:
-    """The numbers of a bucket that decide how long a pattern takes.
-
-    Attributes:
-        ranks: ranks of its group.
-        matrix_bytes: bytes of its matrices.
-        stored_bytes: bytes of the pieces that the ranks store; more if some of them hold copies.
-        flops: FLOPs of all its matrices.
-        owner_flops: FLOPs of the owner with most.
-    """
+    """What decides how long a bucket takes: ranks of its group, bytes of its matrices and of all stored pieces (more if
+    ranks hold copies), FLOPs of its matrices and of the owner with most."""
 
     ranks: int
     matrix_bytes: int
     stored_bytes: int
     flops: int
     owner_flops: int
-
-    @property
-    def away(self) -> float:
-        """Share of a buffer that is for other ranks, if all ranks have equal parts of it."""
-        return (self.ranks - 1) / self.ranks
 
 
 class Pattern(ABC):
@@ -110,10 +85,8 @@ class Pattern(ABC):
     @abstractmethod
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         """What the bucket costs each rank of its group."""
-
-    # The totals are counted from shapes and not from programs: the planner wants them for every rank of every draft,
-    # and a program of each of 1,024 ranks would take minutes. tests/unit/test_plan_summary.py holds both against each
-    # other.
+        # Counted from shapes and not from programs: the planner wants this of every rank of several drafts, and
+        # programs of 1,024 ranks would take minutes. tests/unit/test_plan_summary.py holds both against each other.
 
     @abstractmethod
     def seconds(self, size: BucketSize, link: Link) -> float:
@@ -130,7 +103,6 @@ class AllToAll(Pattern):
     name = "all_to_all"
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        """Gather from the owner's own copy, return to all copies."""
         # Replicas store the same momentum: the pieces of one copy make the matrix whole, and those of another would be
         # the same bytes again. The result has to reach all of them, or the replicas' weights would part.
         gathering = self._leg(bucket, rank, pieces, one_copy=True)
@@ -160,7 +132,6 @@ class AllToAll(Pattern):
         )
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        """Pieces of the owner's copy there, those of all copies back, but for what the owner stores itself."""
         members = frozenset(bucket.group)
         stored, gathered, kept, inbox, outbox = (dict.fromkeys(bucket.group, 0) for _ in range(5))
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
@@ -184,8 +155,8 @@ class AllToAll(Pattern):
         return found
 
     def seconds(self, size: BucketSize, link: Link) -> float:
-        """Two collectives; the mean rank sends its part of the matrices there and of all copies back."""
-        sent = (size.matrix_bytes + size.stored_bytes) * size.away / size.ranks
+        # On the mean rank: its part of the matrices there and of all copies back, but for what it owns itself.
+        sent = (size.matrix_bytes + size.stored_bytes) * (size.ranks - 1) / size.ranks**2
         return 2 * link.latency + link.transfer_seconds(sent) + link.compute_seconds(size.owner_flops)
 
 
@@ -197,22 +168,18 @@ class AllGather(Pattern):
     gathers_everything = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        """One leg, after which the results are where they belong."""
-        stored = self._stored(bucket, pieces)
-        return BucketProgram(bucket, tuple(m for m, _ in stored[rank]), self._leg(bucket, rank, stored), None, False)
+        leg = self._leg(bucket, rank, pieces)
+        return BucketProgram(bucket, tuple(parcel.matrix for parcel in leg.home), leg, None, False)
 
-    def _stored(self, bucket: Bucket, pieces: Pieces) -> ByPeer:
-        return {
+    def _leg(self, bucket: Bucket, rank: int, pieces: Pieces) -> Leg:
+        stored = {
             peer: [(m, piece) for m in bucket.matrices if (piece := pieces.find(m, peer)) is not None]
             for peer in bucket.group
         }
-
-    def _leg(self, bucket: Bucket, rank: int, stored: ByPeer) -> Leg:
         home, owned = parcels(stored, [rank]), parcels(stored, bucket.group)
         return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group))
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        """What a rank stores goes to all others."""
         members, others = frozenset(bucket.group), len(bucket.group) - 1
         stored = dict.fromkeys(bucket.group, 0)
         mine: dict[int, list[int]] = {rank: [] for rank in bucket.group}
@@ -227,33 +194,30 @@ class AllGather(Pattern):
         }
 
     def seconds(self, size: BucketSize, link: Link) -> float:
-        """One collective, and then all matrices on every rank; without end where ranks hold copies."""
         # Over replicas it is refused instead of timed: the group of a choice has the ranks of all copies in it, so that
         # owners can be any of them, and every rank would gather and unpack each piece once for every copy.
         if size.stored_bytes != size.matrix_bytes:
             return math.inf
-        sent = size.stored_bytes * size.away
+        sent = size.stored_bytes * (size.ranks - 1) / size.ranks
         return link.latency + link.transfer_seconds(sent) + link.compute_seconds(size.flops)
 
 
 class AllGatherReduceScatter(AllGather):
     """As an all-gather, but owners alone orthogonalize; a sum with zeros from all others brings the results back."""
 
-    # It sends as many times what an all-to-all sends as there are ranks, and so never wins by these numbers. It is
-    # there for networks whose all-to-all is poor, and to compare with: xtuner runs it for the matrices that are left
-    # over.
+    # It sends as many times what an all-to-all sends as there are ranks, so by these numbers it never wins. It is there
+    # for networks whose all-to-all is poor, and to compare with: xtuner runs it for the matrices that are left over.
 
     name = "all_gather_reduce_scatter"
     has_owners = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        """The same leg there and back, in buffers of its own: what is summed has to be zero but for the results."""
-        leg = self._leg(bucket, rank, self._stored(bucket, pieces))
+        # Never mirrored: what is summed has to be zero but for the results, and the inbox is full of pieces.
+        leg = self._leg(bucket, rank, pieces)
         returning = replace(leg, collective=Collective.REDUCE_SCATTER)
         return BucketProgram(bucket, tuple(_by_owner(bucket).get(rank, ())), leg, returning, False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        """Twice an all-gather: what was sent there is received back."""
         mine, found = _by_owner(bucket), {}
         for rank, there in super().totals(bucket, pieces).items():
             both, (home, inbox, _) = there.sent + there.received, there.buffers
@@ -261,8 +225,7 @@ class AllGatherReduceScatter(AllGather):
         return found
 
     def seconds(self, size: BucketSize, link: Link) -> float:
-        """Two collectives of all pieces to or from all ranks."""
-        sent = size.stored_bytes * size.away
+        sent = size.stored_bytes * (size.ranks - 1) / size.ranks
         return 2 * (link.latency + link.transfer_seconds(sent)) + link.compute_seconds(size.owner_flops)
 
 
@@ -275,25 +238,21 @@ class Auto(AllToAll):
     name = "auto"
 
     def settle(self, bucket: Bucket, pieces: Pieces, options: MuonOptions) -> Bucket:
-        """The bucket with the fastest pattern, and the reason; of equally fast ones the first of PATTERNS."""
         size = _size(bucket, pieces, options.wire_bytes)
         timed = {name: pattern.seconds(size, options.link) for name, pattern in PATTERNS.items() if name != self.name}
         fastest = min(timed, key=timed.__getitem__)
         times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in timed.items() if value < math.inf)
+        # min takes the first of equally fast ones, so that ties go to the all-to-all.
         owners = bucket.owners if PATTERNS[fastest].has_owners else ()
         return replace(bucket, exchange=fastest, owners=owners, reason=f"{fastest} is the fastest: {times}")
 
 
 def _size(bucket: Bucket, pieces: Pieces, wire_bytes: int) -> BucketSize:
     flops = {owner: sum(pieces.matrices[m].flops for m in mine) for owner, mine in _by_owner(bucket).items()}
+    whole = sum(pieces.matrices[m].numel for m in bucket.matrices)
     stored = sum(sum(pieces.geometry(m).elements(pieces.matrices[m].index).values()) for m in bucket.matrices)
-    return BucketSize(
-        ranks=len(bucket.group),
-        matrix_bytes=wire_bytes * sum(pieces.matrices[m].numel for m in bucket.matrices),
-        stored_bytes=wire_bytes * stored,
-        flops=sum(flops.values()),
-        owner_flops=max(flops.values()),
-    )
+    ranks = len(bucket.group)
+    return BucketSize(ranks, wire_bytes * whole, wire_bytes * stored, sum(flops.values()), max(flops.values()))
 
 
 def _by_owner(bucket: Bucket) -> dict[int, list[int]]:

@@ -12,10 +12,8 @@ from .layout import Geometry
 class Assembly:
     """Where one matrix of a parameter is orthogonalized.
 
-    Attributes:
-        home: ranks that store all of it and need no other; empty if it has to be assembled.
-        groups: groups of global ranks, ascending, that each assemble it once: one group when replicas split the work,
-            one for each replica when they repeat it.
+    `home` are the ranks that store all of it and need no other. Otherwise each of `groups` (global ranks, ascending)
+    assembles it once: one group when replicas split the work, one for each replica when they repeat it.
     """
 
     home: tuple[int, ...]
@@ -28,9 +26,12 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     holders = [tuple(geometry.elements(index)) for index in indices]
     whole = [_whole(geometry, index, split) for index in indices]
     parts = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
-    components = _Components(ranks for copies in parts for ranks in copies)
-    meshes = _by_replica(geometry, geometry.layout.mesh.ranks, split)
-    groups = _widened(components, meshes)
+    groups = _components(ranks for copies in parts for ranks in copies)
+    # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
+    # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
+    for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
+        if len({groups[rank] for rank in mesh if rank in groups}) == 1:
+            groups |= dict.fromkeys(mesh, mesh)
     return tuple(
         Assembly(holders[index] if whole[index] else (), tuple(groups[ranks[0]] for ranks in parts[index]))
         for index in indices
@@ -54,47 +55,20 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
     return tuple(tuple(sorted(copy)) for copy in copies.values())
 
 
-def _widened(components: _Components, meshes: Sequence[tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
-    """Group of each rank: its component, or its whole mesh when nobody else of that mesh forms another one."""
-    # Components, not the holders of each matrix: neighbouring heads or experts may share the rank at their border, and
-    # groups that overlap without being equal would each need a process group and collectives of their own.
-    # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
-    # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
-    groups = {}
-    for mesh in meshes:
-        members = set(mesh)
-        roots = {components.root(rank) for rank in components.parent if rank in members}
-        for rank in components.parent:
-            if rank in members:
-                groups[rank] = mesh if len(roots) == 1 else components.members(rank)
-    return groups
-
-
 def connected(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
     """The ranks that are with `rank` in one of the sets, or with one that is, and so on; ascending, empty if none."""
-    components = _Components(sets)
-    return components.members(rank) if rank in components.parent else ()
+    return _components(sets).get(rank, ())
 
 
-class _Components:
-    """Ranks connected by the sets they appear in together (union-find)."""
-
-    def __init__(self, sets: Iterable[Sequence[int]]) -> None:
-        self.parent: dict[int, int] = {}
-        for ranks in sets:
-            for rank in ranks:
-                self.parent.setdefault(rank, rank)
-                self.parent[self.root(rank)] = self.root(ranks[0])
-        self._members: dict[int, list[int]] = {}
-        for rank in sorted(self.parent):
-            self._members.setdefault(self.root(rank), []).append(rank)
-
-    def root(self, rank: int) -> int:
-        # Path halving: without it a chain of 1,024 ranks would be walked from end to end for each of them.
-        while self.parent[rank] != rank:
-            self.parent[rank] = self.parent[self.parent[rank]]
-            rank = self.parent[rank]
-        return rank
-
-    def members(self, rank: int) -> tuple[int, ...]:
-        return tuple(self._members[self.root(rank)])
+def _components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """For each rank all that it is connected to by sets they appear in together, ascending."""
+    # Components, not the sets themselves: neighbouring heads or experts may share the rank at their border, and groups
+    # that overlap without being equal would each need a process group and collectives of their own.
+    found: dict[int, tuple[int, ...]] = {}
+    for ranks in sets:
+        first = found.get(ranks[0])
+        # Thousands of matrices have the same holders: only a set that joins something new is worth sorting.
+        if first is None or any(found.get(rank) is not first for rank in ranks):
+            joined = tuple(sorted({*ranks, *(peer for rank in ranks for peer in found.get(rank, ()))}))
+            found |= dict.fromkeys(joined, joined)
+    return found

@@ -31,12 +31,8 @@ class Parcel:
 class Leg:
     """One collective of a bucket, seen from one rank.
 
-    Attributes:
-        collective: what runs.
-        home: parcels of pieces that this rank stores, in its home buffer.
-        owned: parcels of the matrices that it orthogonalizes, in its owner's buffer.
-        home_splits: elements of the home buffer that are exchanged with each rank of the group; none in an all-gather.
-        owned_splits: elements of the owner's buffer that are exchanged with each rank of the group.
+    `home` are the parcels of pieces that this rank stores, in its home buffer; `owned` those of the matrices that it
+    orthogonalizes, in its owner's buffer. The splits are the elements exchanged with each rank of the group.
     """
 
     # In an all-to-all the home parcels whose peer is the rank itself come first and never travel: their split is zero
@@ -67,14 +63,10 @@ class Leg:
 
 @dataclass(frozen=True)
 class BucketProgram:
-    """A bucket as one rank runs it: gather, orthogonalize, return.
+    """A bucket as one rank runs it: gather, orthogonalize `matrices`, return.
 
-    Attributes:
-        bucket: the bucket, equal on all ranks of its group.
-        matrices: those that this rank orthogonalizes.
-        gathering: brings their pieces here.
-        returning: brings the results back; None if every rank orthogonalizes what it stores, so that they are there.
-        mirrored: whether the return is the gather backwards, so that both may use the same buffers.
+    Without a `returning` leg every rank has orthogonalized what it stores, and its home parcels are already there.
+    `mirrored`: the return is the gather backwards, so both may use the same buffers.
     """
 
     bucket: Bucket

@@ -1,7 +1,7 @@
-"""Who orthogonalizes what: the balancer, and functions from tasks to owners by their names in a recipe.
+"""Who orthogonalizes what: the balancer, and functions from tasks to owners by their names in a recipe."""
 
-Every function is deterministic, so that all ranks make the same plan without talking.
-"""
+# All of it is deterministic, ties included, which go to the lowest rank: every rank finds the owners for itself, and
+# two ranks that found different ones would send pieces to where nobody expects them.
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ BYTES_OVER_MEAN = 1.3
 
 @dataclass(frozen=True)
 class Task:
-    """A matrix that needs an owner.
-
-    Attributes:
-        matrix: index of the matrix.
-        group: index of the group whose ranks can own it.
-        flops: what it costs its owner in Newton-Schulz.
-        bytes: what it costs its owner in memory.
-        layer: name of the layer that it is part of.
-    """
+    """A matrix that needs one of the ranks of `groups[group]` as its owner, and what it costs that rank."""
 
     matrix: int
     group: int
@@ -36,18 +28,12 @@ Groups = Sequence[tuple[int, ...]]
 Rounds = Sequence[Sequence[Task]]
 OwnerOf = dict[tuple[int, int], int]
 """Rank that owns each (matrix, group)."""
-_Heap = list[tuple[int, int, int]]
+Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, the least loaded first."""
 
 
 class Balancer:
-    """Gives tasks to ranks by longest processing time first, within a limit of bytes.
-
-    Args:
-        tasks: all that will be given, for the limit.
-        ranks: all that may get some.
-        load: FLOPs that ranks have already.
-    """
+    """Gives `tasks`, longest first, to the least loaded of `ranks`, on top of the FLOPs in `load`."""
 
     # FLOPs decide, since Newton-Schulz is most of a step. But with FLOPs alone a rank without large matrices would be
     # given a great many small ones, and its buffers or its shard of the model would not fit where all others' do.
@@ -59,13 +45,13 @@ class Balancer:
         # At least the largest, or no rank would ever have room for it.
         self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
 
-    def heap(self, ranks: Sequence[int]) -> _Heap:
+    def heap(self, ranks: Sequence[int]) -> Heap:
         """The ranks of a group as `give` takes them; a rank that is given a task by another heap is outdated in it."""
         heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
         heapq.heapify(heap)
         return heap
 
-    def give(self, task: Task, heap: _Heap, barred: Collection[int] = ()) -> int:
+    def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
         """The owner of a task: the least loaded with room for its bytes; one of `barred` only if there is no other."""
         flops, bytes_, rank = _pop(heap, self._limit - task.bytes, barred)
         self._flops[rank], self._bytes[rank] = flops + task.flops, bytes_ + task.bytes
@@ -73,7 +59,7 @@ class Balancer:
         return rank
 
 
-def _pop(heap: _Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:
+def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:
     passed = []
     while heap:
         entry = heapq.heappop(heap)
@@ -94,26 +80,22 @@ def balanced(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf
 
     Where all ranks are one group, the longest rank is within 4/3 of the best possible (Graham, 1969).
     """
-    # Large groups first has no bound where groups overlap, and neither has the reverse: which of them is better depends
-    # on whether few ranks' matrices are small enough to fill what is left. So the planner tries all three orders.
-    return _longest_first([_flat(rounds)], groups, load)
+    # Where groups overlap neither order has a bound: small groups last can even out what large ones left, unless their
+    # matrices are too large for that; large groups last can, unless theirs are. So the planner plays both.
+    return balanced_rounds([_flat(rounds)], groups, load)
 
 
 def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but groups of few ranks go first, so that those of many make room for them."""
-    return _longest_first([_flat(rounds)], groups, load, small_first=True)
-
-
-def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """As `balanced`, but one round after the other, for rounds that wait for each other."""
-    return _longest_first(rounds, groups, load)
+    return balanced_rounds([_flat(rounds)], groups, load, small_first=True)
 
 
 def _flat(rounds: Rounds) -> list[Task]:
     return [task for tasks in rounds for task in tasks]
 
 
-def _longest_first(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
+def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
+    """As `balanced`, but one round after the other, for rounds that wait for each other."""
     balancer = Balancer(_flat(rounds), (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
     for tasks in rounds:

@@ -19,10 +19,12 @@ from .types import Bucket, Matrix, Parameter, Plan
 
 GIB = 2**30
 AUTO_BUFFER_BYTES = 4 * GIB
+# A rank sends this in less than a millisecond: smaller buckets would mostly wait for the latency of more calls.
 SMALLEST_BUCKET_BYTES = 32 * 2**20
-"""Bytes of a rank below which a bucket costs more by its latency than it gains by being in flight with another."""
 WITHIN_BEST = 1.02
+# The guess leaves out how even the owners are, so buffers may well be smaller than it says, but not by more than this.
 GUESS_FACTOR = 2
+# Geometric: each count is a whole draft to play, and between neighbours buffers change by a third or a half.
 BUCKET_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 FEW_BUCKETS = 4
 SLOT_COUNTS = (2, 3, 4, 8)
@@ -63,14 +65,8 @@ def _matrices(
 
 @dataclass(frozen=True)
 class _Problem:
-    """What is to be planned: matrices that stay at home, and tasks for the others.
-
-    Attributes:
-        home: ranks that each matrix is at home on.
-        tasks: every other matrix, once for each group that assembles it.
-        groups: groups of ranks that share tasks.
-        load: FLOPs at home, by rank.
-    """
+    """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
+    other matrix for each group that assembles it."""
 
     options: MuonOptions
     pattern: Pattern
@@ -145,15 +141,15 @@ def _choose(problem: _Problem) -> _Draft:
     )
 
 
-def _by_preference(drafts: Sequence[_Draft]) -> Iterator[_Draft]:
+def _by_preference(drafts: Sequence[_Draft]) -> list[_Draft]:
     """Small buffers first among the paths within 2 % of the best; then the others, short paths first."""
     # Not the shortest path alone: from some size on more buffers gain less than the noise of a step, and they are
     # memory that the model could have.
     best = min(draft.path for draft in drafts)
-    yield from sorted(
-        drafts,
-        key=lambda d: (0, d.guess, len(d.buckets), d.path) if d.path <= WITHIN_BEST * best else (1, d.path, d.guess),
-    )
+    near = [draft for draft in drafts if draft.path <= WITHIN_BEST * best]
+    others = [draft for draft in drafts if draft.path > WITHIN_BEST * best]
+    near.sort(key=lambda d: (d.guess, len(d.buckets), d.path))
+    return near + sorted(others, key=lambda d: (d.path, d.guess))
 
 
 def _drafts(candidates: Sequence[tuple[int, int]], sizes: _Sizes, problem: _Problem) -> list[_Draft]:
@@ -213,11 +209,11 @@ class _Sizes:
 
     def candidates(self, budget: int) -> Iterator[list[tuple[int, int]]]:
         """Numbers of buckets and slots to try together, until one fits the budget in bytes."""
-        # Tiers, because a draft of many buckets takes as long to plan as all of a few: first a few large buckets, which
-        # have fewest calls and the longest rows of matrices to batch; then more and more of them for the sake of small
-        # buffers, up to a bucket for each matrix; at last buckets that do not overlap, the slowest and smallest there
-        # are. What is far over the budget by a guess is not tried. The last pair always is: if not even that fits,
-        # the error can say how much would.
+        # In tiers, since a draft of many buckets takes as long to plan as several of a few, and is rarely needed. First
+        # a few large buckets, which have fewest calls and most matrices of a shape to batch; then more and more, up to
+        # one for each matrix, for the sake of small buffers; at last buckets that do not overlap, the smallest and
+        # slowest. What is far over the budget by the guess is not tried; but the last pair always is, so that the error
+        # can say how much would have been enough.
         few = [c for c in range(1, FEW_BUCKETS + 1) if c == 1 or self._share >= c * SMALLEST_BUCKET_BYTES]
         many = [*(c for c in BUCKET_COUNTS if c < self._tasks), self._tasks]
         tiers = [
@@ -231,10 +227,7 @@ class _Sizes:
 
     def buffers(self, count: int, slots: int) -> int:
         """A guess at the buffers of the busiest rank, in bytes: its pieces, and the matrices it owns."""
-        return max((self._buffers(indices, count, slots) for indices in self._memberships), default=0)
-
-    def _buffers(self, groups: Sequence[int], count: int, slots: int) -> int:
         # Buckets are of the same bytes per rank in all groups (buckets.rounds), and hold at least one matrix each.
-        bucket = self._share / count
-        stored = [min(self._shares[group], bucket) for group in groups]
-        return int(slots * sum(kept + max(kept, self._largest[g]) for kept, g in zip(stored, groups, strict=True)))
+        stored = [min(share, self._share / count) for share in self._shares]
+        taken = [kept + max(kept, largest) for kept, largest in zip(stored, self._largest, strict=True)]
+        return int(slots * max((sum(taken[group] for group in groups) for groups in self._memberships), default=0))

@@ -23,15 +23,9 @@ class Home:
 
 @dataclass(frozen=True)
 class Program:
-    """Everything one rank does in a step.
+    """Everything one rank does in a step, in the order of `turns`.
 
-    Attributes:
-        rank: this rank.
-        home: matrices that it orthogonalizes without communication.
-        buckets: those of its groups, in the plan's order.
-        rounds: for each round the indices of its buckets: none, one, or with several groups more.
-        slots: number of rounds that have buffers at a time.
-        turns: the order of everything.
+    `rounds[k]` are the indices of its buckets of round k: none, one, or with several groups more.
     """
 
     rank: int
@@ -50,7 +44,11 @@ class Program:
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:
     """The part of `rank` in the plan."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters) if geometries is None else geometries)
-    home = tuple(Home(m, pieces.stored(m, rank)) for m, ranks in enumerate(plan.home) if rank in ranks)
+    home = tuple(
+        Home(m, pieces.geometry(m).pieces[rank][plan.matrices[m].index])
+        for m, ranks in enumerate(plan.home)
+        if rank in ranks
+    )
     buckets = tuple(PATTERNS[b.exchange].program(b, rank, pieces) for b in plan.buckets if rank in b.group)
     rounds = tuple(
         tuple(i for i, program in enumerate(buckets) if program.bucket.round == number) for number in range(plan.rounds)

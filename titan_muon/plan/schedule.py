@@ -31,10 +31,7 @@ def prefetch(slots: int, rounds: int) -> int:
 
 
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
-    """The turns of a step of so many rounds, that take turns in `slots` sets of buffers.
-
-    To orthogonalize is to send back what was gathered.
-    """
+    """The turns of a step of so many rounds in `slots` sets of buffers; to orthogonalize is also to send back."""
     # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its
     # collectives in one order. If ranks skipped the turns in which they have nothing to do, two groups that share ranks
     # could launch theirs in different orders, and NCCL would hang.

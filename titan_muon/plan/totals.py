@@ -9,12 +9,7 @@ from .types import Bucket
 
 
 class Totals:
-    """Totals per rank.
-
-    Attributes:
-        home: matrices that each rank orthogonalizes without communication.
-        buckets: (round, totals) of each rank's buckets, in the order in which it runs them.
-    """
+    """For each rank the matrices that it orthogonalizes at home, and (round, totals) of its buckets in their order."""
 
     def __init__(self, home: Sequence[tuple[int, ...]], buckets: Sequence[Bucket], pieces: Pieces) -> None:
         self.home: dict[int, list[int]] = {rank: [] for rank in pieces.ranks()}

@@ -165,15 +165,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels in one collective there and one back.
+    """What travels in one collective there and one back, by the pattern `exchange` in `exchanges.PATTERNS`.
 
-    Attributes:
-        exchange: name of its pattern in `exchanges.PATTERNS`.
-        group: global ranks that take part.
-        matrices: indices into the plan's matrices.
-        owners: rank that orthogonalizes each of them; empty if every rank does what it stores a piece of.
-        round: number of its round; buckets of one round are in flight together.
-        reason: why an automatic choice fell on this exchange.
+    `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
+    rank `owners[i]`; without owners every rank does what it stores a piece of. Buckets of one `round` are in flight
+    together. `reason` says why an automatic choice fell on this exchange.
     """
 
     exchange: str
@@ -188,13 +184,9 @@ class Bucket:
 class Plan:
     """Who orthogonalizes which matrix, and how the pieces get there and back.
 
-    Attributes:
-        home: for each matrix the ranks that store all of it and orthogonalize it without communication; empty for the
-            matrices of the buckets.
-        buckets: all of the world's, in the order in which a rank runs those of one round.
-        slots: number of rounds that have buffers at a time.
-        wire_bytes: bytes of an element in transit.
-        works: the ways in which matrices are orthogonalized.
+    `home[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
+    buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
+    have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
     """
 
     # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
