@@ -128,7 +128,9 @@ class Rank:
         for slot in self.slots:
             for buffer in (slot.home, slot.inbox, slot.outbox):
                 buffer.fill_(torch.nan)
-        self.buffers = [bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)]
+        self.buffers = [
+            bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)
+        ]
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
         ]
