@@ -13,60 +13,31 @@ from . import registry
 from .agreement import Agreement, RankReport
 from .dtensor import local
 from .exchange import Collectives, Exchange
-from .executor import Executor
+from .executor import Executor, RankPlan
 from .faults import NonfiniteCounter
 from .matrices import check_splits, planned
 from .options import MuonOptions
-from .orthogonalize import Dispatch, Iteration, Method, iteration, kernels_for
+from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work
 from .plan.groups import connected
 from .plan.layout import Geometries
 from .plan.planner import make_plan
-from .plan.program import Program, make_program
+from .plan.program import make_program
 from .plan.types import Plan
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What needs no other rank.
-
-    Attributes:
-        params: trained parameters, in the plan's order.
-        iterations: Newton-Schulz iteration of each of them.
-        methods: algorithm of each of the plan's works.
-        plan: plan of the step, equal on every rank.
-        program: this rank's part of it.
-        geometries: pieces of every parameter on every rank.
-        device: device on which matrices are orthogonalized.
-    """
-
-    params: tuple[TrainedParam, ...]
-    iterations: tuple[Iteration, ...]
-    methods: tuple[Method, ...]
-    plan: Plan
-    program: Program
-    geometries: Geometries
-    device: torch.device
 
 
 @dataclass(frozen=True)
 class Built:
     """A plan with all that runs it on this rank."""
 
-    planned: Planned
+    planned: RankPlan
     exchange: Exchange
     counter: NonfiniteCounter | None
     executor: Executor
 
 
-def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -> Planned:
+def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -> RankPlan:
     """Plan the step of these parameters. Raises ValueError as `plan_step` does."""
     if not params:
         raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
@@ -77,7 +48,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
-    return Planned(
+    return RankPlan(
         params=tuple(params),
         iterations=iterations,
         methods=tuple(dispatch.choose(m.rows, m.cols, iterations[m.parameter].steps) for m in chosen),
@@ -126,7 +97,7 @@ def iteration_of(group: Mapping[str, Any]) -> Iteration:
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def report_of(planned: Planned, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> RankReport:
+def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> RankReport:
     """What this rank has to say to the others before the first step."""
     plan, rank = planned.plan, planned.program.rank
     hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
@@ -153,25 +124,15 @@ def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
             yield ranks
 
 
-def build(planned: Planned, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
+def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
     counter = None
     if options.nonfinite != "propagate":
         counter = NonfiniteCounter(len(planned.params), planned.device)
-    executor = Executor(
-        planned.plan,
-        planned.program,
-        exchange,
-        planned.params,
-        planned.iterations,
-        planned.methods,
-        counter,
-        releases=options.release_grads,
-        # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16
-        # itself would overflow at home.
-        dtype=torch.float32 if wire == torch.float32 else torch.bfloat16,
-        device=planned.device,
-    )
+    # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
+    # would overflow at home.
+    whole = torch.float32 if wire == torch.float32 else torch.bfloat16
+    executor = Executor(planned, exchange, counter, releases=options.release_grads, dtype=whole)
     return Built(planned, exchange, counter, executor)

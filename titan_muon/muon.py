@@ -18,12 +18,12 @@ from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement, RankReport
-from .build import DTYPES, Built, build, iteration_of, plan_rank, report_of
+from .build import Built, build, iteration_of, plan_rank, report_of
 from .dtensor import layout_of
 from .exchange import Exchange
 from .faults import Fault, check_faults, fault_of, names_with
 from .options import HYPERPARAMETERS, Hyperparameters, Link, MuonOptions, Split, check
-from .orthogonalize import Iteration
+from .orthogonalize import DTYPES, Iteration
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
