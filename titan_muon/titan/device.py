@@ -55,5 +55,6 @@ def seconds_between(start: torch.Event | float, end: torch.Event | float) -> flo
     """Seconds from one moment of a device to a later one, which it must have reached."""
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return float(start.elapsed_time(end)) / 1e3
-    assert isinstance(start, float) and isinstance(end, float), "two moments of one device are of one kind"
+    assert isinstance(start, float), "two moments of one device are of one kind"
+    assert isinstance(end, float), "two moments of one device are of one kind"
     return end - start
