@@ -52,7 +52,6 @@ LAYOUTS = {
     "fsdp2_tp2": ("llama3/tiny", {"tensor_parallel_degree": 2}),
     "fsdp2_cp2": ("llama3/tiny", {"context_parallel_degree": 2}),
     "ep2_efsdp2": ("qwen3/moe_tiny", {"expert_parallel_degree": 2}),
-    "tp2_ep2": ("qwen3/moe_tiny", {"tensor_parallel_degree": 2, "expert_parallel_degree": 2}),
     # What GPUs train with by default, and what large models are trained with.
     "tp2_ep2_as_on_gpus": (
         "qwen3/moe_tiny",
