@@ -154,6 +154,14 @@ def test_another_implementation_of_adamw_holds(checkpoint: Path) -> None:
     run.step()
 
 
+def test_another_dtype_of_the_momentum_holds_and_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = resumed(recipe(muon=sections.Muon(state_dtype="bfloat16")), checkpoint)
+    line = "changed since the checkpoint: muon momentum_buffer: torch.float32 -> torch.bfloat16"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    averages = [state["momentum_buffer"] for state in run.optimizers.optimizers[1].state.values()]
+    assert all(average.dtype == torch.bfloat16 and average.abs().sum() > 0 for average in averages)
+
+
 def test_another_optimizer_of_a_parameter_is_refused_by_its_name(checkpoint: Path) -> None:
     other = recipe(optimizer=sections.Optimizer(rule=(rule("*.wq.weight", "adamw"),)))
     with pytest.raises(RecipeError) as error:

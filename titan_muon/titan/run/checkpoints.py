@@ -6,7 +6,7 @@ at its full length.
 
 import pickle
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer
@@ -79,6 +80,7 @@ class RunCheckpoints(CheckpointManager):
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
         self._loaded = False
+        self._dtypes: tuple[str, ...] = ()
         self.forced = False
         """Whether the next step that ends is saved whatever the interval, because the run ends with it."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -108,15 +110,16 @@ class RunCheckpoints(CheckpointManager):
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
         _use_scheduled_rates(self.states["lr_scheduler"])
-        for change in self.states["optimizer"].changes:
+        for change in (*self.states["optimizer"].changes, *self._dtypes):
             say(f"changed since the checkpoint: {change}")
         return True
 
     def _continue_from(self, checkpoint: str) -> None:
         states = self._states_to_load(model_only=False)
-        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata.keys()
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
+            self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         self.dcp_load(states, checkpoint, from_hf=False, from_quantized=False)
@@ -134,6 +137,16 @@ def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> No
                 "optimizer took it. Restore the rules that gave it to that one, or set "
                 'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
             )
+
+
+def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]) -> Iterator[str]:
+    """Which states of the optimizers have another dtype in the checkpoint, as `muon momentum_buffer: old -> new`."""
+    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
+    for key, value in optimizers.state_dict().items():
+        stored = saved.get(f"optimizer.{key}")
+        if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != value.dtype:
+            fqn, _, state = key.removeprefix("state.").rpartition(".")
+            yield f"{takers[fqn]} {state}: {stored.properties.dtype} -> {value.dtype}"
 
 
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
