@@ -33,7 +33,7 @@ from titan_muon.titan.recipe.command_line import Command, parse
         (["--compile.components"], "compile.components", ()),
         (["--data.files", "a b", "c"], "data.files", ("a b", "c")),
         (["--adamw.betas", "0.1", "0"], "adamw.betas", (0.1, 0.0)),
-        (["--lr_scheduler.total_steps", "5"], "lr_scheduler.total_steps", 5),
+        (["--lr_scheduler.total_steps", "500"], "lr_scheduler.total_steps", 500),
         (["--muon.ns_coefficients", "polar"], "muon.ns_coefficients", "polar"),
         (
             ["--muon.ns_steps", "2", "--muon.ns_coefficients", "[1, 2, 3]", "[4, 5, 6]"],

@@ -95,6 +95,16 @@ BAD_VALUES = [
     ],
     ("[lr_scheduler]\nwarmup_steps = -1", "lr_scheduler.warmup_steps = -1", "0 or more"),
     ("[lr_scheduler]\ntotal_steps = 0", "lr_scheduler.total_steps = 0", "1 or more"),
+    ("[lr_scheduler]\ntotal_steps = 999", "lr_scheduler.total_steps = 999", "training.steps or more"),
+    ("[lr_scheduler]\nwarmup_steps = 1001", "lr_scheduler.warmup_steps = 1001", "at most the steps of the schedule"),
+    (
+        "[lr_scheduler]\nwarmup_steps = 600\ndecay_ratio = 0.5",
+        "lr_scheduler.decay_ratio = 0.5",
+        "leaves room for lr_scheduler.warmup_steps",
+    ),
+    ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload = true", "does not yet offload"),
+    ("[loss]\nchunks = 0", "loss.chunks = 0", '"auto" or 1 or more'),
+    ("[loss]\nchunks = 3", "loss.chunks = 3", "a divisor of training.seq_len"),
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),
     ("[lr_scheduler]\nmin_lr_factor = -0.1", "lr_scheduler.min_lr_factor = -0.1", "from 0 to 1"),
     ("[validator]\nfreq = 0", "validator.freq = 0", "1 or more"),
@@ -152,7 +162,8 @@ def test_every_constraint_and_relation_belongs_to_a_key_and_has_a_bad_value_abov
 
 
 def test_every_number_has_a_constraint() -> None:
-    numbers = {float, int, int | None, float | None, float | Literal["auto"], tuple[float, float]}
+    numbers = {float, int, int | None, float | None, float | Literal["auto"], int | Literal["auto"]}
+    numbers.add(tuple[float, float])
     unchecked = {key for key, kind in schema.keys(Recipe).items() if kind in numbers} - set(CONSTRAINTS)
     assert unchecked == set()
 
@@ -166,6 +177,12 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
         validation_fraction = 0
         [validator]
         enable = false
+        [lr_scheduler]
+        warmup_steps = 500
+        decay_ratio = 0.5
+        total_steps = 1000
+        [loss]
+        chunks = 2048
         [muon]
         lr = 0
         momentum = 0

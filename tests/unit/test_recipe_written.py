@@ -26,7 +26,7 @@ RECIPES = st.builds(
     data=st.builds(sections.Data, files=st.lists(NAMES).map(tuple), dataset_path=st.none() | TEXT),
     lr_scheduler=st.builds(
         sections.LrScheduler,
-        total_steps=st.none() | st.integers(min_value=1),
+        total_steps=st.none() | st.integers(min_value=sections.Training().steps),
         decay_ratio=st.none() | NUMBER,
     ),
     optimizer=st.builds(sections.Optimizer, rule=st.lists(RULES, max_size=2).map(tuple)),

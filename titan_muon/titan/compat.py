@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import re
 import resource
 import socket
 import sys
@@ -193,6 +194,46 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
         yield
     finally:
         setattr(module, name, original)
+
+
+@contextmanager
+def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """While open, TorchTitan's step clips gradients by `clip()`, which returns their norm.
+
+    torchtitan 0.3.0 clips all parameters by one norm, and its function fails on parameters of unequal meshes. Ends when
+    its trainer clips by a method.
+    """
+    utils: Any = importlib.import_module("torchtitan.distributed.utils")
+    original = utils.clip_grad_norm_
+    utils.clip_grad_norm_ = lambda *args, **kwargs: clip()
+    try:
+        yield
+    finally:
+        utils.clip_grad_norm_ = original
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """While open, TorchTitan's training loop ends without the two seconds of sleep in which others may end.
+
+    Ends when torchtitan waits for the other ranks instead: here they meet when the process group is destroyed.
+    """
+    trainer: Any = importlib.import_module("torchtitan.trainer")
+    original = trainer.time
+    trainer.time = types.SimpleNamespace(perf_counter=original.perf_counter, sleep=lambda seconds: None)
+    try:
+        yield
+    finally:
+        trainer.time = original
+
+
+def nonfinite_loss(error: RuntimeError) -> float | None:
+    """The loss that torchtitan 0.3.0 ended a step for because it is not finite; None for any other error.
+
+    Ends when it raises an error of its own kind, or reports the step first.
+    """
+    found = re.match(r"Loss is not finite \(global_avg_loss=(\S+)\)", str(error))
+    return None if found is None else float(found[1])
 
 
 def has_pipeline_parallel() -> bool:

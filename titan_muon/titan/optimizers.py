@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
 from titan_muon.muon import Muon
+from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
 from titan_muon.titan.recipe.sections import Rule
@@ -59,6 +60,8 @@ class HybridOptimizers(OptimizersContainer):
         """Whether this process holds the whole model; a pipeline stage may lack what a rule is for."""
 
     assignments: tuple[Assignment, ...]
+    changes: tuple[str, ...] = ()
+    """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         # TorchTitan's own __init__ is not called: it builds optimizers for each part by itself, and Muon must see all
@@ -80,6 +83,21 @@ class HybridOptimizers(OptimizersContainer):
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
         self._post_init(taken)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` says which that changes."""
+        recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
+        self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
+        # Before it is loaded, not after: Muon plans for what it loads, and it would plan for the checkpoint's.
+        super().load_state_dict({**state_dict, **recipe})
+
+    def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
+        tags = {name: group.tag for groups in self.groups.values() for group in groups for name in group.names}
+        for key, value in recipe.items():
+            fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
+            # The schedule has moved `lr` on in the checkpoint; `initial_lr` is what the recipe said.
+            if option != "lr" and saved[key] != value:
+                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {saved[key]} -> {value}"
 
     def parameters(self, name: str) -> list[nn.Parameter]:
         """The parameters of the optimizer registered as `name`; none if it takes none."""
@@ -123,9 +141,7 @@ def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
 
 def _implementation(section: OptimizerSection) -> dict[str, bool]:
     """torch's two flags of AdamW and Adam."""
-    chosen = section.implementation
-    if chosen == "auto":
-        chosen = "fused" if torch.accelerator.is_available() else "foreach"
+    chosen = adamw_implementation(section.implementation)
     # Both said, also as False: torch reads an absent flag as its own choice, which differs by device.
     return {name: name == chosen for name in ("foreach", "fused")}
 

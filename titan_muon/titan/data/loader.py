@@ -15,6 +15,7 @@ from titan_muon.titan.data.cache import digest
 from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
 from titan_muon.titan.data.documents import Documents
 from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTokenizer, PretrainedTokenizer
+from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
@@ -95,8 +96,7 @@ class PackedDataLoader(BaseDataLoader):
             torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
             for name in ("inputs", "positions", "labels")
         )
-        # Only from pinned memory does the trainer's copy to the device run beside the host.
-        if torch.cuda.is_available():
+        if pins_batches():
             inputs, positions, labels = (tensor.pin_memory() for tensor in (inputs, positions, labels))
         return {"input": inputs, "positions": positions}, labels
 

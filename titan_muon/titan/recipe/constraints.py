@@ -68,6 +68,39 @@ RELATIONS = (
             or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),
+    # Each chunk's gradient is written at a multiple of one length.
+    Relation(
+        "loss.chunks",
+        '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree',
+        lambda recipe: recipe.loss.chunks == "auto" or _tokens_of_a_rank(recipe) % recipe.loss.chunks == 0,
+    ),
+    # After the schedule's end the decay goes on below zero.
+    Relation(
+        "lr_scheduler.total_steps",
+        "training.steps or more (or absent, which is training.steps)",
+        lambda recipe: _scheduled_steps(recipe) >= recipe.training.steps,
+    ),
+    # TorchTitan would shorten both, so that the rates are not those that the recipe names.
+    Relation(
+        "lr_scheduler.warmup_steps",
+        "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
+        lambda recipe: recipe.lr_scheduler.warmup_steps <= _scheduled_steps(recipe),
+    ),
+    Relation(
+        "lr_scheduler.decay_ratio",
+        "a share that leaves room for lr_scheduler.warmup_steps in the schedule",
+        lambda recipe: (
+            recipe.lr_scheduler.decay_ratio is None
+            or round(_scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
+            <= _scheduled_steps(recipe)
+        ),
+    ),
+    # Muon would orthogonalize on the host what the dry run plans for the GPU.
+    Relation(
+        "training.enable_cpu_offload",
+        "false only, because Muon's step does not yet offload its state",
+        lambda recipe: not recipe.training.enable_cpu_offload,
+    ),
     Relation(
         "muon.ns_coefficients",
         "as many [a, b, c] as muon.ns_steps",
@@ -87,6 +120,15 @@ RELATIONS = (
         lambda recipe: not recipe.checkpoint.initial_load_in_hf or recipe.checkpoint.initial_load_model_only,
     ),
 )
+
+
+def _scheduled_steps(recipe: Recipe) -> int:
+    total = recipe.lr_scheduler.total_steps
+    return recipe.training.steps if total is None else total
+
+
+def _tokens_of_a_rank(recipe: Recipe) -> int:
+    return recipe.training.seq_len // recipe.parallelism.context_parallel_degree
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:

@@ -116,6 +116,16 @@ class Muon(StepOptions, Hyperparameters):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Loss:
+    """How the cross entropy is computed."""
+
+    chunks: Annotated[
+        int | Literal["auto"], Constraint('"auto" or 1 or more', lambda value: value == "auto" or value >= 1)
+    ] = "auto"
+    """Pieces of a sequence whose logits exist one after another. `auto`: 8 on GPUs where 8 divides it, 1 on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Hyperparameters of AdamW."""
 
@@ -201,6 +211,7 @@ class Recipe:
     adam: Adam = field(default_factory=Adam)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
+    loss: Loss = field(default_factory=Loss)
     validator: Validator = field(default_factory=Validator)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

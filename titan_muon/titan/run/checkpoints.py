@@ -6,19 +6,27 @@ at its full length.
 
 import pickle
 import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
+from torchtitan.components.optimizer import LRSchedulersContainer
 
+from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.run.console import say
 
 METADATA = ".metadata"
 STEP_FOLDER = re.compile(r"step-(\d+)")
 TRAINER_STEP = "train_state.step"
+DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -71,30 +79,94 @@ class RunCheckpoints(CheckpointManager):
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
-        self._forced = False
+        self._loaded = False
+        self._dtypes: tuple[str, ...] = ()
+        self.forced = False
+        """Whether the next step that ends is saved whatever the interval, because the run ends with it."""
+        self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
+        """What leaves saving out of the training's time; set by the trainer."""
         super().__init__(config, **kwargs)
 
-    def save_now(self, step: int) -> None:
-        """Save everything needed to continue after `step`, whatever the interval, and wait until it is written."""
-        self._forced = True
-        self.save(step)
-        self._forced = False
-        self.maybe_wait_for_saving()
-
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self._forced or super()._should_save(curr_step, last_step)
+        return self.forced or super()._should_save(curr_step, last_step)
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        with self.paused():
+            return bool(super()._save(curr_step, last_step))
 
     def _load(self, step: int = -1) -> bool:
+        # TorchTitan's training loop loads once more, after the run has loaded to refuse what it must before it begins.
+        if self._loaded:
+            return False
+        self._loaded = True
         if self.resume is None and self.initial_load_path is None and not self.initial_load_in_hf:
             return False
         source = self.resume if self.resume is not None else self.initial_load_path
         try:
             if self.resume is None:
-                return super()._load(step)
-            self.dcp_load(self._states_to_load(model_only=False), self.resume, from_hf=False, from_quantized=False)
+                super()._load(step)
+            else:
+                self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
+        _use_scheduled_rates(self.states["lr_scheduler"])
+        for change in (*self.states["optimizer"].changes, *self._dtypes):
+            say(f"changed since the checkpoint: {change}")
         return True
+
+    def _continue_from(self, checkpoint: str) -> None:
+        states = self._states_to_load(model_only=False)
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        if "optimizer" in states:
+            check_optimizers(states["optimizer"], saved)
+            self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
+        if "dataloader" in states:
+            check_data_ranks(states["dataloader"], saved)
+        self.dcp_load(states, checkpoint, from_hf=False, from_quantized=False)
+
+
+def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
+    """Raise RecipeError for the first parameter whose optimizer is not the one of the checkpoint with keys `saved`."""
+    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
+    for key in optimizers.state_dict():
+        fqn, _, state = key.removeprefix("state.").rpartition(".")
+        # A parameter that the checkpoint does not have at all is of another model, which loading says.
+        if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
+            raise RecipeError(
+                f"optimizer.rule: {fqn} is {takers[fqn]}'s, and the checkpoint has no {state} of it, because another "
+                "optimizer took it. Restore the rules that gave it to that one, or set "
+                'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
+            )
+
+
+def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]) -> Iterator[str]:
+    """Which states of the optimizers have another dtype in the checkpoint, as `muon momentum_buffer: old -> new`."""
+    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
+    for key, value in optimizers.state_dict().items():
+        stored = saved.get(f"optimizer.{key}")
+        if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != value.dtype:
+            fqn, _, state = key.removeprefix("state.").rpartition(".")
+            yield f"{takers[fqn]} {state}: {stored.properties.dtype} -> {value.dtype}"
+
+
+def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
+    """Raise RecipeError if TorchTitan's loader was saved by another number of data-parallel ranks."""
+    ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
+    # Each rank reads documents of its own, and where it stands in them says nothing about another division.
+    if isinstance(loader, ParallelAwareDataloader) and ranks != loader.dp_world_size:
+        raise RecipeError(
+            f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
+            f"{loader.dp_world_size}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
+            'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
+        )
+
+
+def _use_scheduled_rates(schedulers: LRSchedulersContainer) -> None:
+    # TorchTitan's schedules know the rate of the step that they were loaded at, and leave the groups at what the
+    # optimizers loaded: a run that is extended would train its first step at the rate after the old end, 0.
+    for scheduler in schedulers:
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:

@@ -7,7 +7,7 @@ A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -131,6 +131,8 @@ class RunMetrics(MetricsProcessor):
     config: Config
     ntokens_since_last_log: int
     time_last_log: float
+    report_step: Callable[[float, float], None]
+    """Reports the step by its loss and gradient norm; set by the trainer, which knows what else there is to report."""
     bytes_per_token: float | None = None
     """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
 
@@ -186,6 +188,18 @@ class RunMetrics(MetricsProcessor):
         self.data_loading_times.clear()
         self.device_memory_monitor.reset_peak_stats()
         self.time_last_log = time.perf_counter()
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """What TorchTitan's step calls to report, on every rank."""
+        # Its other numbers are left: learning rates by class instead of group, and tokens of this process's part alone.
+        self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
         """Report a training step; called on every rank."""

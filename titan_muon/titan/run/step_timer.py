@@ -1,12 +1,12 @@
 """Splits the time of a training step into phases without waiting for the device."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
+
+from titan_muon.titan.device import now, seconds_between
 
 PHASES = ("data", "forward_backward", "clip", "optimizer")
 
@@ -21,19 +21,19 @@ class StepTimer:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure what runs inside, as a part of phase `name`."""
-        assert name in PHASES, f"unknown phase {name}"
-        start = self._mark()
+        self.begin(name)
         yield
-        self._spans.append((name, start, self._mark()))
+        self.end()
 
-    def _mark(self) -> torch.Event | float:
-        # The host runs ahead of an accelerator: a clock would measure the time to launch kernels, and reading an event
-        # at once would have the host wait for the device in each phase.
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = torch.Event(device=self.device, enable_timing=True)
-        event.record()
-        return event
+    def begin(self, name: str) -> None:
+        """Start to measure phase `name`, until `end()`: for a phase that begins and ends in different hooks."""
+        assert name in PHASES, f"unknown phase {name}"
+        self._open = (name, now(self.device))
+
+    def end(self) -> None:
+        """End the phase that was begun last."""
+        name, start = self._open
+        self._spans.append((name, start, now(self.device)))
 
     def drain(self) -> dict[str, float]:
         """Seconds of each phase, over all steps since the last call; waits for the device's last event."""
@@ -43,9 +43,5 @@ class StepTimer:
             spans[-1][2].synchronize()
         seconds: dict[str, float] = defaultdict(float)
         for name, start, end in spans:
-            seconds[name] += _seconds_between(start, end)
+            seconds[name] += seconds_between(start, end)
         return dict(seconds)
-
-
-def _seconds_between(start: Any, end: Any) -> float:
-    return start.elapsed_time(end) / 1e3 if isinstance(start, torch.Event) else end - start

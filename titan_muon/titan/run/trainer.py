@@ -1,21 +1,20 @@
 """TorchTitan's trainer with the step of a recipe. `compat.install()` must have run before this module is imported."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.trainer import Trainer
 
+from titan_muon.titan import compat
 from titan_muon.titan.clip import GradientClip
 from titan_muon.titan.data.loader import bytes_per_token
+from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.checkpoints import RunCheckpoints
@@ -28,7 +27,10 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class MuonTrainer(Trainer):
-    """TorchTitan's trainer with its own step: clipping by optimizer, timed phases, and an end that can be asked for."""
+    """TorchTitan's trainer with clipping by optimizer, timed phases, and an end that can be asked for."""
+
+    # TorchTitan's loop and step run as they are, and this class overrides the methods that they call: a copy of them
+    # misses what TorchTitan knows of its own losses (a DTensor under tensor parallelism, for one).
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
@@ -39,6 +41,11 @@ class MuonTrainer(Trainer):
     optimizers: HybridOptimizers
     checkpointer: RunCheckpoints
     metrics_processor: RunMetrics
+    validator: HeldOutValidator
+    stop: StopSignals
+    stopped: bool
+    grad_norm: torch.Tensor
+    rates: dict[str, float]
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
@@ -48,7 +55,10 @@ class MuonTrainer(Trainer):
         if config.validator.enable:
             held_out = config.validator.dataloader
             self.metrics_processor.bytes_per_token = bytes_per_token(held_out, self.tokenizer)
+        self.metrics_processor.report_step = self._report
+        self.checkpointer.paused = self.metrics_processor.paused
         self.timer = StepTimer(self.device)
+        self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
         self.clip = GradientClip(
@@ -87,110 +97,81 @@ class MuonTrainer(Trainer):
 
     def train(self, stop: StopSignals) -> None:
         """Train until the last step, or until `stop` was asked for; then save."""
-        first = self.step + 1
+        self.stop, self.stopped = stop, False
         self.metrics_processor.start(self.step)
-        with self.config.profiler.build(global_step=self.step, base_folder=self.config.dump_folder) as profiler:
-            batches = self.batch_generator(self.dataloader)
-            stopped = False
-            while self.step < self.config.training.steps and not stopped:
-                self.step += 1
-                stop.begin_step()
-                self.gc_handler.run(self.step)
-                self.train_step(batches)
-                stopped = stop.stop_after_step()
-                # Saved first: a validation that fails, or that a second Ctrl-C ends, then loses no step.
-                self._save(stopped)
-                self._validate(stopped)
-                profiler.step()
-                # Only the first step compiles, connects and allocates; after it a rank that is late has died.
-                if self.step == first:
-                    seconds = timedelta(seconds=self.config.comm.train_timeout_seconds)
-                    dist_utils.set_pg_timeouts(timeout=seconds, parallel_dims=self.parallel_dims)
+        with compat.ending_at_once():
+            super().train()
         self.checkpointer.maybe_wait_for_saving()
-
-    def _save(self, stopped: bool) -> None:
-        last = self.step == self.config.training.steps
-        with self.metrics_processor.paused():
-            saved = self.checkpointer.save(self.step, last_step=last)
-            if stopped and not saved:
-                self.checkpointer.save_now(self.step)
-        if stopped and not last:
+        if self.stopped and self.step < self.config.training.steps:
             kept = "saved" if self.config.checkpoint.enable else "nothing is saved (checkpoint.enable = false)"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
 
-    def _validate(self, stopped: bool) -> None:
-        last = self.step == self.config.training.steps
-        if self.config.validator.enable and (last or (self.validator.should_validate(self.step) and not stopped)):
-            with self.metrics_processor.paused():
-                self.validator.validate(self.model_parts, self.step)
+    def should_continue_training(self) -> bool:
+        """Whether steps are left and no rank was asked to stop."""
+        return super().should_continue_training() and not self.stopped
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """One optimizer step on `gradient_accumulation_steps` microbatches."""
-        self.optimizers.zero_grad(set_to_none=self.config.training.disable_cuda_graphs)
-        with self.timer.phase("data"):
-            groups, tokens = self._fetch(data_iterator)
+        """TorchTitan's step, with this trainer's clipping, and the stop flag underway meanwhile."""
+        self.stop.begin_step()
+        try:
+            with compat.clipping_by(self._clip_gradients):
+                super().train_step(data_iterator)
+        except RuntimeError as error:
+            loss = compat.nonfinite_loss(error)
+            if loss is None:
+                raise
+            # TorchTitan raises before it reports the step, which is the record of where the run diverged.
+            self._report(loss, float(self.grad_norm.item()))
+        self.stopped = self.stop.stop_after_step()
+        # What TorchTitan does next. It saves first: a validation that fails, or that a second Ctrl-C ends, then loses
+        # no step.
+        self.checkpointer.forced = self.stopped
+        if self.config.validator.enable:
+            self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
+
+    def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
+        """TorchTitan's batches, timed."""
+        batches = super().batch_generator(data_iterable)
+        while True:
+            with self.timer.phase("data"):
+                batch = next(batches)
+            yield batch
+
+    def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
+        """TorchTitan's forward and backward, timed."""
         with self.timer.phase("forward_backward"):
-            loss = self._forward_backward(groups, tokens)
+            return super().forward_backward_step(**microbatches)
+
+    def _clip_gradients(self) -> torch.Tensor:
+        """Clip in TorchTitan's place. Returns the norm of all gradients before it."""
         with self.timer.phase("clip"):
-            grad_norm = self.clip()
+            self.grad_norm = self.clip()
         # The rates that this step is taken with: the schedule moves them on before the report.
-        rates = self.optimizers.learning_rates()
-        with self.timer.phase("optimizer"):
-            # An asynchronous save may still be copying the weights that the step is about to change.
-            self.checkpointer.maybe_wait_for_staging()
-            self.optimizers.step()
-            self.lr_schedulers.step()
-        if self.metrics_processor.should_log(self.step):
-            self._report(loss, grad_norm, rates)
+        self.rates = self.optimizers.learning_rates()
+        # Ended by a hook of the optimizers. Waiting for an asynchronous save, which TorchTitan does first, is a part.
+        self.timer.begin("optimizer")
+        return self.grad_norm
 
-    def _fetch(self, batches: Iterator[Batch]) -> tuple[list[list[Batch]], torch.Tensor]:
-        """The step's microbatches, one list for each forward and backward, and its tokens over all ranks, int64."""
-        groups = [
-            [next(batches) for _ in range(self.num_pipeline_parallel_microbatches)]
-            for _ in range(self.gradient_accumulation_steps)
-        ]
-        # Counted over all microbatches before the first forward: each loss is divided by the tokens of the whole step,
-        # so that a microbatch with few labels does not weigh as much as a full one.
-        counts = [(labels != IGNORE_INDEX).sum() for group in groups for _, labels in group]
-        tokens = torch.stack(counts).sum().to(self.device, non_blocking=True)
-        if self.parallel_dims.dp_enabled:
-            tokens = dist_utils.dist_sum_tensor(tokens, self.parallel_dims.get_mesh("batch"))
-        return groups, tokens
-
-    def _forward_backward(self, groups: list[list[Batch]], tokens: torch.Tensor) -> torch.Tensor:
-        """Add up gradients over the groups. Returns this rank's part of the mean loss over `tokens` tokens."""
-        losses = torch.zeros((), device=self.device)
-        for group in groups:
-            inputs = [{name: t.to(self.device, non_blocking=True) for name, t in batch.items()} for batch, _ in group]
-            labels = [target.to(self.device, non_blocking=True) for _, target in group]
-            pipeline = self.parallel_dims.pp_enabled
-            loss = self.forward_backward_step(
-                input_dict=inputs if pipeline else inputs[0],
-                labels=labels if pipeline else labels[0],
-                global_valid_tokens=tokens,
-            )
-            losses += loss.detach().squeeze()
-        return losses
-
-    def _report(self, loss: torch.Tensor, grad_norm: torch.Tensor, rates: dict[str, float]) -> None:
-        """Gather the step's numbers from all ranks and report them. Waits for the device.
+    def _report(self, loss: float, grad_norm: float) -> None:
+        """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
 
         Raises FloatingPointError if the loss or the gradient is not finite.
         """
-        loss = loss.double()
-        if self.parallel_dims.dp_cp_enabled:
-            loss = dist_utils.dist_sum_tensor(loss, self.parallel_dims.get_mesh("loss"))
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-        mean_loss, norm = float(loss.item()), float(grad_norm.item())
-        seconds, memory = self.timer.drain(), int(peak.item())
         report = StepReport(
-            step=self.step, loss=mean_loss, grad_norm=norm, tokens=self.tokens, lr=rates, seconds=seconds, memory=memory
+            step=self.step,
+            loss=loss,
+            grad_norm=grad_norm,
+            tokens=self.tokens,
+            lr=self.rates,
+            seconds=self.timer.drain(),
+            memory=int(peak.item()),
         )
         self.metrics_processor.log_step(report)
         # After the report, which is the record of where the run diverged.
-        if not math.isfinite(mean_loss + norm):
+        if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
-                f"step {self.step}: the loss is {mean_loss} and the norm of the gradients {norm}; training cannot go "
+                f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
                 "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
             )

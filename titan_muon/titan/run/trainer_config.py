@@ -14,6 +14,7 @@ from torchtitan.tools.profiler import Profiler
 from titan_muon.titan import compat
 from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
 from titan_muon.titan.data.validation import HeldOutValidator
+from titan_muon.titan.device import loss_chunks
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
@@ -22,9 +23,6 @@ from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
-
-LOSS_CHUNKS = 8
-"""Pieces of the sequence whose logits exist at one time on an accelerator; TorchTitan's own number."""
 
 ACTIVATION_CHECKPOINT: dict[str, ActivationCheckpointing.Config | None] = {
     "none": None,
@@ -118,8 +116,5 @@ def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
 def _loss_config(recipe: Recipe, vocabulary: int) -> BaseLoss.Config:
     entropy = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
     tokens = recipe.training.seq_len // recipe.parallelism.context_parallel_degree
-    # All logits at once can be the largest activation on a GPU. On the CPU memory is not short, and one matrix product
-    # is faster than eight.
-    if compat.install() or tokens % LOSS_CHUNKS:
-        return entropy
-    return ChunkedLossWrapper.Config(num_chunks=LOSS_CHUNKS, loss_fn=entropy)
+    chunks = loss_chunks(recipe.loss.chunks, tokens)
+    return entropy if chunks == 1 else ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=entropy)

@@ -1,0 +1,44 @@
+"""What depends on the device is decided in one file, and a recipe can decide otherwise on any device."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titan_muon.titan import device
+
+TITAN = Path(device.__file__).parent
+# Gaps of the CPU and of gloo, which end with a version of TorchTitan.
+ALLOWED = {TITAN / "device.py", TITAN / "compat.py"}
+
+
+def branches(path: Path) -> Iterator[str]:
+    """Where a file asks which device there is, or compares one with a name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and node.attr == "is_available":
+            yield f"{path.name}:{node.lineno}"
+        if isinstance(node, ast.Compare):
+            compared = [item.value for item in (node.left, *node.comparators) if isinstance(item, ast.Constant)]
+            if {"cpu", "cuda"} & {value for value in compared if isinstance(value, str)}:
+                yield f"{path.name}:{node.lineno}"
+
+
+def test_no_other_file_of_the_integration_branches_on_the_device() -> None:
+    assert list(branches(TITAN / "device.py")), "the search finds what it looks for"
+    assert [place for path in TITAN.rglob("*.py") if path not in ALLOWED for place in branches(path)] == []
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+def test_auto_is_the_devices_choice_and_anything_else_the_recipes(monkeypatch: pytest.MonkeyPatch, gpu: bool) -> None:
+    monkeypatch.setattr(device, "on_accelerator", lambda: gpu)
+    assert device.loss_chunks("auto", 2048) == (8 if gpu else 1)
+    assert device.loss_chunks("auto", 2050) == 1, "8 does not divide it"
+    assert device.adamw_implementation("auto") == ("fused" if gpu else "foreach")
+    assert device.loss_chunks(4, 2048) == 4
+    assert device.loss_chunks(1, 2048) == 1
+    assert {device.adamw_implementation(name) for name in ("fused", "foreach", "for-loop")} == {
+        "fused",
+        "foreach",
+        "for-loop",
+    }
