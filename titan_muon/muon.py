@@ -208,13 +208,13 @@ class Muon(Optimizer):
         self._resume()
 
     def _resume(self) -> None:
-        """Go on with what was loaded. Plans again only if Newton-Schulz changed, on all ranks if on any."""
-        for group in self.param_groups:
-            _check_group(group)
-        planned = self._built.planned
-        params = tuple(self._trained_params())
-        changed = [_changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)]
-        if self._agreement.any_rank(any(changed)):
+        """Go on with what was loaded. Plans again only if what is computed changed, on all ranks if on any."""
+        planned, params = self._built.planned, tuple(self._trained_params())
+        # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
+        changed = [t.fqn for t in params] != [t.fqn for t in planned.params] or any(
+            _changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
+        )
+        if self._agreement.any_rank(changed):
             self._plan_and_build()
         else:
             self._build = rebuild(self._built, params, self._options)
@@ -231,6 +231,7 @@ class Muon(Optimizer):
             if missing:
                 said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
                 raise ValueError(f"{said}; add them to load its momentum")
+            _check_group({**saved, "param_names": group["param_names"]})
             names = group["param_names"]
             if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
                 raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")

@@ -98,7 +98,9 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
     elif change == "torch":
         for name in ("lr_scale", "orthogonalize"):
             state["param_groups"][0].pop(name, None)
-    elif rank == 1:
+    elif change == "range" and rank == 1:
+        state["param_groups"][0]["momentum"] = 1.5
+    elif change == "momentum" and rank == 1:
         del state["state"][0]["momentum_buffer"]
     error = ""
     try:
@@ -114,6 +116,11 @@ def test_a_state_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
     for error, _, same_plan in run_ranks(load, 2, "momentum", timeout=SECONDS):
         assert "no momentum with the parameter's mesh and placements (on rank 1)" in error
         assert same_plan
+
+
+def test_a_value_out_of_range_in_one_ranks_state_is_an_error_on_all() -> None:
+    for error, _, _ in run_ranks(load, 2, "range", timeout=SECONDS):
+        assert "momentum = 1.5 is not accepted" in error
 
 
 def test_another_optimizers_state_is_refused_by_what_it_lacks() -> None:
