@@ -126,7 +126,7 @@ def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
 def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     """A run continued with another recipe must keep the one that it had."""
     run = finished_run(tmp_path, 3)
-    changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=12)
+    changed = tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)
     start(changed)
     assert load(run / "recipe.toml") == changed
     assert load(run / "recipe-until-step-3.toml") == tiny.recipe(tmp_path)
@@ -160,7 +160,7 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     """A run that cannot begin must take its new folder away, and leave a continued one as it was."""
     run = finished_run(tmp_path, 3)
     kept = (run / "metrics.jsonl").read_text()
-    discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=12)))
+    discard(open_run(tiny.recipe(tmp_path, checkpoint__load="latest", training__steps=5)))
     assert (run / "metrics.jsonl").read_text() == kept
     assert load(run / "recipe.toml") == tiny.recipe(tmp_path)
     new = open_run(tiny.recipe(tmp_path))
