@@ -11,6 +11,7 @@ from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.options import OptionError
 from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, schema, sections
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
+from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 
 # Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
 
@@ -30,7 +31,14 @@ BAD_VALUES = [
     ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
     ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
-    ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "1 or more"),
+    ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "-1, or 1 or more"),
+    ("[training]\nlocal_batch_size = -1", "training.local_batch_size = -1", "training.global_batch_size = -1"),
+    ("[validator]\nsteps = 0", "validator.steps = 0", "-1, or 1 or more"),
+    (
+        '[data]\nsource = "hf"\ntokenizer = "hf"\ntokenizer_path = "x"\n[validator]\nsteps = -1',
+        "validator.steps = -1",
+        'data.source = "hf"',
+    ),
     ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0", "-1, or 1 or more"),
     ("[training]\nglobal_batch_size = -2", "training.global_batch_size = -2", "-1, or 1 or more"),
     ("[training]\nseq_len = 0", "training.seq_len = 0", "1 or more"),
@@ -255,6 +263,20 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once() -> None
     )
     check_degrees(replicated, 8)
     assert "= 32" in error_of(lambda: check_degrees(replicated, 16))
+    assert "training.local_batch_size = 2 (or -1) keeps it" in message
+
+
+def test_a_local_batch_of_minus_one_is_the_ranks_share_of_the_global_one() -> None:
+    recipe = Recipe(training=sections.Training(local_batch_size=-1, global_batch_size=8))
+    assert [local_batch_size(recipe, world) for world in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    tensor = dataclasses.replace(recipe, parallelism=sections.Parallelism(tensor_parallel_degree=2))
+    assert local_batch_size(tensor, 2) == 8
+    message = error_of(lambda: check_degrees(recipe, 3))
+    assert "training.global_batch_size = 8 is not accepted on 3 ranks; it takes a multiple of the 3" in message
+    staged = sections.Parallelism(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
+    problem = batch_problem(dataclasses.replace(recipe, parallelism=staged), 4)
+    assert problem is not None
+    assert "pipeline_parallel_microbatch_size = 3 is not accepted; it takes a divisor of the 4 sequences" in problem
 
 
 @pytest.mark.parametrize(

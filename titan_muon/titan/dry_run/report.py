@@ -19,6 +19,7 @@ from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
 from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.degrees import batch_problem
 
 AVERAGES = {"adamw": 2, "adam": 2}
 """Tensors of a parameter's shape and dtype that an optimizer keeps. Muon's one has a dtype of its own."""
@@ -42,6 +43,10 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     print("\n".join(["", *counts, "", *plan_lines(meta.plan, summary), "", *_memory_lines(memory)]))
     if loads:
         print("\n".join(["", *owner_lines(loads, full=full)]))
+    # Last, where it is read: the plan above is sound, and only training on it would be refused.
+    problem = batch_problem(recipe, world)
+    if problem is not None:
+        print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
         _write(Path(json), meta, summary, memory, loads)
 

@@ -59,12 +59,24 @@ RELATIONS = (
         "more than 0, because validator.enable = true",
         lambda recipe: not recipe.validator.enable or recipe.data.validation_fraction > 0,
     ),
+    Relation(
+        "training.local_batch_size",
+        "1 or more, because training.global_batch_size = -1",
+        lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
+    ),
+    # Ranks read parts of the dataset that end apart, and who is done first would wait for the others for ever.
+    Relation(
+        "validator.steps",
+        '1 or more, because data.source = "hf"',
+        lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
+    ),
     # Its default divides every batch, so the key matters only where there are stages to feed.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
         lambda recipe: (
             recipe.parallelism.pipeline_parallel_degree == 1
+            or recipe.training.local_batch_size == -1
             or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),

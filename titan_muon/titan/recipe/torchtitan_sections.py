@@ -15,11 +15,11 @@ PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.sta
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: Annotated[int, COUNT] = 8
-    """Sequences per data-parallel rank in one forward and backward."""
+    local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
+    """Sequences per data-parallel rank in one forward and backward; -1 is a rank's share of global_batch_size."""
 
     global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
-    """Sequences per optimizer step over all ranks; -1 is one local batch on each. More accumulates gradients."""
+    """Sequences per optimizer step over all ranks, accumulating gradients; -1 is one local batch on each rank."""
 
     seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
@@ -122,8 +122,8 @@ class Validator:
     freq: Annotated[int, COUNT] = 100
     """Steps between validations."""
 
-    steps: Annotated[int, COUNT] = 10
-    """Batches per validation on each data-parallel rank."""
+    steps: Annotated[int, at_least(1, but=-1)] = 10
+    """Global batches of held-out text per validation, the same on every layout; -1 is all of the held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -121,6 +121,7 @@ class MuonTrainer(Trainer):
     def _validate(self, stopped: bool) -> None:
         last = self.step == self.config.training.steps
         if self.config.validator.enable and (last or (self.validator.should_validate(self.step) and not stopped)):
+            self.metrics_processor.tokens = self.tokens
             with self.metrics_processor.paused():
                 self.validator.validate(self.model_parts, self.step)
 

@@ -17,7 +17,8 @@ from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
-from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe import Recipe, to_toml
+from titan_muon.titan.recipe.degrees import local_batch_size
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
@@ -33,8 +34,8 @@ ACTIVATION_CHECKPOINT: dict[str, ActivationCheckpointing.Config | None] = {
 }
 
 
-def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe, for a run kept in `run.folder`.
+def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
+    """TorchTitan's configuration of a recipe on `world_size` ranks, for a run kept in `run.folder`.
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
@@ -49,7 +50,7 @@ def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
-        training=_same_keys(TrainingConfig, recipe.training),
+        training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_same_keys(
             ParallelismConfig,
             recipe.parallelism,
@@ -101,6 +102,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,
+        recipe=to_toml(recipe),
         # Escape codes are noise in the file that a scheduler collects.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )
@@ -111,7 +113,10 @@ def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(
-        HeldOutValidator.Config, recipe.validator, dataloader=dataloader_config(recipe.data, validation=True)
+        HeldOutValidator.Config,
+        recipe.validator,
+        dataloader=dataloader_config(recipe.data, validation=True),
+        global_batch_size=recipe.training.global_batch_size,
     )
 
 
