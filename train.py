@@ -18,7 +18,7 @@ def main(command: Command) -> int:
     if command.dry_run:
         from titan_muon.titan.dry_run.report import report
 
-        report(command.recipe, command.world_size, full=command.full, json=command.json)
+        report(command.recipe, command.world_size, full=command.full, json=command.json, device=command.device)
         return 0
     from titan_muon.titan.run import job
 

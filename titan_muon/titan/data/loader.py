@@ -182,4 +182,11 @@ def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config
         raise RecipeError(
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
         )
-    return HuggingFaceTextDataLoader.Config(dataset=name, dataset_path=data.dataset_path)
+    return HuggingFaceTextDataLoader.Config(
+        dataset=name,
+        dataset_path=data.dataset_path,
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        persistent_workers=data.persistent_workers,
+        pin_memory=data.pin_memory,
+    )

@@ -82,7 +82,7 @@ class RunCheckpoints(CheckpointManager):
         self.maybe_wait_for_saving()
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self._forced or super()._should_save(curr_step, last_step)
+        return (self._forced and not self.load_only) or super()._should_save(curr_step, last_step)
 
     def _load(self, step: int = -1) -> bool:
         if self.resume is None and self.initial_load_path is None and not self.initial_load_in_hf:

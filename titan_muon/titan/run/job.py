@@ -28,7 +28,7 @@ from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
-from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
 
@@ -68,6 +68,8 @@ def train(recipe: Recipe, given: tuple[str, ...] = ()) -> str:
     """
     world = dist.get_world_size()
     check_degrees(recipe, world)
+    if compat.install():
+        refuse_on_cpu(recipe)
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
     group = dist.new_group(backend="gloo") if world > 1 else None

@@ -115,7 +115,10 @@ class MuonTrainer(Trainer):
             if stopped and not saved:
                 self.checkpointer.save_now(self.step)
         if stopped and not last:
-            kept = "saved" if self.config.checkpoint.enable else "nothing is saved (checkpoint.enable = false)"
+            checkpoint = self.config.checkpoint
+            off = "load_only = true" if checkpoint.enable else "enable = false"
+            saves = checkpoint.enable and not checkpoint.load_only
+            kept = "saved" if saves else f"nothing is saved (checkpoint.{off})"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
 
     def _validate(self, stopped: bool) -> None:
