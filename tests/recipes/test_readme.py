@@ -47,6 +47,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "training.steps": "2",
         "training.seq_len": "64",
         "training.local_batch_size": "1",
+        "training.global_batch_size": "-1",
         "lr_scheduler.warmup_steps": "1",
         "validator.steps": "1",
         "metrics.log_freq": "1",
