@@ -6,6 +6,7 @@ import sys
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
+from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 
 def main(command: Command) -> int:
@@ -17,11 +18,12 @@ def main(command: Command) -> int:
     if command.dry_run:
         from titan_muon.titan.dry_run.report import report
 
-        report(command.recipe, command.world_size, full=command.full, json=command.json)
+        report(command.recipe, command.world_size, full=command.full, json=command.json, device=command.device)
         return 0
     from titan_muon.titan.run import job
 
-    return job.run(command.recipe)
+    assert command.config is not None, "a command without a recipe is refused"
+    return job.run(command.recipe, keys_of_the_command_line(command.config, command.recipe))
 
 
 if __name__ == "__main__":

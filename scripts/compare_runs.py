@@ -94,30 +94,53 @@ def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
     return cells
 
 
+def counted(axis: str) -> str:
+    """What is counted along an axis: steps or tokens."""
+    return {"step": "steps", "tokens": "tokens"}[axis]
+
+
 def recipe_section(runs: Sequence[RunRecord]) -> str:
-    """The keys whose values differ."""
+    """The keys whose values differ, and the tokens of a step, with a warning where these differ."""
+    tokens = [run.tokens_per_step for run in runs]
+    row = ["tokens a step", *(ABSENT if count is None else f"{count:,.0f}" for count in tokens)]
+    known = {count for count in tokens if count is not None}
+    parts = [_differing_keys(runs)]
+    if known:
+        parts.append(markdown("batch", runs, [row]))
+    if len(known) > 1:
+        parts.append(
+            "Warning: the runs do not train on the same tokens in a step: their losses at a step cannot be compared. "
+            "Compare them with `--axis tokens`, or give their recipes the same training.global_batch_size and seq_len."
+        )
+    return "\n\n".join(parts)
+
+
+def _differing_keys(runs: Sequence[RunRecord]) -> str:
     keys = dict.fromkeys(key for run in runs for key in run.recipe)
     rows = [[key, *(run.recipe.get(key, ABSENT) for run in runs)] for key in keys]
     differing = [row for row in rows if len(set(row[1:])) > 1]
     return markdown("key", runs, differing) if differing else "The recipes are the same."
 
 
-def loss_section(runs: Sequence[RunRecord], key: str) -> str:
+def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
     """`key` at common steps, and at each run's own end where these differ."""
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
         return f"Not recorded by {', '.join(missing)}."
     steps = evenly(common_steps(runs, key))
-    rows = [[str(step), *with_differences([run.of(key)[step] for run in runs])] for step in steps]
+    rows = [
+        [f"{step:,}" if axis == "tokens" else str(step), *with_differences([run.of(key)[step] for run in runs])]
+        for step in steps
+    ]
     ends = [max(run.of(key)) for run in runs]
     if not steps or len(set(ends)) > 1:
         lasts = with_differences([run.of(key)[end] for run, end in zip(runs, ends, strict=True)])
-        rows.append(["end", *(f"step {end}: {last}" for end, last in zip(ends, lasts, strict=True))])
-    return markdown("step", runs, rows)
+        rows.append(["end", *(f"{axis} {end}: {last}" for end, last in zip(ends, lasts, strict=True))])
+    return markdown(axis, runs, rows)
 
 
-def reach_section(runs: Sequence[RunRecord], key: str, window: int) -> str:
-    """Steps, and seconds if any run recorded them, until the smoothed `key` first reaches each threshold."""
+def reach_section(runs: Sequence[RunRecord], key: str, window: int, axis: str) -> str:
+    """Steps or tokens, and seconds if any run recorded them, until the smoothed `key` first reaches each threshold."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
     steps, seconds = [], []
     for name, loss in thresholds(curves).items():
@@ -131,8 +154,8 @@ def reach_section(runs: Sequence[RunRecord], key: str, window: int) -> str:
     if not steps:
         return "No run ended with a finite value."
     parts = [
-        f"Means of the last {window} steps; ratios to {runs[0].label}.",
-        markdown("steps to", runs, steps),
+        f"Means of the last {window:,} {counted(axis)}; ratios to {runs[0].label}.",
+        markdown(f"{counted(axis)} to", runs, steps),
     ]
     if any(run.of(f"seconds.{key}") for run in runs):
         parts.append(markdown("seconds to", runs, seconds))
@@ -150,13 +173,13 @@ def speed_section(runs: Sequence[RunRecord]) -> str:
     return markdown("median", runs, rows) if rows else "Not recorded."
 
 
-def report(runs: Sequence[RunRecord], metric: str, window: int) -> str:
+def report(runs: Sequence[RunRecord], metric: str, window: int, axis: str = "step") -> str:
     """All the text: which runs, then the sections."""
     ends = [max(step for series in run.series.values() for step in series) for run in runs]
-    names = [f"- {run.label}: {run.folder}, to step {end}" for run, end in zip(runs, ends, strict=True)]
+    names = [f"- {run.label}: {run.folder}, to {axis} {end}" for run, end in zip(runs, ends, strict=True)]
     sections = {"Recipe": recipe_section(runs)}
-    sections |= {title: loss_section(runs, key) for key, title in LOSSES.items()}
-    sections[f"{LOSSES[metric]} to reach"] = reach_section(runs, metric, window)
+    sections |= {title: loss_section(runs, key, axis) for key, title in LOSSES.items()}
+    sections[f"{LOSSES[metric]} to reach"] = reach_section(runs, metric, window, axis)
     sections["Speed"] = speed_section(runs)
     return "\n\n".join(["\n".join(names), *(f"## {title}\n\n{text}" for title, text in sections.items())])
 
@@ -166,6 +189,7 @@ def compare(
     output: Path = Path("compare.png"),
     metric: Literal["loss", "val_loss", "bits_per_byte"] = "loss",
     title: str | None = None,
+    axis: Literal["step", "tokens"] = "step",
 ) -> None:
     """Compare two or more runs, the others to the first.
 
@@ -174,15 +198,16 @@ def compare(
         output: The picture, .png or .svg.
         metric: What is to be reached, and what is drawn; with `loss` the validation loss is drawn too.
         title: Heading of the picture.
+        axis: What losses are compared at: the same step, or as many tokens trained on.
     """
     if output.suffix not in (".png", ".svg"):
         raise RunError(f"--output {output}: the suffix must be .png or .svg")
     if not output.parent.is_dir():
         raise RunError(f"--output {output}: there is no folder {output.parent}")
-    found = read_runs(runs, metric)
-    window = smoothing_window(common_steps(found, metric))
-    print(report(found, metric, window))
-    write_picture(found, metric, window, title, output)
+    found = read_runs(runs, metric, axis)
+    window = smoothing_window(common_steps(found, metric), axis)
+    print(report(found, metric, window, axis))
+    write_picture(found, metric, window, title, output, axis)
     print(f"\nPicture: {output}")
 
 

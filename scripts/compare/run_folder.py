@@ -5,7 +5,8 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
@@ -31,16 +32,27 @@ class RunRecord:
         folder: where it was read from.
         recipe: values by dotted key, as JSON text.
         series: recorded numbers by dotted field (`loss`, `time.optimizer`), then by step.
+        tokens_per_step: tokens of a training step over all ranks; None if tokens were not recorded.
     """
 
     label: str
     folder: Path
     recipe: dict[str, str]
     series: dict[str, Series]
+    tokens_per_step: float | None
 
     def of(self, key: str) -> Series:
         """What was recorded under `key`; empty if nothing was."""
         return self.series.get(key, {})
+
+    def by_tokens(self) -> "RunRecord":
+        """The same run with tokens trained on in the place of steps; what was recorded without them is left out."""
+        tokens = {step: round(count) for step, count in self.of("tokens").items()}
+        series = {
+            key: {tokens[step]: value for step, value in values.items() if step in tokens}
+            for key, values in self.series.items()
+        }
+        return replace(self, series=series)
 
     def median(self, key: str) -> float | None:
         """The median of the finite values under `key`, None if there are none."""
@@ -61,7 +73,8 @@ def find_run(path: Path) -> Path:
     folders = [file.parent for file in files if file.with_name(RECIPE).is_file()]
     if not folders:
         raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
-    return max(folders, key=lambda folder: folder.name)
+    # By the time alone: behind it stands what differs, which says nothing of the order.
+    return max(folders, key=lambda folder: folder.name.partition("_")[0])
 
 
 def flatten(document: object, prefix: str = "") -> dict[str, object]:
@@ -123,6 +136,13 @@ def read_series(file: Path) -> dict[str, Series]:
     return series
 
 
+def tokens_per_step(tokens: Series) -> float | None:
+    """The median growth of the tokens trained on, a step; None if they were not recorded."""
+    counts = [(0, 0.0), *tokens.items()]
+    growth = [(count - before) / (step - last) for (last, before), (step, count) in pairwise(counts)]
+    return median(growth) if growth else None
+
+
 def step_of(record: dict[str, object]) -> int:
     """The step of a record."""
     step = record["step"]
@@ -143,24 +163,29 @@ def unique_labels(folders: Sequence[Path]) -> list[str]:
     return labels
 
 
-def read_runs(paths: Sequence[Path], metric: str) -> list[RunRecord]:
-    """Reads the runs that `paths` name, in their order.
+def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
+    """Reads the runs that `paths` name, in their order, with the series by step or by tokens.
 
     Raises RunError if they are fewer than two, if one cannot be read, or if they share no step with `metric`.
     """
     if len(paths) < 2:
         raise RunError(f"a comparison takes two or more runs, not {len(paths)}")
     folders = [find_run(path) for path in paths]
-    labels = unique_labels(folders)
+    labels, metrics = unique_labels(folders), [folder / METRICS for folder in folders]
     runs = [
-        RunRecord(label, folder, read_recipe(folder / RECIPE), read_series(folder / METRICS))
-        for label, folder in zip(labels, folders, strict=True)
+        RunRecord(label, folder, read_recipe(folder / RECIPE), series, tokens_per_step(series.get("tokens", {})))
+        for label, folder, series in zip(labels, folders, map(read_series, metrics), strict=True)
     ]
+    if axis == "tokens":
+        for run in runs:
+            if run.tokens_per_step is None:
+                raise RunError(f"{run.folder / METRICS}: `tokens` was not recorded; compare with --axis step")
+        runs = [run.by_tokens() for run in runs]
     for run in runs:
         if not run.of(metric):
             raise RunError(f"{run.folder / METRICS}: `{metric}` was not recorded")
     if not common_steps(runs, metric):
-        raise RunError(f"{', '.join(labels)}: no step at which each of them recorded `{metric}`")
+        raise RunError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
 
 
@@ -169,9 +194,10 @@ def common_steps(runs: Sequence[RunRecord], key: str) -> list[int]:
     return sorted(set.intersection(*(set(run.of(key)) for run in runs)))
 
 
-def smoothing_window(steps: Sequence[int]) -> int:
-    """Steps to average over, the same for all runs: a twentieth of the last of `steps`, 100 at most."""
-    return max(1, min(100, steps[-1] // 20))
+def smoothing_window(steps: Sequence[int], axis: str = "step") -> int:
+    """Steps or tokens to average over, the same for all runs: a twentieth of the last, 100 steps at most."""
+    share = max(1, steps[-1] // 20)
+    return share if axis == "tokens" else min(100, share)
 
 
 def smooth(series: Series, window: int) -> Series:

@@ -35,9 +35,13 @@ FILLS = {
 REST = Fill("rest", 0.0, "")
 
 
-def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int) -> None:
+def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int, axis: str) -> None:
     """Draws the smoothed `metric` over its thin raw line; on the training loss, the validation loss as markers."""
-    title = LOSSES[metric] if window == 1 else f"{LOSSES[metric]} (mean of the last {window} steps)"
+    title = (
+        LOSSES[metric]
+        if window == 1
+        else f"{LOSSES[metric]} (mean of the last {window:,} {'steps' if axis == 'step' else axis})"
+    )
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
     legend = []
     for i, run in enumerate(runs):
@@ -50,7 +54,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int)
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
         legend.append(Line2D([], [], **style | {"linestyle": line, "linewidth": 2, "label": run.label}))
-    axes.set_xlabel("step")
+    axes.set_xlabel(axis)
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)
@@ -93,7 +97,9 @@ def parts_of_step(run: RunRecord) -> dict[Fill, float]:
     return parts
 
 
-def write_picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path) -> None:
+def write_picture(
+    runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path, axis: str = "step"
+) -> None:
     """Writes the picture, 1200 x 500 pixels: the curves, and the parts of the step if any run recorded some."""
     with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
         figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
@@ -102,7 +108,7 @@ def write_picture(runs: Sequence[RunRecord], metric: str, window: int, title: st
             plot_times(times, runs)
         else:
             curves = figure.subplots()
-        plot_curves(curves, runs, metric, window)
+        plot_curves(curves, runs, metric, window, axis)
         if title is not None:
             figure.suptitle(title, fontweight="bold")
         figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)

@@ -1,12 +1,13 @@
-"""A recipe trained at any parallel layout follows the loss of the same recipe on one rank."""
+"""A recipe trained at any parallel layout follows the losses of the same recipe on one rank."""
 
-import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
+from tests import tiny
 from tests.dist.harness import run_ranks
 
 STEPS = 6
@@ -48,7 +49,6 @@ enable = false
 
 LAYOUTS = {
     "fsdp4": ("llama3/tiny", {}),
-    "hsdp2x2": ("llama3/tiny", {"data_parallel_replicate_degree": 2}),
     "fsdp2_tp2": ("llama3/tiny", {"tensor_parallel_degree": 2}),
     "fsdp2_cp2": ("llama3/tiny", {"context_parallel_degree": 2}),
     "ep2_efsdp2": ("qwen3/moe_tiny", {"expert_parallel_degree": 2}),
@@ -67,17 +67,28 @@ LAYOUTS = {
 }
 
 
-def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[float]:
+def train(path: str, overrides: list[str]) -> Path:
+    """Train a recipe on the ranks that are there; the run's folder."""
     from titan_muon.titan import compat
 
     compat.install()
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
-    from titan_muon.titan.run.job import train
+    from titan_muon.titan.run import job
 
-    folder = train(load(path, overrides))
-    records = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [record["loss"] for record in records if "loss" in record]
+    return Path(job.train(load(path, overrides)))
+
+
+def losses(rank: int, world_size: int, path: str, overrides: list[str]) -> list[float]:
+    return list(tiny.records(train(path, overrides), "loss").values())
+
+
+def curves(rank: int, world_size: int, path: str) -> list[dict[int, float]]:
+    """Training losses, validation losses and tokens, by step."""
+    folder = train(path, [])
+    # The rank that reports may not be done with its last record yet.
+    dist.barrier()
+    return [tiny.records(folder, key) for key in ("loss", "val_loss", "tokens")]
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +153,35 @@ def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
         for exchange in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto")
     }
     assert len(set(map(tuple, curves.values()))) == 1, curves
+
+
+# Ranks, and what is written below the one file: a user switches strategies by editing it and compares the curves.
+STRATEGIES = {
+    "fsdp2": (2, ""),
+    "tp2": (2, "[parallelism]\ntensor_parallel_degree = 2\n"),
+    "ep2": (2, "[parallelism]\nexpert_parallel_degree = 2\n"),
+    "hsdp2x2": (4, "[parallelism]\ndata_parallel_replicate_degree = 2\n"),
+    "owned": (2, '[placement]\nmuon = "owned"\n'),
+}
+
+
+def test_one_file_edited_in_place_gives_one_curve(folder: Path) -> None:
+    """Training and validation losses at the same tokens, whatever the ranks."""
+    path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
+    base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)
+    base = base.replace("local_batch_size = 1", "local_batch_size = -1")
+    base = base.replace("[validator]\nenable = false", "[validator]\nsteps = -1")
+    base = base.replace("validation_fraction = 0.2", "validation_fraction = 0.05")
+    base = base.replace("seq_len = 256", "seq_len = 128").replace("/*.txt", "/0?.txt")
+    base = f'dump_folder = "{folder}/runs"\n{base}\n[muon]\nns_steps = 2\n'
+    path.write_text(base)
+    expected, validated, tokens = run_ranks(curves, 1, str(path))[0]
+    assert validated.keys() == {3}
+    assert expected[3] < expected[1] - 0.2, "the reference must learn, or following it means nothing"
+    assert tokens == {step: step * 4 * 128 for step in (1, 2, 3)}
+    for name, (ranks, edit) in STRATEGIES.items():
+        path.write_text(base + edit)
+        training, held_out, seen = run_ranks(curves, ranks, str(path))[0]
+        assert training == pytest.approx(expected, abs=tolerance), name
+        assert held_out == pytest.approx(validated, abs=tolerance), name
+        assert seen == tokens, name

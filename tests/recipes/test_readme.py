@@ -47,6 +47,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         "training.steps": "2",
         "training.seq_len": "64",
         "training.local_batch_size": "1",
+        "training.global_batch_size": "-1",
         "lr_scheduler.warmup_steps": "1",
         "validator.steps": "1",
         "metrics.log_freq": "1",
@@ -115,14 +116,21 @@ def test_links_lead_somewhere(page: str) -> None:
 
 
 def test_the_library_example_runs() -> None:
-    """The snippet of the README, on a model that has such layers."""
+    """The snippet of the README, on a model that has an embedding, such layers and a head."""
     (snippet,) = re.findall(r"```python\n(.*?)```", README, re.S)
     import torch
     from torch import nn
 
     model = nn.Module()
+    model.embedding = nn.Embedding(10, 8)
     model.layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
-    model.layers(torch.randn(4, 8)).square().mean().backward()
-    before = model.layers[0].weight.detach().clone()
-    exec(snippet, {"model": model})
-    assert not torch.equal(model.layers[0].weight, before)
+    model.head = nn.Linear(8, 10)
+    model.head(model.layers(model.embedding(torch.arange(4)))).square().mean().backward()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names: dict[str, object] = {"model": model}
+    exec(snippet, names)
+    assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == [], (
+        "trains the whole model"
+    )
+    muon = names["optimizers"][0]
+    assert [p.fqn for p in muon.plan.parameters] == ["layers.0.weight", "layers.1.weight"]

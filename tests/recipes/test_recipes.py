@@ -16,7 +16,7 @@ from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world, this_device  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world  # noqa: E402
 from titan_muon.titan.dry_run.report import report  # noqa: E402
 from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
 
@@ -191,14 +191,42 @@ def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
     recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path), "--muon.ns_dtype", "float32"])
     report(recipe, 2, full=False, json=None)
     printed = capsys.readouterr().out
-    meta = build_meta_model(recipe, 2)
+    meta = build_meta_model(recipe, 2, "cuda")
     assert meta.plan is not None
     shapes = {(matrix.rows, matrix.cols) for matrix in meta.plan.matrices}
     lines = [line for line in printed.splitlines() if line.startswith("  orthogonalized  ")]
     for rows, cols in shapes:
         (line,) = (line for line in lines if f" of {rows}x{cols}" in line)
-        chosen = Dispatch("auto", "float32", this_device()).choose(rows, cols, coefficients("keller_jordan", 5))
+        chosen = Dispatch("auto", "float32", "cuda").choose(rows, cols, coefficients("keller_jordan", 5))
         assert f" by {chosen}; keller_jordan x 5, eps 1e-07: {chosen.reason}" in line
+
+
+def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cluster is planned at a laptop: what its CPU would do says nothing of it."""
+    recipe = load(CONFIGS / "llama_muon.toml", ["--data.cache", str(tmp_path)])
+    for world, device, planned in (
+        (64, None, "GPUs"),
+        (None, None, "CPUs"),
+        (64, "cpu", "CPUs"),
+        (None, "cuda", "GPUs"),
+    ):
+        report(recipe, world, full=False, json=None, device=device)
+        printed = capsys.readouterr().out
+        assert f"planned for {planned}" in printed
+        assert ("on cuda" in printed) == (planned == "GPUs")
+        assert ("on cpu" in printed) == (planned == "CPUs")
+
+
+def test_a_plan_for_ranks_that_cannot_share_the_batch_says_that_training_would_be_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry_run("llama_muon", 64, tmp_path)
+    warning = "warning: training would be refused: training.global_batch_size = 8 is not accepted on 64 ranks"
+    assert warning in capsys.readouterr().out
+    dry_run("llama_muon", 8, tmp_path)
+    assert "refused" not in capsys.readouterr().out
 
 
 def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None:

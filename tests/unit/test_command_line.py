@@ -103,13 +103,14 @@ def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path
     path = write(tmp_path, "[muon]\nlr = 0.5")
     plain = parse(["--config", path, "--muon.momentum", "0.1"])
     assert plain == Command(config=path, recipe=load(path, ["--muon.momentum", "0.1"]))
-    flags = ["--dry-run", "--full", "--world-size", "8", "--json", "plan.json", "--training.steps", "3"]
+    flags = ["--dry-run", "--full", "--world-size", "8", "--device=cpu", "--json", "plan.json", "--training.steps", "3"]
     assert parse([*flags, f"--config={path}"]) == Command(
         config=path,
         recipe=load(path, ["--training.steps", "3"]),
         dry_run=True,
         full=True,
         world_size=8,
+        device="cpu",
         json="plan.json",
     )
     assert parse(["--config", path, "--dry_run"]).dry_run
@@ -120,6 +121,8 @@ def test_the_command_line_names_the_recipe_and_what_to_do_with_it(tmp_path: Path
     [
         (["--full"], ["--full is only for --dry-run"]),
         (["--world-size", "2"], ["--world-size is only for --dry-run"]),
+        (["--device", "cpu"], ["--device is only for --dry-run"]),
+        (["--dry-run", "--device", "tpu"], ['device = "tpu"', "cpu", "cuda"]),
         (["--json", "x"], ["--json is only for --dry-run"]),
         (["--dry-run", "--world-size", "0"], ["world_size = 0", "1 or more"]),
         (["--dry-run", "--world-size", "two"], ['world_size = "two"', "an integer"]),

@@ -318,3 +318,44 @@ def test_the_script_runs_by_its_path_without_importing_torch(pair, tmp_path):
     subprocess.run([sys.executable, "-c", code, script], check=True, cwd=tmp_path, env=environment)
     subprocess.run([sys.executable, script, *map(str, pair)], check=True, cwd=tmp_path, capture_output=True)
     assert (tmp_path / "compare.png").is_file()
+
+
+def batch(folder: Path, tokens: int, *, step: int = 10) -> Path:
+    """A run whose loss depends on the tokens trained on alone, of `tokens` a step."""
+    steps = [1, *range(step, 101, step)]
+    records = [{"step": s, "tokens": s * tokens, "loss": 6 - s * tokens / 1e5} for s in steps]
+    held_out = [{"step": s, "tokens": s * tokens, "val_loss": 7 - s * tokens / 1e5} for s in (50, 100)]
+    return write_run(folder, records + held_out)
+
+
+def test_runs_of_other_batches_are_told_apart_and_compared_by_tokens(tmp_path, capsys):
+    """At the same step one has seen twice the tokens: the curves differ and the training does not."""
+    runs = [batch(tmp_path / "a/t", 2048), batch(tmp_path / "b/t", 1024)]
+    recipe = report(runs)["Recipe"]
+    assert cells(recipe)["tokens a step"] == ["2,048", "1,024"]
+    assert "Warning: the runs do not train on the same tokens in a step" in recipe
+    arguments = ["--axis", "tokens", "--output", str(tmp_path / "x.png")]
+    assert compare_runs.main([*map(str, runs), *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "Warning: the runs do not train" in shown, "it is said whatever the axis"
+    table = cells(shown.split("## Training loss")[1].split("## ")[0])
+    assert table["102,400"] == ["4.9760", "4.9760 (+0.0000)"]
+    assert "(-" not in "".join(table["102,400"] + table["20,480"])
+    validation = cells(shown.split("## Validation loss")[1].split("## ")[0])
+    assert validation["102,400"] == ["5.9760", "5.9760 (+0.0000)"], "validations carry tokens too"
+
+
+def test_runs_of_the_same_batch_get_no_warning(tmp_path):
+    recipe = report([batch(tmp_path / "a/t", 2048), batch(tmp_path / "b/t", 2048, step=20)])["Recipe"]
+    assert cells(recipe)["tokens a step"] == ["2,048", "2,048"]
+    assert "Warning" not in recipe
+
+
+def test_runs_without_tokens_cannot_be_compared_by_them(pair, tmp_path, capsys):
+    assert "`tokens` was not recorded; compare with --axis step" in failure(capsys, *pair, "--axis", "tokens")
+
+
+def test_the_newest_run_of_a_folder_is_found_by_its_time(tmp_path):
+    for name in ("20260101-000000_z=z", "20260101-000000-2", "20250101-000000"):
+        batch(tmp_path / name, 1)
+    assert run_folder.find_run(tmp_path).name == "20260101-000000-2"

@@ -21,7 +21,6 @@ from titan_muon.titan.data.loader import (
     bytes_per_token,
     dataloader_config,
     tokenizer_config,
-    validation_steps,
     vocab_size,
 )
 from titan_muon.titan.data.tokenizers import BPETokenizer, ByteTokenizer
@@ -207,22 +206,45 @@ def test_validation_reads_held_out_text_only_and_the_same_each_time(data):
     for seed in (0, 1):
         loader = build(dataclasses.replace(data, seed=seed), validation=True)
         first, second = take(loader, 100), take(loader, 100)
-        assert len(first) == loader.batches == held_out.per_epoch // 2
+        assert len(first) == loader.batches == -(-held_out.per_epoch // 2)
         assert torch.equal(torch.cat(first), torch.cat(second))
         assert np.array_equal(first[0][0][0], held_out[0].inputs)
 
 
-def test_validation_ends_after_the_same_batch_on_every_rank(data, caplog):
-    """An uneven rest would leave some ranks waiting in a collective."""
-    loaders = [build(data, dp=3, rank=r, batch=1, validation=True) for r in range(3)]
-    lengths = {len(take(loader, 100)) for loader in loaders}
-    assert lengths == {loaders[0].batches}
-    assert validation_steps(loaders[0], 1) == 1
-    assert validation_steps(loaders[0], -1) == loaders[0].batches
-    assert "validator.steps" not in caplog.text
-    with caplog.at_level("WARNING"):
-        assert validation_steps(loaders[0], 1000) == loaders[0].batches
-    assert "validator.steps = 1000" in caplog.text
+def held_out_blocks(data: Data, dp: int, batch: int, sequences: int) -> list[bytes]:
+    """The inputs of every sequence that counts in a validation on `dp` ranks, in no order."""
+    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
+    config = dataclasses.replace(dataloader_config(data, validation=True), sequences=sequences)
+    read, lengths = [], set()
+    for rank in range(dp):
+        kwargs = {"dp_world_size": dp, "dp_rank": rank, "tokenizer": tokenizer, "seq_len": SEQ_LEN}
+        batches = list(config.build(local_batch_size=batch, **kwargs))
+        lengths.add(len(batches))
+        for inputs, labels in batches:
+            counted = (labels != -100).any(dim=1)
+            assert torch.equal(counted, (labels != -100).all(dim=1)), "a filler counts no token at all"
+            read += [row.numpy().tobytes() for row in inputs["input"][counted]]
+    assert len(lengths) == 1, "an uneven rest would leave some ranks waiting in a collective"
+    return sorted(read)
+
+
+@pytest.mark.parametrize("sequences", [-1, 5, 1, 1000])
+def test_a_validation_reads_the_same_sequences_on_every_layout(data, sequences):
+    documents, corpus = opened(data)
+    held_out = TokenBlocks(corpus, documents.validation, SEQ_LEN, seed=None)
+    count = held_out.per_epoch if sequences == -1 else min(sequences, held_out.per_epoch)
+    expected = sorted(held_out[i].inputs.tobytes() for i in range(count))
+    assert count > 5 or sequences in (1, 5), "the text must not divide evenly, or nothing is filled up"
+    for dp, batch in ((1, 1), (1, 4), (3, 1), (2, 3), (8, 2)):
+        assert held_out_blocks(data, dp, batch, sequences) == expected, (dp, batch)
+
+
+def test_a_validation_in_microbatches_ends_with_a_whole_batch(data):
+    """TorchTitan drops a batch of a pipeline whose last microbatches the loader does not have."""
+    tokenizer = tokenizer_config(data).build(tokenizer_path="unused")
+    config = dataclasses.replace(dataloader_config(data, validation=True), sequences=5, multiple=8)
+    loader = config.build(dp_world_size=2, dp_rank=0, tokenizer=tokenizer, seq_len=SEQ_LEN, local_batch_size=1)
+    assert len(list(loader)) == loader.batches == 4
 
 
 def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch):
@@ -401,8 +423,8 @@ def test_validation_with_nothing_held_out_is_refused(data):
 def test_text_shorter_than_a_block_is_refused(data):
     with pytest.raises(RecipeError, match=r"training text .*training\.seq_len"):
         build(data, seq_len=100_000)
-    with pytest.raises(RecipeError, match=r"held-out text has \d+ blocks.*validator\.steps"):
-        build(data, validation=True, batch=1000)
+    with pytest.raises(RecipeError, match=r"held-out text has 0 blocks.*validation_fraction"):
+        build(data, validation=True, seq_len=10_000)
 
 
 def test_a_cache_that_cannot_be_written_is_named(data, tmp_path):

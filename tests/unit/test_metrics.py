@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_muon.titan import compat
 
@@ -86,6 +87,24 @@ def test_validation_is_recorded_in_bits_per_byte(
     reporter.log_validation(1.0, 10)
     assert record(tmp_path)["bits_per_byte"] == pytest.approx(0.7213475)
     assert "0.7213 bits per byte" in capsys.readouterr().out
+
+
+def test_a_validation_is_recorded_with_the_tokens_trained_on(reporter: RunMetrics, tmp_path: Path) -> None:
+    """Runs of different batches are compared by tokens, in training and in validation alike."""
+    reporter.tokens = 4096
+    reporter.log_validation(1.0, 10)
+    assert record(tmp_path)["tokens"] == 4096
+
+
+def test_tensorboard_has_the_recipe_and_both_losses_side_by_side(tmp_path: Path) -> None:
+    board = metrics.TensorBoard(tmp_path, 1, "[muon]\nlr = 0.5\n")
+    board.log({"loss": 2.0, "lr": {"muon": 0.5}}, 1)
+    board.log({"val_loss": 3.0}, 1)
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert set(events.Tags()["scalars"]) == {"loss/train", "loss/validation", "lr/muon"}
+    (text,) = events.Tensors("recipe/text_summary")
+    assert text.tensor_proto.string_val[0] == b"    [muon]\n    lr = 0.5\n"
 
 
 def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:

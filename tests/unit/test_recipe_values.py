@@ -11,6 +11,7 @@ from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.options import OptionError
 from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, schema, sections
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
+from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 
 # Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
 
@@ -30,7 +31,54 @@ BAD_VALUES = [
     ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
     ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
-    ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "1 or more"),
+    ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "-1, or 1 or more"),
+    ("[training]\nlocal_batch_size = -1", "training.local_batch_size = -1", "training.global_batch_size = -1"),
+    ("[data]\nnum_workers = -1", "data.num_workers = -1", "0 or more"),
+    ("[data]\nnum_workers = 2", "data.num_workers = 2", 'data.source = "hf"'),
+    ("[data]\nprefetch_factor = 0", "data.prefetch_factor = 0", "1 or more"),
+    ("[data]\nprefetch_factor = 2", "data.prefetch_factor = 2", "data.num_workers = 0"),
+    ("[data]\npersistent_workers = true", "data.persistent_workers = true", "data.num_workers = 0"),
+    ("[data]\npin_memory = true", "data.pin_memory = true", 'data.source = "hf"'),
+    ("[profiler]\nprofiler_active = 0", "profiler.profiler_active = 0", "1 or more"),
+    ("[profiler]\nprofiler_warmup = -1", "profiler.profiler_warmup = -1", "0 or more"),
+    ("[profiler]\nprofiler_repeat = 0", "profiler.profiler_repeat = 0", "1 or more"),
+    ("[profiler]\nprofiler_skip_first = -1", "profiler.profiler_skip_first = -1", "0 or more"),
+    ("[profiler]\nprofiler_skip_first_wait = -1", "profiler.profiler_skip_first_wait = -1", "0 or more"),
+    ("[profiler]\nmemory_snapshot_freq = 0", "profiler.memory_snapshot_freq = 0", "1 or more"),
+    ("[profiler]\nmemory_snapshot_max_entries = 0", "profiler.memory_snapshot_max_entries = 0", "1 or more"),
+    ("[profiler]\nsave_memory_snapshot_folder = ''", 'profiler.save_memory_snapshot_folder = ""', "not empty"),
+    (
+        "[profiler]\nenable_profiling = true\nprofiler_active = 8",
+        "profiler.profile_freq = 10",
+        "profiler_warmup + profiler_active or more",
+    ),
+    ("[comm]\nsave_traces_folder = ''", 'comm.save_traces_folder = ""', "not empty"),
+    ("[comm]\nsave_traces_file_prefix = ''", 'comm.save_traces_file_prefix = ""', "not empty"),
+    ("[activation_checkpoint]\nmemory_budget = 2", "activation_checkpoint.memory_budget = 2.0", "from 0 to 1"),
+    ('[activation_checkpoint]\nmode = "memory_budget"', "activation_checkpoint.mode = ", "compile.enable = true"),
+    (
+        "[compile]\nenable = true\nenable_async_tensor_parallel = true",
+        "compile.enable_async_tensor_parallel = true",
+        "tensor parallelism",
+    ),
+    ("[debug]\ndeterministic_warn_only = true", "debug.deterministic_warn_only = true", "debug.deterministic = false"),
+    (
+        "[checkpoint]\nload_only = true\nenable_first_step_checkpoint = true",
+        "checkpoint.enable_first_step_checkpoint = true",
+        "checkpoint.load_only = true",
+    ),
+    ("[checkpoint]\ninitial_load_in_hf = true", "checkpoint.initial_load_in_hf = true", "model.hf_assets_path"),
+    (
+        "[checkpoint]\ninitial_load_in_hf_quantized = true",
+        "checkpoint.initial_load_in_hf_quantized = true",
+        "checkpoint.initial_load_in_hf = true",
+    ),
+    ("[validator]\nsteps = 0", "validator.steps = 0", "-1, or 1 or more"),
+    (
+        '[data]\nsource = "hf"\ntokenizer = "hf"\ntokenizer_path = "x"\n[validator]\nsteps = -1',
+        "validator.steps = -1",
+        'data.source = "hf"',
+    ),
     ("[training]\nglobal_batch_size = 0", "training.global_batch_size = 0", "-1, or 1 or more"),
     ("[training]\nglobal_batch_size = -2", "training.global_batch_size = -2", "-1, or 1 or more"),
     ("[training]\nseq_len = 0", "training.seq_len = 0", "1 or more"),
@@ -108,7 +156,6 @@ BAD_VALUES = [
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),
     ("[lr_scheduler]\nmin_lr_factor = -0.1", "lr_scheduler.min_lr_factor = -0.1", "from 0 to 1"),
     ("[validator]\nfreq = 0", "validator.freq = 0", "1 or more"),
-    ("[validator]\nsteps = 0", "validator.steps = 0", "1 or more"),
     ("[checkpoint]\nfolder = ''", 'checkpoint.folder = ""', "not empty"),
     ("[checkpoint]\ninterval = 0", "checkpoint.interval = 0", "1 or more"),
     ("[checkpoint]\nload = ''", 'checkpoint.load = ""', "not empty"),
@@ -117,7 +164,7 @@ BAD_VALUES = [
     ("[checkpoint]\nlast_save_in_hf = true", "last_save_model_only = false", "last_save_in_hf = true"),
     ("[checkpoint]\ninitial_load_path = 'a'", 'checkpoint.initial_load_path = "a"', "an absolute path"),
     (
-        "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_model_only = false",
+        "[checkpoint]\ninitial_load_in_hf = true\ninitial_load_path = '/x'\ninitial_load_model_only = false",
         "checkpoint.initial_load_model_only = false",
         "initial_load_in_hf = true",
     ),
@@ -272,6 +319,20 @@ def test_the_global_batch_is_a_multiple_of_what_the_ranks_take_at_once() -> None
     )
     check_degrees(replicated, 8)
     assert "= 32" in error_of(lambda: check_degrees(replicated, 16))
+    assert "training.local_batch_size = 2 (or -1) keeps it" in message
+
+
+def test_a_local_batch_of_minus_one_is_the_ranks_share_of_the_global_one() -> None:
+    recipe = Recipe(training=sections.Training(local_batch_size=-1, global_batch_size=8))
+    assert [local_batch_size(recipe, world) for world in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    tensor = dataclasses.replace(recipe, parallelism=sections.Parallelism(tensor_parallel_degree=2))
+    assert local_batch_size(tensor, 2) == 8
+    message = error_of(lambda: check_degrees(recipe, 3))
+    assert "training.global_batch_size = 8 is not accepted on 3 ranks; it takes a multiple of the 3" in message
+    staged = sections.Parallelism(pipeline_parallel_degree=2, pipeline_parallel_microbatch_size=3)
+    problem = batch_problem(dataclasses.replace(recipe, parallelism=staged), 4)
+    assert problem is not None
+    assert "pipeline_parallel_microbatch_size = 3 is not accepted; it takes a divisor of the 4 sequences" in problem
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ import torch.distributed.checkpoint as dcp
 
 from tests import tiny
 from titan_muon.titan import compat
-from titan_muon.titan.recipe import Recipe, RecipeError, load
+from titan_muon.titan.recipe import Recipe, RecipeError, load, sections
+from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 compat.install()
 
 from titan_muon.titan.run.checkpoints import flaw, saved_steps  # noqa: E402
-from titan_muon.titan.run.runs import Run, begin, discard, open_run  # noqa: E402
+from titan_muon.titan.run.runs import Run, begin, discard, open_run, run_folders  # noqa: E402
+from titan_muon.titan.run_name import what_differs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -25,8 +27,8 @@ def save(folder: Path, *steps: int, full: bool = True) -> None:
         dcp.save(state, checkpoint_id=folder / "checkpoint" / f"step-{step}", no_dist=True)
 
 
-def start(recipe: Recipe) -> Run:
-    run = open_run(recipe)
+def start(recipe: Recipe, given: tuple[str, ...] = ()) -> Run:
+    run = open_run(recipe, given)
     begin(run, recipe)
     return run
 
@@ -166,3 +168,67 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     new = open_run(tiny.recipe(tmp_path))
     discard(new)
     assert not Path(new.folder).exists()
+
+
+def names(folder: Path, *recipes: Recipe, given: tuple[str, ...] = ()) -> list[str]:
+    """What stands behind the time in the folders of runs that are started one after the other."""
+    return [Path(start(recipe, given).folder).name.partition("_")[2] for recipe in recipes]
+
+
+def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -> None:
+    """A user edits one file and runs it again: TensorBoard's list must say which run is which."""
+    owned, tensor = {"placement__muon": "owned"}, {"parallelism__tensor_parallel_degree": 2}
+    edited = [{}, owned, owned | tensor, owned | tensor, tensor | {"muon__lr": 0.5}, {}]
+    assert names(tmp_path, *(tiny.recipe(tmp_path, **values) for values in edited)) == [
+        "",
+        "placement=owned",
+        "tensor_parallel_degree=2,placement=owned",
+        "tensor_parallel_degree=2,placement=owned",
+        "placement=shard0,muon.lr=0.5,tensor_parallel_degree=2",
+        "tensor_parallel_degree=1,muon.lr=0.001,placement=shard0",
+    ]
+
+
+def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, training__steps=9, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
+    given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
+    assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
+    assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=9", "training.steps=9"]
+
+
+def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
+    start(tiny.recipe(tmp_path))
+    rule = '{match = "layers.*", optimizer = "adamw"}'
+    changed = {"adamw__lr": 0.25, "muon__momentum": 0.5, "muon__eps": 0.5, "muon__exchange": "all_gather"}
+    changed |= {"optimizer__rule": rule, "comm__train_timeout_seconds": 7, "muon__weight_decay": 0.0}
+    (name,) = names(tmp_path, tiny.recipe(tmp_path, **changed))
+    assert len(name) <= 84
+    assert name.endswith(",+3")
+    assert set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_=.,+-")
+
+
+def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: Path) -> None:
+    """Of two runs of one second as well, and whatever is written behind the time."""
+    for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
+        save(tmp_path / "runs" / "tiny" / name, 3)
+    found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert Path(found.folder).name == "20260101-000000-3_a=a"
+    runs = tmp_path / "runs" / "tiny"
+    assert [path.name for path in run_folders(runs)][1:3] == ["20260101-000000-2", "20260101-000000_a=z"]
+
+
+def test_runs_of_one_second_are_numbered_whatever_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "20260101-000000")
+    first = start(tiny.recipe(tmp_path)).folder
+    second = start(tiny.recipe(tmp_path, placement__muon="owned")).folder
+    assert [Path(folder).name for folder in (first, second)] == ["20260101-000000", "20260101-000000-2_placement=owned"]
+
+
+def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path) -> None:
+    """A key that it does not know had the default; one that is gone differs; a file that is torn says nothing."""
+    recipe = Recipe(training=sections.Training(steps=6))
+    for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):
+        (tmp_path / f"{number}.toml").write_text(text)
+    files = [tmp_path / f"{number}.toml" for number in range(3)]
+    assert what_differs(Recipe(), files, ()) == ""
+    assert what_differs(recipe, files, ()) == "training.steps=6"

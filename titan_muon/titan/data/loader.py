@@ -1,16 +1,16 @@
 """Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. Calls no collectives."""
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.tools.logging import logger
 
-from titan_muon.titan.data.blocks import TokenBlocks
+from titan_muon.titan.data.blocks import TokenBlock, TokenBlocks
 from titan_muon.titan.data.cache import digest
 from titan_muon.titan.data.corpus import CorpusSource, DocumentTokenizer
 from titan_muon.titan.data.documents import Documents
@@ -18,6 +18,9 @@ from titan_muon.titan.data.tokenizers import BYTES, MARKS, BPETokenizer, ByteTok
 from titan_muon.titan.device import pins_batches
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
+
+NOT_COUNTED = -100
+"""The label of a token that no loss counts: what PyTorch's cross entropy and TorchTitan ignore."""
 
 
 class PackedDataLoader(BaseDataLoader):
@@ -31,6 +34,12 @@ class PackedDataLoader(BaseDataLoader):
 
         validation: bool = False
         """Read the held-out documents: once, in an order that no seed changes, from the start at every iteration."""
+
+        sequences: int = -1
+        """Held-out sequences that a validation reads over all ranks, or all of them if there are fewer; -1 for all."""
+
+        multiple: int = 1
+        """Of which a pass has batches, counted in sequences over all ranks: filled up with some that count nothing."""
 
         infinite: bool = True
         """Read training documents epoch after epoch, not once. TorchTitan's validator sets it, without effect."""
@@ -46,7 +55,7 @@ class PackedDataLoader(BaseDataLoader):
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
-        """Raises RecipeError if the text is too short for one block, or for one validation batch on every rank."""
+        """Raises RecipeError if the text is too short for one block."""
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
         self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
@@ -57,12 +66,19 @@ class PackedDataLoader(BaseDataLoader):
         self._stride = dp_world_size * local_batch_size
         self._read = 0
         self._rewinds = config.validation
-        once = config.validation or not config.infinite
-        self.batches = self._blocks.per_epoch // self._stride if once else None
+        self.available = self._blocks.per_epoch
+        # The first block beyond the one pass that is read; None reads on into the next epoch.
+        self._end: int | None = None
+        if config.validation or not config.infinite:
+            self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
+        # Every rank takes equally many batches, or those that end first would wait in a collective for ever. What is
+        # missing in the last ones is filled up with blocks that count nothing, so that no layout leaves a block out.
+        whole = math.lcm(self._stride, config.multiple)
+        self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
         # The number of ranks and the batch size are not part of it: they may change when a run is continued.
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
-        if self._blocks.per_epoch < (self._stride if once else 1):
-            raise RecipeError(_too_short(config.validation, self._blocks, self._stride))
+        if self.available < 1:
+            raise RecipeError(_too_short(config.validation, self._blocks))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from where the
@@ -91,7 +107,7 @@ class PackedDataLoader(BaseDataLoader):
         self._read = state_dict["blocks"]
 
     def _make_batch(self, numbers: range) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        blocks = [self._blocks[number] for number in numbers]
+        blocks = [self._block(number) for number in numbers]
         inputs, positions, labels = (
             torch.from_numpy(np.stack([getattr(block, name) for block in blocks]))
             for name in ("inputs", "positions", "labels")
@@ -99,6 +115,12 @@ class PackedDataLoader(BaseDataLoader):
         if pins_batches():
             inputs, positions, labels = (tensor.pin_memory() for tensor in (inputs, positions, labels))
         return {"input": inputs, "positions": positions}, labels
+
+    def _block(self, number: int) -> TokenBlock:
+        if self._end is None or number < self._end:
+            return self._blocks[number]
+        filler = self._blocks[0]
+        return replace(filler, labels=np.full_like(filler.labels, NOT_COUNTED))
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
@@ -139,24 +161,12 @@ def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer)
     return float(corpus.text_bytes[side].sum() / corpus.predictions[side].sum())
 
 
-def validation_steps(loader: BaseDataLoader, steps: int) -> int:
-    """Batches each rank validates on: `validator.steps` (-1 for all), or fewer where the held-out text ends."""
-    if not isinstance(loader, PackedDataLoader) or loader.batches is None:
-        return steps
-    if steps > loader.batches:
-        said = "validator.steps = %d, but the held-out text has %d batches on each rank; validation uses those. "
-        logger.warning(said + "Raise data.validation_fraction for more.", steps, loader.batches)
-    # A number, the same on every rank, never "until the text ends": ranks that end apart would hang in a collective.
-    return loader.batches if steps == -1 else min(steps, loader.batches)
-
-
-def _too_short(validation: bool, blocks: TokenBlocks, stride: int) -> str:
+def _too_short(validation: bool, blocks: TokenBlocks) -> str:
     has = f"text has {blocks.per_epoch} blocks of training.seq_len = {blocks.seq_len},"
     if not validation:
-        return f"The training {has} too few for one batch. Add text or lower training.seq_len."
+        return f"The training {has} too few. Add text or lower training.seq_len."
     return (
-        f"The held-out {has} and one step of validator.steps takes {stride} (local batch size x data-parallel ranks). "
-        "Raise data.validation_fraction, lower training.seq_len or training.local_batch_size, or set "
+        f"The held-out {has} too few for a validation. Raise data.validation_fraction, lower training.seq_len, or set "
         "validator.enable = false."
     )
 
@@ -172,4 +182,11 @@ def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config
         raise RecipeError(
             f"data.dataset = {data.dataset!r}: TorchTitan has no {name!r} to validate on; set validator.enable = false"
         )
-    return HuggingFaceTextDataLoader.Config(dataset=name, dataset_path=data.dataset_path)
+    return HuggingFaceTextDataLoader.Config(
+        dataset=name,
+        dataset_path=data.dataset_path,
+        num_workers=data.num_workers,
+        prefetch_factor=data.prefetch_factor,
+        persistent_workers=data.persistent_workers,
+        pin_memory=data.pin_memory,
+    )

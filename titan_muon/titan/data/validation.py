@@ -1,25 +1,43 @@
-"""The loss on held-out documents. Its batches are the same at every validation and under every rank layout."""
+"""The loss on held-out documents. Every validation, under every layout of the ranks, reads the same sequences."""
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import Validator
+from torchtitan.tools.logging import logger
 
-from titan_muon.titan.data.loader import validation_steps
+from titan_muon.titan.data.loader import PackedDataLoader
 
 
 class HeldOutValidator(Validator):
-    """TorchTitan's validator at every `freq` steps, on as many batches as the held-out text has."""
+    """TorchTitan's validator at every `freq` steps, on a number of sequences that no layout changes."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
-        pass
+        global_batch_size: int = -1
+        """Sequences of an optimizer step over all ranks, which `steps` counts; -1 is one local batch on each rank."""
+
+    dl_config: BaseDataLoader.Config
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
+        super().__init__(_with_an_end(config), **kwargs)
         self.last = self.stopped = False
         """Whether the step that ends is the run's last, and whether the run was asked to stop; set by the trainer."""
+        at_once = self.dp_world_size * self.local_batch_size
+        batch = at_once if config.global_batch_size == -1 else config.global_batch_size
+        sequences = -1 if config.steps == -1 else config.steps * batch
+        # TorchTitan's validator counts batches of each rank, whose size and number follow from the layout.
+        self.config.steps = -(-sequences // at_once)
+        if isinstance(self.dl_config, PackedDataLoader.Config):
+            # A pipeline reads a batch in microbatches; one that the text ended in would be left out altogether.
+            self.dl_config = replace(self.dl_config, sequences=sequences, multiple=at_once)
+            self.config.steps = self._batches(sequences)
+
+    def _batches(self, sequences: int) -> int:
+        """Batches of each rank that `sequences` are read in, of which the held-out text may have fewer."""
         # Each validation builds a loader like this one; built here too, its errors come before training.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
@@ -28,7 +46,12 @@ class HeldOutValidator(Validator):
             seq_len=self.seq_len,
             local_batch_size=self.local_batch_size,
         )
-        self.config.steps = validation_steps(loader, config.steps)
+        assert isinstance(loader, PackedDataLoader), "a configuration builds its loader"
+        if sequences > loader.available:
+            said = "validator.steps asks for %d sequences, but the held-out text has %d; validation uses those. "
+            logger.warning(said + "Raise data.validation_fraction for more.", sequences, loader.available)
+        assert loader.batches is not None, "a validation ends"
+        return loader.batches
 
     def should_validate(self, step: int) -> bool:
         """Whether `step` is the last, or one of every `freq`-th of a run that was not asked to stop."""
@@ -38,3 +61,10 @@ class HeldOutValidator(Validator):
         """Report the loss on the held-out text, outside the training's time."""
         with self.metrics_processor.paused():
             super().validate(model_parts, step)
+
+
+def _with_an_end(config: HeldOutValidator.Config) -> HeldOutValidator.Config:
+    # TorchTitan warns that -1 may hang, since its loaders end apart; here -1 becomes a number, the same on every rank.
+    ends = copy(config)
+    ends.steps = max(config.steps, 1)
+    return ends

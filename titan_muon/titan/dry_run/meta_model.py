@@ -21,7 +21,8 @@ from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
-from titan_muon.titan.recipe import Recipe, check_degrees, recipe_error
+from titan_muon.titan.recipe import Recipe, recipe_error
+from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
@@ -70,11 +71,12 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None)
     `device` is the type of device that Newton-Schulz is planned for, by default this machine's.
 
     Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
-    registered by others does not take: they are known once it is built.
+    registered by others does not take, which are known once it is built, and for a global batch that `world_size` ranks
+    cannot share: no plan depends on it.
     """
-    check_degrees(recipe, world_size)
+    check_layout(recipe, world_size)
     # The configuration of training itself, not one like it: what training would refuse is refused here too.
-    config = trainer_config(recipe, Run(folder=recipe.dump_folder))
+    config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     with _fake_world(world_size):
         model = _sharded_model(config, world_size)
         parameters: dict[str, Tensor] = {

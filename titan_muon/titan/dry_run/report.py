@@ -16,22 +16,28 @@ from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.degrees import batch_problem
+
+KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
 
 AVERAGES = {"adamw": 2, "adam": 2}
 """Tensors of a parameter's shape and dtype that an optimizer keeps. Muon's one has a dtype of its own."""
 
 
-def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | None) -> None:
+def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | None, device: str | None = None) -> None:
     """Print what training would do on `world_size` ranks, by default the fewest that the degrees fit on.
 
-    `full` lists every parameter instead of one line for all layers; `json` is a file for the numbers. Raises
-    RecipeError as training would.
+    `device` is the kind of device that they are: by default GPUs if a number of ranks is asked for, and else what this
+    machine trains on. `full` lists every parameter instead of one line for all layers; `json` is a file for the
+    numbers. Raises RecipeError as training would.
     """
     world = smallest_world(recipe) if world_size is None else world_size
-    meta = build_meta_model(recipe, world)
+    # Who asks for a number of ranks plans a cluster, and mostly at a laptop, whose CPU says nothing of it.
+    kind = device if device is not None else this_device() if world_size is None else "cuda"
+    meta = build_meta_model(recipe, world, kind)
     summary = None if meta.plan is None else summarize(meta.plan)
     loads = owner_loads(meta.parameters, summary, world)
     memory = memory_per_rank(meta, summary, loads, recipe.muon.state_dtype)
@@ -39,9 +45,25 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     print(to_toml(recipe))
     print(parameter_table(meta.assigned, meta.parameters, meta.plan, full=full))
     counts = optimizer_lines(meta.assigned, meta.plan, world)
-    print("\n".join(["", *counts, "", *plan_lines(meta.plan, summary), "", *_memory_lines(memory)]))
+    print(
+        "\n".join(
+            [
+                "",
+                *counts,
+                f"planned for {KINDS.get(kind, kind)}",
+                "",
+                *plan_lines(meta.plan, summary),
+                "",
+                *_memory_lines(memory),
+            ]
+        )
+    )
     if loads:
         print("\n".join(["", *owner_lines(loads, full=full)]))
+    # Last, where it is read: the plan above is sound, and only training on it would be refused.
+    problem = batch_problem(recipe, world)
+    if problem is not None:
+        print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
         _write(Path(json), meta, summary, memory, loads)
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -33,7 +33,10 @@ class Options:
     """With dry_run: list every parameter instead of one line for all layers."""
 
     world_size: int | None = None
-    """With dry_run: number of ranks to plan for."""
+    """With dry_run: number of ranks to plan for, GPUs unless `device` says otherwise."""
+
+    device: Literal["cpu", "cuda"] | None = None
+    """With dry_run: kind of device to plan for. Absent, `cuda` with world_size, else what this machine trains on."""
 
     json: str | None = None
     """With dry_run: file to write the plan to as JSON."""
@@ -72,6 +75,7 @@ def _check(options: Options) -> None:
     needs_dry_run = {
         "--full": options.full,
         "--world-size": options.world_size is not None,
+        "--device": options.device is not None,
         "--json": options.json is not None,
     }
     stray = [flag for flag, given in needs_dry_run.items() if given]

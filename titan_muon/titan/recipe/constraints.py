@@ -29,6 +29,10 @@ class Relation:
     holds: Callable[[Recipe], bool]
 
 
+def _compiles_the_model(recipe: Recipe) -> bool:
+    return recipe.compile.enable and "model" in recipe.compile.components
+
+
 RELATIONS = (
     Relation(
         "placement.replicas",
@@ -59,12 +63,24 @@ RELATIONS = (
         "more than 0, because validator.enable = true",
         lambda recipe: not recipe.validator.enable or recipe.data.validation_fraction > 0,
     ),
+    Relation(
+        "training.local_batch_size",
+        "1 or more, because training.global_batch_size = -1",
+        lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
+    ),
+    # Ranks read parts of the dataset that end apart, and who is done first would wait for the others for ever.
+    Relation(
+        "validator.steps",
+        '1 or more, because data.source = "hf"',
+        lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
+    ),
     # Its default divides every batch, so the key matters only where there are stages to feed.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
         lambda recipe: (
             recipe.parallelism.pipeline_parallel_degree == 1
+            or recipe.training.local_batch_size == -1
             or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),
@@ -106,6 +122,75 @@ RELATIONS = (
         "as many [a, b, c] as muon.ns_steps",
         lambda recipe: (
             isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
+        ),
+    ),
+    # The text of `python` and `files` is memory-mapped tokens: there is nothing to wait for.
+    Relation(
+        "data.num_workers",
+        '0 only, unless data.source = "hf"',
+        lambda recipe: recipe.data.num_workers == 0 or recipe.data.source == "hf",
+    ),
+    Relation(
+        "data.prefetch_factor",
+        "nothing, because data.num_workers = 0",
+        lambda recipe: recipe.data.prefetch_factor is None or recipe.data.num_workers > 0,
+    ),
+    Relation(
+        "data.persistent_workers",
+        "false only, because data.num_workers = 0",
+        lambda recipe: not recipe.data.persistent_workers or recipe.data.num_workers > 0,
+    ),
+    Relation(
+        "data.pin_memory",
+        'false only, unless data.source = "hf": other sources pin by themselves',
+        lambda recipe: not recipe.data.pin_memory or recipe.data.source == "hf",
+    ),
+    Relation(
+        "profiler.profile_freq",
+        "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",
+        lambda recipe: (
+            not recipe.profiler.enable_profiling
+            or recipe.profiler.profile_freq >= recipe.profiler.profiler_warmup + recipe.profiler.profiler_active
+        ),
+    ),
+    Relation(
+        "activation_checkpoint.mode",
+        'not "memory_budget", unless compile.enable = true and compile.components has "model"',
+        lambda recipe: recipe.activation_checkpoint.mode != "memory_budget" or _compiles_the_model(recipe),
+    ),
+    Relation(
+        "compile.enable_async_tensor_parallel",
+        'true only with compile.enable = true, "model" in compile.components and tensor parallelism',
+        lambda recipe: (
+            not recipe.compile.enable_async_tensor_parallel
+            or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
+        ),
+    ),
+    Relation(
+        "debug.deterministic_warn_only",
+        "false only, because debug.deterministic = false",
+        lambda recipe: not recipe.debug.deterministic_warn_only or recipe.debug.deterministic,
+    ),
+    Relation(
+        "checkpoint.enable_first_step_checkpoint",
+        "false only, because checkpoint.load_only = true",
+        lambda recipe: not (recipe.checkpoint.enable_first_step_checkpoint and recipe.checkpoint.load_only),
+    ),
+    Relation(
+        "checkpoint.initial_load_in_hf",
+        "true only with checkpoint.initial_load_path or model.hf_assets_path",
+        lambda recipe: (
+            not recipe.checkpoint.initial_load_in_hf
+            or recipe.checkpoint.initial_load_path is not None
+            or recipe.model.hf_assets_path is not None
+        ),
+    ),
+    Relation(
+        "checkpoint.initial_load_in_hf_quantized",
+        "true only with checkpoint.initial_load_in_hf = true and checkpoint.initial_load_path",
+        lambda recipe: (
+            not recipe.checkpoint.initial_load_in_hf_quantized
+            or (recipe.checkpoint.initial_load_in_hf and recipe.checkpoint.initial_load_path is not None)
         ),
     ),
     # TorchTitan refuses the next two as well, but only after torch is imported, and without the file that wrote them.

@@ -12,12 +12,19 @@ PIPELINE_TORCH = (2, 14)
 
 def check_degrees(recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError unless the parallel degrees, batch sizes and sequence length fit `world_size` ranks."""
+    check_layout(recipe, world_size)
+    problem = batch_problem(recipe, world_size)
+    if problem is not None:
+        raise RecipeError(problem)
+
+
+def check_layout(recipe: Recipe, world_size: int) -> None:
+    """Raise RecipeError unless the model can be laid out over `world_size` ranks; says nothing of the batch."""
     parallelism, training = recipe.parallelism, recipe.training
     _check_pipeline(parallelism.pipeline_parallel_degree)
     # The shard degree first: the other checks need it with -1 resolved.
     shard = _shard_degree(parallelism, world_size)
     _check_experts(parallelism, shard, world_size)
-    _check_batch(training, parallelism.data_parallel_replicate_degree * shard, world_size)
     _check_sequence(training, parallelism)
 
 
@@ -65,13 +72,39 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
         )
 
 
-def _check_batch(training: Training, data_ranks: int, world_size: int) -> None:
-    batch = training.local_batch_size * data_ranks
-    if training.global_batch_size != -1 and training.global_batch_size % batch:
-        raise RecipeError(
-            f"training.global_batch_size = {training.global_batch_size} is not accepted on {world_size} ranks; it "
-            f"takes -1, or a multiple of training.local_batch_size x data-parallel ranks = {batch}."
+def batch_problem(recipe: Recipe, world_size: int) -> str | None:
+    """Why `world_size` ranks cannot share the global batch; None if they can."""
+    training, ranks = recipe.training, _data_ranks(recipe, world_size)
+    whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
+    if whole != -1 and whole % (local * ranks):
+        given = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
+        if training.local_batch_size == -1:
+            return f"{given} a multiple of the {ranks} data-parallel ranks."
+        each = whole // ranks
+        # Other curves are of other tokens, so the way that keeps the batch is named first.
+        keep = f" training.local_batch_size = {each} (or -1) keeps it." if whole % ranks == 0 else ""
+        product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
+        return f"{given} -1, or a multiple of {product}.{keep}"
+    stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
+    if stages > 1 and local % size:
+        return (
+            f"parallelism.pipeline_parallel_microbatch_size = {size} is not accepted; it takes a divisor of the "
+            f"{local} sequences that a data-parallel rank has at a time."
         )
+    return None
+
+
+def local_batch_size(recipe: Recipe, world_size: int) -> int:
+    """Sequences per data-parallel rank in one forward and backward, with -1 resolved for `world_size` ranks."""
+    training = recipe.training
+    if training.local_batch_size != -1:
+        return training.local_batch_size
+    # Never 0: a plan is also made for more ranks than the batch has sequences.
+    return max(1, training.global_batch_size // _data_ranks(recipe, world_size))
+
+
+def _data_ranks(recipe: Recipe, world_size: int) -> int:
+    return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:

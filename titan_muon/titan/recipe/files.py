@@ -62,6 +62,19 @@ def to_toml(recipe: Recipe) -> str:
     return document_text({key: value for key, value in plain.items() if value is not None})
 
 
+def written_values(recipe: Recipe) -> dict[str, object]:
+    """What a resolved recipe file says, by dotted key; absent keys are left out, as in the file."""
+    plain = {key: _plain(value) for key, value in values(recipe).items()}
+    return {key: value for key, value in plain.items() if value is not None}
+
+
+def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
+    """The keys that `recipe` gives other values than its file alone does."""
+    # Not checked: a file may be sound only together with what the command line adds.
+    alone = build(Recipe, read_file(Path(path)))
+    return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
+
+
 def _plain(value: Any) -> Any:
     """Dataclasses as dicts without their absent keys, tuples as lists."""
     if is_dataclass(value):

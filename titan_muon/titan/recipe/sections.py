@@ -52,6 +52,9 @@ class Model:
     vocab_size: Annotated[int | None, COUNT] = None
     """Rows of embedding and head; absent, the tokenizer's for `bytes` and `bpe` and the flavor's own for `hf`."""
 
+    hf_assets_path: str | None = None
+    """Folder of the model's Hugging Face files: with its safetensors index last_save_in_hf writes the same shards."""
+
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
     """Inner attention. `auto` is `flex` on GPUs and `dense` (SDPA with the packed documents' mask) on the CPU."""
 
@@ -87,6 +90,18 @@ class Data:
 
     seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seed of the order in which documents are read."""
+
+    num_workers: Annotated[int, NOT_NEGATIVE] = 0
+    """Processes that load and tokenize on each rank, for source `hf`; 0 loads between the steps."""
+
+    prefetch_factor: Annotated[int | None, COUNT] = None
+    """Batches that each of them has ready; absent, 2."""
+
+    persistent_workers: bool = False
+    """Keep them from one epoch to the next."""
+
+    pin_memory: bool = False
+    """Hand out batches of source `hf` in pinned memory, which is copied to a GPU beside the host."""
 
     cache: Annotated[str, TEXT] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""

@@ -15,11 +15,11 @@ PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.sta
 class Training:
     """Batch, length and precision of the run."""
 
-    local_batch_size: Annotated[int, COUNT] = 8
-    """Sequences per data-parallel rank in one forward and backward."""
+    local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
+    """Sequences per data-parallel rank in one forward and backward; -1 is a rank's share of global_batch_size."""
 
     global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
-    """Sequences per optimizer step over all ranks; -1 is one local batch on each. More accumulates gradients."""
+    """Sequences per optimizer step over all ranks, accumulating gradients; -1 is one local batch on each rank."""
 
     seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
@@ -48,6 +48,9 @@ class Training:
 
     gc_freq: Annotated[int, COUNT] = 50
     """Steps between garbage collections."""
+
+    gc_debug: bool = False
+    """Collect garbage in every step and look for reference cycles that keep tensors alive: slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,8 +125,8 @@ class Validator:
     freq: Annotated[int, COUNT] = 100
     """Steps between validations."""
 
-    steps: Annotated[int, COUNT] = 10
-    """Batches per validation on each data-parallel rank."""
+    steps: Annotated[int, at_least(1, but=-1)] = 10
+    """Global batches of held-out text per validation, the same on every layout; -1 is all of the held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,12 @@ class Checkpoint:
 
     interval: Annotated[int, COUNT] = 500
     """Steps between checkpoints. One more is written at the end, and on Ctrl-C or SIGTERM."""
+
+    enable_first_step_checkpoint: bool = False
+    """Write one after the first step too, to see early that saving works."""
+
+    load_only: bool = False
+    """Load checkpoints and never write one."""
 
     load: Annotated[str, TEXT] = "none"
     """`none` starts anew. `latest` continues this recipe's newest run with a whole checkpoint. Or a run's folder."""
@@ -168,7 +177,10 @@ class Checkpoint:
     """Take only the model from initial_load_path."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path holds Hugging Face safetensors."""
+    """initial_load_path, or without it model.hf_assets_path, holds Hugging Face safetensors."""
+
+    initial_load_in_hf_quantized: bool = False
+    """Those safetensors are quantized, as DeepSeek-V3 is published."""
 
     exclude_from_loading: Annotated[
         tuple[str, ...], each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
@@ -200,8 +212,23 @@ class Metrics:
 class ActivationCheckpoint:
     """What forward keeps for backward."""
 
-    mode: Literal["none", "selective", "full"] = "none"
-    """`selective` keeps matrix products and communication, `full` keeps only the input of each block."""
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """`selective` keeps matrix products and communication, `full` each block's input, `memory_budget` what fits."""
+
+    memory_budget: Annotated[float, from_to(0, 1)] = 0.5
+    """With `memory_budget`: 0 keeps as little as `full`, 1 all; the compiler chooses what lies between."""
+
+    force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
+    """With `selective`: matrix products of these modules' shapes are computed again, not kept."""
+
+    preserve_rng_state: bool = True
+    """Draw the same random numbers when activations are computed again."""
+
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare shapes and dtypes of what is computed again with the first time, or nothing."""
+
+    debug: bool = False
+    """Record where activations come from, to find what differs the second time: slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +244,9 @@ class Compile:
     backend: Annotated[str, TEXT] = "inductor"
     """Compiler."""
 
+    enable_async_tensor_parallel: bool = False
+    """Overlap the collectives of TP with its matrix products, piece by piece; GPUs only."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Comm:
@@ -231,6 +261,12 @@ class Comm:
     trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
     """Entries of NCCL's flight recorder; 0 is off."""
 
+    save_traces_folder: Annotated[str, TEXT] = "comm_traces"
+    """Folder inside dump_folder where the flight recorder writes what each rank waited for when a collective hung."""
+
+    save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
+    """Beginning of its files' names; the rank follows."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Debug:
@@ -240,7 +276,13 @@ class Debug:
     """Seed of the model's initialisation."""
 
     deterministic: bool = False
-    """Deterministic kernels where PyTorch has them."""
+    """Deterministic kernels; an operation that has none is an error."""
+
+    deterministic_warn_only: bool = False
+    """With deterministic: an operation that has none warns."""
+
+    detect_anomaly: bool = False
+    """Name the forward operation in the error of a backward that fails: slow."""
 
     moe_force_load_balance: bool = False
     """Route tokens round robin: for measuring speed only."""
@@ -257,7 +299,31 @@ class Profiler:
     """Folder inside the run's folder."""
 
     profile_freq: Annotated[int, COUNT] = 10
-    """Steps between traces."""
+    """Steps from one trace to the next: waiting, then profiler_warmup, then profiler_active."""
+
+    profiler_active: Annotated[int, COUNT] = 1
+    """Steps in a trace."""
+
+    profiler_warmup: Annotated[int, NOT_NEGATIVE] = 3
+    """Steps before them in which the profiler runs and records nothing."""
+
+    profiler_repeat: Annotated[int | None, COUNT] = None
+    """Traces in all; absent, until the run ends."""
+
+    profiler_skip_first: Annotated[int | None, NOT_NEGATIVE] = None
+    """Steps before the first profile_freq steps begin."""
+
+    profiler_skip_first_wait: Annotated[int | None, NOT_NEGATIVE] = None
+    """1 begins the first trace without waiting."""
 
     enable_memory_snapshot: bool = False
-    """Write memory snapshots."""
+    """Write memory snapshots; GPUs only."""
+
+    memory_snapshot_freq: Annotated[int | None, COUNT] = None
+    """Steps between memory snapshots; absent, profile_freq."""
+
+    save_memory_snapshot_folder: Annotated[str, TEXT] = "memory_snapshots"
+    """Folder inside the run's folder."""
+
+    memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000
+    """Allocations in a snapshot, the last ones."""

@@ -88,7 +88,7 @@ class RunCheckpoints(CheckpointManager):
         super().__init__(config, **kwargs)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
-        return self.forced or super()._should_save(curr_step, last_step)
+        return (self.forced and not self.load_only) or super()._should_save(curr_step, last_step)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         with self.paused():

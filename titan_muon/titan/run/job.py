@@ -28,13 +28,15 @@ from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
-from titan_muon.titan.run.trainer_config import comm_config, trainer_config
+from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
 
 
-def run(recipe: Recipe) -> int:
+def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
     """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
+
+    `given` are the keys that the command line changed: the run's folder is named after them.
 
     0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
     once. Anything else raises.
@@ -45,7 +47,7 @@ def run(recipe: Recipe) -> int:
     dist_utils.init_distributed(comm_config(recipe), recipe.training.enable_cpu_offload, base_folder=recipe.dump_folder)
     code = 0
     try:
-        train(recipe)
+        train(recipe, given)
     except (RecipeError, FloatingPointError) as error:
         say_error(error)
         code = 2 if isinstance(error, RecipeError) else 1
@@ -57,17 +59,21 @@ def run(recipe: Recipe) -> int:
     return code
 
 
-def train(recipe: Recipe) -> str:
+def train(recipe: Recipe, given: tuple[str, ...] = ()) -> str:
     """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
+
+    `given` are the keys that the command line changed.
 
     Raises RecipeError, before the first step, for what the user has to correct.
     """
     world = dist.get_world_size()
     check_degrees(recipe, world)
+    if compat.install():
+        refuse_on_cpu(recipe)
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
     group = dist.new_group(backend="gloo") if world > 1 else None
-    run = agree(recipe, group)
+    run = agree(recipe, group, given)
     trainer = _prepare(recipe, run)
     try:
         with StopSignals(group, announce=dist.get_rank() == 0) as stop:
@@ -81,7 +87,7 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
     """The trainer of a run, with the run's checkpoint loaded."""
     trainer: MuonTrainer | None = None
     try:
-        trainer = trainer_config(recipe, run).build()
+        trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
         trainer.checkpointer.load()
     # TorchTitan refuses a configuration with ValueError or NotImplementedError, and its messages name no key.
@@ -109,7 +115,17 @@ def _say_start(trainer: MuonTrainer, run: Run) -> None:
     if trainer.step >= steps:
         say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
     else:
-        say(f"training {steps - trainer.step} steps on {dist.get_world_size()} ranks; the first one takes longest")
+        world = dist.get_world_size()
+        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        say(f"training {steps - trainer.step} steps of {_batch(trainer)} on {ranks}; the first one takes longest")
+
+
+def _batch(trainer: MuonTrainer) -> str:
+    """What a step trains on: curves of runs that differ in it cannot be compared step by step."""
+    training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
+    sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
+    accumulated = f", in {passes} passes" if passes > 1 else ""
+    return f"{sequences:,} sequences ({sequences * training.seq_len:,} tokens{accumulated})"
 
 
 def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:

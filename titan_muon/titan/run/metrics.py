@@ -6,6 +6,7 @@ A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second
 
 import json
 import math
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.distributed import ParallelDims
 
 METRICS_FILE = "metrics.jsonl"
+# TensorBoard draws what has the same first word side by side; the file keeps the keys that scripts read.
+TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
 GIB = 1024**3
 
 
@@ -61,14 +64,16 @@ class JsonLines(BaseLogger):
 
 
 class TensorBoard(BaseLogger):
-    """Writes nested metrics as scalars; what an earlier run wrote after `first_step` is hidden."""
+    """Writes metrics as scalars and the recipe as text; what an earlier run wrote after `first_step` is hidden."""
 
-    def __init__(self, folder: Path, first_step: int) -> None:
+    def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
         # A continued run writes the steps after its checkpoint again; without `purge_step` both curves would be shown.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+        # Markdown: indented by four spaces it is shown as it was written.
+        self.writer.add_text("recipe", textwrap.indent(recipe, "    "), first_step - 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        for tag, value in flatten(metrics):
+        for tag, value in tagged(metrics):
             self.writer.add_scalar(tag, value, step)
         self.writer.flush()
 
@@ -83,7 +88,7 @@ class WandB(BaseLogger):
         self.inner = WandBLogger(str(folder), config_dict=recipe)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        self.inner.log(dict(flatten(metrics)), step)
+        self.inner.log(dict(tagged(metrics)), step)
 
     def close(self) -> None:
         self.inner.close()
@@ -96,6 +101,11 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from flatten(value, f"{prefix}{key}/")
         else:
             yield prefix + key, value
+
+
+def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Numbers of nested metrics by the tags that TensorBoard and W&B show them under."""
+    return ((TAGS.get(key, key), value) for key, value in flatten(metrics))
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
@@ -125,6 +135,9 @@ class RunMetrics(MetricsProcessor):
         first_step: int = 1
         """Step that this process begins with."""
 
+        recipe: str = ""
+        """The resolved recipe as TOML, for TensorBoard's text tab."""
+
         seconds_before: float = 0.0
         """Seconds that the run had taken before this process."""
 
@@ -135,6 +148,9 @@ class RunMetrics(MetricsProcessor):
     """Reports the step by its loss and gradient norm; set by the trainer, which knows what else there is to report."""
     bytes_per_token: float | None = None
     """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
+
+    tokens: int | None = None
+    """Tokens trained on until the validation that comes next; None where they are not counted."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
         # Before super(), which calls `_build_metric_logger`. With pipeline parallelism only the last stage has a loss,
@@ -157,7 +173,7 @@ class RunMetrics(MetricsProcessor):
         loggers.add_logger(JsonLines(Path(dump_folder, rank, METRICS_FILE)))
         if config.enable_tensorboard:
             folder = Path(dump_folder, config.save_tb_folder, rank)
-            loggers.add_logger(TensorBoard(folder, config.first_step))
+            loggers.add_logger(TensorBoard(folder, config.first_step, config.recipe))
         if config.enable_wandb:
             loggers.add_logger(WandB(Path(dump_folder), config_dict))
         return loggers
@@ -236,7 +252,9 @@ class RunMetrics(MetricsProcessor):
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""
-        record = {"val_loss": loss}
+        record: dict[str, Any] = {"val_loss": loss}
+        if self.tokens is not None:
+            record["tokens"] = self.tokens
         line = f"{self.color.yellow}validation  step {step}{self.color.reset}  loss {loss:.4f}"
         if self.bytes_per_token is not None:
             record["bits_per_byte"] = loss / math.log(2) / self.bytes_per_token

@@ -1,4 +1,4 @@
-"""Run folders, `<dump_folder>/<recipe name>/<time>`: a new one for each run, or the one that is continued.
+"""Run folders, `<dump_folder>/<recipe name>/<time>_<what differs>`: a new one for each run, or one that is continued.
 
 Rank 0 decides and touches the disk; the other ranks are told (`agree`).
 """
@@ -17,6 +17,7 @@ from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
+from titan_muon.titan.run_name import what_differs
 
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
@@ -42,16 +43,17 @@ class Run:
     seconds: float = 0.0
 
 
-def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
+def agree(recipe: Recipe, group: dist.ProcessGroup | None, given: tuple[str, ...] = ()) -> Run:
     """The run that rank 0 opens, on every rank of `group` (all ranks, on the CPU; None for a single process).
 
-    Raises what `open_run` raises, on every rank.
+    `given` are the keys that the command line gives other values than the recipe's file does. Raises what `open_run`
+    raises, on every rank.
     """
     # The error is sent like the answer: raised on rank 0 alone, it would leave the others waiting in the broadcast.
     answer: list[Run | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = open_run(recipe)
+            answer[0] = open_run(recipe, given)
         except ValueError as error:
             answer[0] = error
         except OSError as error:
@@ -64,24 +66,25 @@ def agree(recipe: Recipe, group: dist.ProcessGroup | None) -> Run:
     return answer[0]
 
 
-def open_run(recipe: Recipe) -> Run:
-    """The run that `checkpoint.load` asks for. A new run's folder is made; nothing else is touched.
+def open_run(recipe: Recipe, given: tuple[str, ...] = ()) -> Run:
+    """The run that `checkpoint.load` asks for. A new run's folder is made, named after the time and what differs from
+    earlier runs and from the recipe's file (`given`); nothing else is touched.
 
     Raises RecipeError if `checkpoint.load` names a folder or a step from which no run can be continued.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
     found = _source(recipe, runs)
     if found is None:
-        return Run(str(_new_folder(runs)))
+        return Run(str(_new_folder(runs, recipe, given)))
     source, step = found
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
     # Without the trainer's state steps are counted from 0 again: another run, in a folder of its own.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
-        return Run(str(_new_folder(runs)), str(source), str(checkpoint))
+        return Run(str(_new_folder(runs, recipe, given)), str(source), str(checkpoint))
     # After an earlier step a run goes on in a new folder, so that what it computed after that step is not overwritten.
     goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
-    folder = _new_folder(runs) if goes_back else source
+    folder = _new_folder(runs, recipe, given) if goes_back else source
     _, seconds = read_until(source / METRICS_FILE, step)
     return Run(str(folder), str(source), str(checkpoint), step, seconds)
 
@@ -135,9 +138,9 @@ def _named_run(recipe: Recipe, folder: Path) -> tuple[Path, int]:
 
 
 def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
-    # Folders are named after the time, so by name the newest is first. The newest run may have ended before its first
-    # checkpoint; then the one before it is meant, as it would have been had the newest never been started.
-    for folder in sorted((path for path in runs.glob("*") if path.is_dir()), reverse=True):
+    # The newest run may have ended before its first checkpoint; then the one before it is meant, as it would have been
+    # had the newest never been started.
+    for folder in run_folders(runs):
         found = _whole_step(recipe, folder)
         if found is not None:
             return folder, found
@@ -183,13 +186,26 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
     return step
 
 
-def _new_folder(runs: Path) -> Path:
-    for folder in _numbered(runs / time.strftime(FORMAT)):
+def _new_folder(runs: Path, recipe: Recipe, given: tuple[str, ...]) -> Path:
+    stamp, earlier = time.strftime(FORMAT), run_folders(runs)
+    said = what_differs(recipe, [folder / RECIPE_FILE for folder in earlier], given)
+    # Runs of the same second are numbered before what differs, or their names would not be in the order of time.
+    taken = {folder.name.partition("_")[0] for folder in earlier}
+    for path in _numbered(runs / stamp):
+        folder = path.with_name(f"{path.name}_{said}" if said else path.name)
         # mkdir alone decides: two runs that start in the same second would both find the name free by asking.
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
+            if path.name not in taken:
+                folder.mkdir(parents=True)
+                return folder
     raise AssertionError("there is always another number")
+
+
+def run_folders(runs: Path) -> list[Path]:
+    """The folders of a recipe's runs, the newest first."""
+    # By the time alone: what differs stands behind it and says nothing of the order.
+    folders = (path for path in runs.glob("*") if path.is_dir())
+    return sorted(folders, key=lambda path: path.name.partition("_")[0], reverse=True)
 
 
 def _numbered(path: Path) -> Iterator[Path]:

@@ -103,7 +103,10 @@ class MuonTrainer(Trainer):
             super().train()
         self.checkpointer.maybe_wait_for_saving()
         if self.stopped and self.step < self.config.training.steps:
-            kept = "saved" if self.config.checkpoint.enable else "nothing is saved (checkpoint.enable = false)"
+            checkpoint = self.config.checkpoint
+            off = "load_only = true" if checkpoint.enable else "enable = false"
+            saves = checkpoint.enable and not checkpoint.load_only
+            kept = "saved" if saves else f"nothing is saved (checkpoint.{off})"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
 
     def should_continue_training(self) -> bool:
@@ -128,6 +131,7 @@ class MuonTrainer(Trainer):
         self.checkpointer.forced = self.stopped
         if self.config.validator.enable:
             self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
+        self.metrics_processor.tokens = self.tokens
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
         """TorchTitan's batches, timed."""

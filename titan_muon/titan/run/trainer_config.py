@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.profiler import Profiler
 
@@ -18,21 +19,30 @@ from titan_muon.titan.device import loss_chunks
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
-from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.degrees import local_batch_size
+from titan_muon.titan.recipe.torchtitan_sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 
-ACTIVATION_CHECKPOINT: dict[str, ActivationCheckpointing.Config | None] = {
-    "none": None,
-    "selective": SelectiveAC.Config(),
-    "full": FullAC.Config(),
+ON_GPUS_ALONE = {
+    "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
+    "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
+"""Options that PyTorch has for GPUs alone, and whether a recipe asks for them."""
 
 
-def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe, for a run kept in `run.folder`.
+def refuse_on_cpu(recipe: Recipe) -> None:
+    """Raise RecipeError for what cannot run on the CPU. A dry run may plan it there for GPUs."""
+    for key, asked in ON_GPUS_ALONE.items():
+        if asked(recipe):
+            raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
+
+
+def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
+    """TorchTitan's configuration of a recipe on `world_size` ranks, for a run kept in `run.folder`.
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
@@ -42,12 +52,13 @@ def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
         model_spec=with_placement(spec, recipe),
+        hf_assets_path=_assets(model.hf_assets_path),
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
         optimizer=optimizer_config(recipe),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
-        training=_same_keys(TrainingConfig, recipe.training),
+        training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_same_keys(
             ParallelismConfig,
             recipe.parallelism,
@@ -55,7 +66,7 @@ def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
             context_parallel_load_balancer=None if balancer == "none" else balancer,
         ),
         checkpoint=_checkpoint_config(recipe, run),
-        activation_checkpoint=ACTIVATION_CHECKPOINT[recipe.activation_checkpoint.mode],
+        activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
         compile=_same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
         comm=comm_config(recipe),
         metrics=_metrics_config(recipe, run),
@@ -92,6 +103,30 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     return RunCheckpoints.Config(**values, resume=run.checkpoint)
 
 
+def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpointing.Config | None:
+    kinds: dict[str, type[Any]] = {
+        "selective": SelectiveAC.Config,
+        "full": FullAC.Config,
+        "memory_budget": MemoryBudgetAC.Config,
+    }
+    if section.mode == "none":
+        return None
+    # One table holds the keys of all modes; each takes its own.
+    kind, values = kinds[section.mode], _values(section)
+    known = {field.name for field in dataclasses.fields(kind)}
+    values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
+    return kind(**{key: value for key, value in values.items() if key in known})
+
+
+def _assets(path: str | None) -> str:
+    # Empty where there are none: TorchTitan's own default is a folder of its repository, which it then says is missing.
+    if path is None:
+        return ""
+    if not Path(path).is_dir():
+        raise RecipeError(f"model.hf_assets_path = {path!r}: no such folder; it takes a model's Hugging Face folder")
+    return path
+
+
 def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
     return _same_keys(
         RunMetrics.Config,
@@ -99,6 +134,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,
+        recipe=to_toml(recipe),
         # Escape codes are noise in the file that a scheduler collects.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )
@@ -109,7 +145,10 @@ def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(
-        HeldOutValidator.Config, recipe.validator, dataloader=dataloader_config(recipe.data, validation=True)
+        HeldOutValidator.Config,
+        recipe.validator,
+        dataloader=dataloader_config(recipe.data, validation=True),
+        global_batch_size=recipe.training.global_batch_size,
     )
 
 

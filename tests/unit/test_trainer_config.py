@@ -1,0 +1,99 @@
+"""What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
+
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError
+
+compat.install()
+
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+
+from titan_muon.titan.run.runs import Run  # noqa: E402
+from titan_muon.titan.run.trainer_config import refuse_on_cpu, trainer_config  # noqa: E402
+
+
+def config(folder: Path, world_size: int = 1, **values: object):
+    return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), world_size)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.load_only", True),
+        ("checkpoint.enable_first_step_checkpoint", True),
+        ("profiler.profiler_active", 4),
+        ("profiler.profiler_warmup", 0),
+        ("profiler.profiler_repeat", 2),
+        ("profiler.profiler_skip_first", 5),
+        ("profiler.profiler_skip_first_wait", 1),
+        ("profiler.memory_snapshot_freq", 7),
+        ("profiler.save_memory_snapshot_folder", "there"),
+        ("profiler.memory_snapshot_max_entries", 9),
+        ("comm.save_traces_folder", "there"),
+        ("comm.save_traces_file_prefix", "node0_"),
+        ("debug.detect_anomaly", True),
+        ("training.gc_debug", True),
+    ],
+)
+def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -> None:
+    table, name = key.split(".")
+    plain, changed = (
+        getattr(made, table) for made in (config(tmp_path), config(tmp_path, **{f"{table}__{name}": value}))
+    )
+    assert getattr(plain, name) != value, "a default would show nothing"
+    assert getattr(changed, name) == value
+
+
+def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> None:
+    options = {"activation_checkpoint__preserve_rng_state": False, "activation_checkpoint__memory_budget": 0.25}
+    compiled = {"compile__enable": True}
+    made = {
+        mode: config(tmp_path, activation_checkpoint__mode=mode, **options, **compiled).activation_checkpoint
+        for mode in ("none", "full", "selective", "memory_budget")
+    }
+    assert made["none"] is None
+    kinds = {"full": FullAC.Config, "selective": SelectiveAC.Config, "memory_budget": MemoryBudgetAC.Config}
+    for mode, kind in kinds.items():
+        assert isinstance(made[mode], kind)
+        assert made[mode].preserve_rng_state is False
+    assert made["memory_budget"].memory_budget == 0.25
+    assert made["selective"].force_recompute_mm_shapes_by_fqns == ["moe.router.gate"]
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        (
+            "compile.enable_async_tensor_parallel",
+            {
+                "compile__enable": True,
+                "compile__enable_async_tensor_parallel": True,
+                "parallelism__tensor_parallel_degree": 2,
+            },
+        ),
+        ("profiler.enable_memory_snapshot", {"profiler__enable_memory_snapshot": True}),
+    ],
+)
+def test_what_needs_gpus_is_refused_on_the_cpu_and_planned_for_gpus(
+    key: str, given: dict[str, object], tmp_path: Path
+) -> None:
+    refuse_on_cpu(tiny.recipe(tmp_path))
+    with pytest.raises(RecipeError, match=rf"^{key} = true is not accepted on the CPU"):
+        refuse_on_cpu(tiny.recipe(tmp_path, **given))
+    config(tmp_path, 2, **given)
+
+
+def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
+    assert config(tmp_path, model__hf_assets_path=str(tmp_path)).hf_assets_path == str(tmp_path)
+    with pytest.raises(RecipeError, match=r"model\.hf_assets_path = '/nowhere': no such folder"):
+        config(tmp_path, model__hf_assets_path="/nowhere")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    training = config(tmp_path, world_size, training__local_batch_size=-1, training__global_batch_size=8).training
+    assert (training.global_batch_size, training.local_batch_size) == (8, 8 // world_size)
