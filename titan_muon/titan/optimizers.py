@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -111,6 +112,12 @@ class HybridOptimizers(OptimizersContainer):
         # as AdamW does, and left alone it would lose the guard that training.max_norm promises.
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.groups)}[choice]
         return [parameter for name in self.groups if name not in spared for parameter in self.parameters(name)]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have the collectives of an optimizer's own process groups fail after `timeout`."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.set_timeout(timeout)
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each group now, by its tag."""

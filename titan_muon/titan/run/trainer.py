@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -44,6 +45,7 @@ class MuonTrainer(Trainer):
     validator: HeldOutValidator
     stop: StopSignals
     stopped: bool
+    first_step: bool
     grad_norm: torch.Tensor
     rates: dict[str, float]
 
@@ -97,7 +99,7 @@ class MuonTrainer(Trainer):
 
     def train(self, stop: StopSignals) -> None:
         """Train until the last step, or until `stop` was asked for; then save."""
-        self.stop, self.stopped = stop, False
+        self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
         with compat.ending_at_once():
             super().train()
@@ -125,6 +127,10 @@ class MuonTrainer(Trainer):
                 raise
             # TorchTitan raises before it reports the step, which is the record of where the run diverged.
             self._report(loss, float(self.grad_norm.item()))
+        if self.first_step:
+            # TorchTitan shortens the time-outs of the mesh's groups here; Muon has some of its own.
+            self.first_step = False
+            self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
         self.stopped = self.stop.stop_after_step()
         # What TorchTitan does next. It saves first: a validation that fails, or that a second Ctrl-C ends, then loses
         # no step.
