@@ -27,9 +27,10 @@ def pipelining(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refused(model: str = "qwen3", **degrees: object) -> str:
+    recipe = Recipe(parallelism=Parallelism(**{"pipeline_parallel_degree": 2, **degrees}))
+    spec = model_spec(model, "tiny")
     with pytest.raises(RecipeError) as caught:
-        parallelism = Parallelism(**{"pipeline_parallel_degree": 2, **degrees})
-        with_placement(model_spec(model, "tiny"), Recipe(parallelism=parallelism))
+        with_placement(spec, recipe)
     return str(caught.value)
 
 
