@@ -2,96 +2,198 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+Ranks = tuple[int, ...]
+
 
 @dataclass(frozen=True)
-class RankReport:
-    """What a rank says before a step is possible.
+class PlanReport:
+    """What ranks compare before a step is possible: equal on all ranks that made the same plan.
 
     Attributes:
-        ranks: global ranks that its parameters rest on.
-        groups: ranks of each collective that it takes part in.
-        peers: ranks that share matrices with it, directly or through others; empty if it shares none.
-        signature: digest of its plan and hyperparameters.
-        fault: what is wrong on this rank, or None.
+        ranks: global ranks that the plan's parameters rest on; empty on a rank that trains none.
+        buckets: ranks of each collective.
+        groups: those of all sets of ranks here for which a process group has to be made.
+        sharing: ranks that must do the same in every step, as disjoint sets.
+        signature: digest of the plan and of the hyperparameters.
     """
 
-    ranks: tuple[int, ...] = ()
-    groups: tuple[tuple[int, ...], ...] = ()
-    peers: tuple[int, ...] = ()
+    ranks: Ranks = ()
+    buckets: tuple[Ranks, ...] = ()
+    groups: tuple[Ranks, ...] = ()
+    sharing: tuple[Ranks, ...] = ()
     signature: str = ""
-    fault: str | None = None
+
+    def digest(self) -> bytes:
+        """SHA-256 of the report."""
+        return hashlib.sha256(repr(self).encode()).digest()
 
 
 class Agreement:
-    """All ranks of the default process group, comparing their reports on the host before anything is exchanged."""
+    """All ranks of the default process group, comparing plans on the host before anything is exchanged.
+
+    Every rank of the world takes part, whether it trains matrices or not: process groups are made by all ranks, and a
+    pipeline stage with the embedding alone would otherwise leave the others waiting.
+    """
 
     def __init__(self) -> None:
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._host_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        self._world: dist.ProcessGroup | None = None
+        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._host_groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._made: list[dist.ProcessGroup] = []
         self._peers: dist.ProcessGroup | None = None
 
-    def open(self, report: RankReport) -> None:
-        """Compare reports and make all groups. Raises ValueError on every rank for a fault or a difference on any."""
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            check_reports([report])
-            return
-        if self._world is None:
-            self._world = _host_group(tuple(range(dist.get_world_size())))
-        reports: list[RankReport] = [report] * dist.get_world_size()
-        dist.all_gather_object(reports, report, group=self._world)
-        check_reports(reports)
-        # Every rank makes every group, in one order, members or not. Were a group made by its members alone, torch
-        # would name it by a count of groups that differs between ranks, and they would wait for each other forever.
-        for ranks in sorted({ranks for each in reports for ranks in each.groups}):
-            if ranks not in self._groups:
-                self._groups[ranks] = _group(ranks)
-        # On backends other than NCCL a group of pieces also carries what hosts tell each other.
-        hosts = self._groups if dist.get_backend() != "nccl" else self._host_groups
-        for ranks in sorted({each.peers for each in reports if each.peers}):
-            if ranks not in hosts:
-                hosts[ranks] = _host_group(ranks)
-        self._peers = hosts[report.peers] if report.peers else None
+    def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
+        """Compare reports, make all process groups and use each once.
 
-    def group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-        """The process group of these global ranks, one of those in the reports."""
-        return self._groups[ranks]
+        `known` are the process groups of this rank's meshes, which no report asks to make. Raises ValueError on every
+        rank for plans that differ.
+        """
+        digests, reports = self._exchanged(report)
+        check_reports(digests, reports)
+        if self._size == 1:
+            return
+        self._groups |= known
+        for ranks in sorted({ranks for each in reports.values() for ranks in each.groups}):
+            if ranks not in self._groups:
+                self._groups[ranks] = self._made_group(ranks)
+        if dist.get_backend() == "nccl":
+            for ranks in sorted({ranks for each in reports.values() for ranks in each.sharing}):
+                self._host_group(ranks)
+        mine = next((ranks for ranks in report.sharing if self._rank in ranks), None)
+        self._peers = None if mine is None else self._host_group(mine)
+        self._warm_up([ranks for ranks in report.buckets if self._rank in ranks], device)
+
+    def _exchanged(self, report: PlanReport) -> tuple[list[bytes], dict[bytes, PlanReport]]:
+        """The digest of every rank's report, and one report for each digest."""
+        digest = report.digest()
+        if self._size == 1:
+            return [digest], {digest: report}
+        # Digests, not reports: those of 1,024 ranks would be megabytes on each of them. Ranks that planned the same
+        # have equal reports, so the lowest of them speaks for all; there are as many as pipeline stages.
+        world = self._host_group(tuple(range(self._size)))
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        # The fake process group of dry runs fills no outputs: there every rank is like this one.
+        every = [mine.clone() for _ in range(self._size)]
+        dist.all_gather(every, mine, group=world)
+        digests = [bytes(each.tolist()) for each in every]
+        first = {each: rank for rank, each in reversed(list(enumerate(digests)))}
+        reports = {digest: report}
+        for each, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
+            said = [report if rank == self._rank else None]
+            dist.broadcast_object_list(said, src=rank, group=world)
+            assert said[0] is not None, f"rank {rank} reported nothing"
+            reports[each] = said[0]
+        return digests, reports
+
+    def raise_together(self, fault: str | None) -> None:
+        """Raise ValueError on every rank of the world if there is a fault on any, with that of the lowest rank."""
+        if self._size == 1:
+            if fault is not None:
+                raise ValueError(fault)
+            return
+        world = self._host_group(tuple(range(self._size)))
+        lowest = torch.tensor([self._size if fault is None else self._rank], device="cpu")
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world)
+        rank = int(lowest.item())
+        if rank < self._size:
+            said = [fault]
+            dist.broadcast_object_list(said, src=rank, group=world)
+            raise ValueError(f"{said[0]} (on rank {rank})")
+
+    def any_rank(self, value: bool) -> bool:
+        """Whether `value` is true on any rank of the world."""
+        if self._size == 1:
+            return value
+        found = torch.tensor([int(value)], device="cpu")
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group(tuple(range(self._size))))
+        return bool(found.item())
+
+    def group(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The process group of these global ranks, one of those in the reports or of a mesh axis."""
+        return self._groups[ranks] if len(ranks) < self._size else _world()
 
     def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
         """The largest of each code, 0 to 255, over the ranks that share matrices."""
-        tensor = torch.tensor(codes, dtype=torch.uint8)
+        tensor = torch.tensor(codes, dtype=torch.uint8, device="cpu")
         if self._peers is not None:
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._peers)
         return [int(code) for code in tensor.tolist()]
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have collectives of the groups made here fail after `timeout`; those of meshes are their owner's."""
+        # torch 2.14 has the public name.
+        setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+        for group in self._made:
+            setter(timeout, group)
 
-def check_reports(reports: Sequence[RankReport]) -> None:
-    """Raise ValueError for the first fault, or for ranks of the same parameters that plan different steps."""
-    for rank, report in enumerate(reports):
-        if report.fault is not None:
-            raise ValueError(f"{report.fault} (on rank {rank})" if len(reports) > 1 else report.fault)
-    # Only ranks that hold the same parameters must agree: towers on disjoint meshes have plans of their own.
-    for rank, report in enumerate(reports):
-        others = [peer for peer in report.ranks if peer < len(reports) and reports[peer].signature != report.signature]
+    def close(self) -> None:
+        """Destroy the groups made here, on all ranks at the same point of the program."""
+        for group in self._made if dist.is_initialized() else ():
+            dist.destroy_process_group(group)
+        self._made.clear()
+
+    def _made_group(self, ranks: Ranks, backend: str | None = None) -> dist.ProcessGroup:
+        # Every rank makes every group, in one order, members or not. Were a group made by its members alone, torch
+        # would name it by a count of groups that differs between ranks, and they would wait for each other forever.
+        group = dist.new_group(list(ranks), backend=backend, timeout=world_timeout())
+        if self._rank in ranks:
+            self._made.append(group)
+        return group
+
+    def _host_group(self, ranks: Ranks) -> dist.ProcessGroup:
+        # NCCL would copy to the device, and the host would wait for all that is queued there.
+        if dist.get_backend() != "nccl":
+            return self.group(ranks)
+        if ranks not in self._host_groups:
+            self._host_groups[ranks] = self._made_group(ranks, "gloo")
+        return self._host_groups[ranks]
+
+    def _warm_up(self, used: Sequence[Ranks], device: torch.device) -> None:
+        """Open the connections of the groups that this rank uses, in one order on all of their members."""
+        # NCCL opens them in the first collective. There they cost seconds of the first step, and a network that cannot
+        # open them would be found after the first forward and backward, by a time-out.
+        for ranks in used:
+            sent = torch.zeros(len(ranks), device=device)
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=self.group(ranks))
+
+
+def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
+    """Raise ValueError if ranks of the same parameters planned different steps, or if no rank has any parameter."""
+    # Only ranks that hold the same parameters must agree: pipeline stages and towers on disjoint meshes plan apart.
+    for digest in dict.fromkeys(digests):
+        others = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
         if others:
             raise ValueError(
-                f"ranks {others} planned another Muon step than rank {rank}: build the optimizer on every rank from "
-                "the same parameters, in the same order, with the same hyperparameters"
+                f"ranks {others} planned another Muon step than rank {digests.index(digest)}: build the optimizer on "
+                "every rank from the same parameters, in the same order, with the same hyperparameters"
             )
+    if not any(report.ranks for report in reports.values()):
+        raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
 
 
-def _group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+def world_timeout() -> timedelta | None:
+    """The time-out of the default process group, which a new group does not take over by itself."""
+    for device in ("cpu", "cuda"):
+        try:
+            options = _world()._get_backend(torch.device(device)).options
+        except (AttributeError, RuntimeError):
+            # A backend without options (the fake one), or none for this type of device.
+            continue
+        timeout = getattr(options, "_timeout", None)
+        return timeout if isinstance(timeout, timedelta) else None
+    return None
+
+
+def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
-    assert world is not None, "the default process group exists while reports are compared"
-    return world if len(ranks) == dist.get_world_size() else dist.new_group(list(ranks))
-
-
-def _host_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    # NCCL would copy to the device, and the host would wait for all that is queued there.
-    return _group(ranks) if dist.get_backend() != "nccl" else dist.new_group(list(ranks), backend="gloo")
+    assert world is not None, "the default process group exists while ranks meet"
+    return world

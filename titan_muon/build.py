@@ -7,69 +7,41 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from . import registry
-from .agreement import Agreement, RankReport
-from .dtensor import local
+from .agreement import Agreement, PlanReport
+from .dtensor import local, mesh_axes
 from .exchange import Collectives, Exchange
-from .executor import Executor
+from .executor import Executor, RankPlan
 from .faults import NonfiniteCounter
 from .matrices import check_splits, planned
 from .options import MuonOptions
-from .orthogonalize import Dispatch, Iteration, Method, iteration, kernels_for
+from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work
-from .plan.groups import connected
+from .plan.groups import components
 from .plan.layout import Geometries
 from .plan.planner import make_plan
-from .plan.program import Program, make_program
+from .plan.program import make_program
 from .plan.types import Plan
-
-DTYPES: Mapping[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
-
-
-@dataclass(frozen=True)
-class Planned:
-    """What needs no other rank.
-
-    Attributes:
-        params: trained parameters, in the plan's order.
-        iterations: Newton-Schulz iteration of each of them.
-        methods: algorithm of each of the plan's works.
-        plan: plan of the step, equal on every rank.
-        program: this rank's part of it.
-        geometries: pieces of every parameter on every rank.
-        device: device on which matrices are orthogonalized.
-    """
-
-    params: tuple[TrainedParam, ...]
-    iterations: tuple[Iteration, ...]
-    methods: tuple[Method, ...]
-    plan: Plan
-    program: Program
-    geometries: Geometries
-    device: torch.device
 
 
 @dataclass(frozen=True)
 class Built:
     """A plan with all that runs it on this rank."""
 
-    planned: Planned
+    planned: RankPlan
     exchange: Exchange
     counter: NonfiniteCounter | None
     executor: Executor
 
 
-def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -> Planned:
+def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -> RankPlan:
     """Plan the step of these parameters. Raises ValueError as `plan_step` does."""
     if not params:
-        raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
+        return _nothing(options, rank)
     device = local(params[0].param).device
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
@@ -77,7 +49,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
-    return Planned(
+    return RankPlan(
         params=tuple(params),
         iterations=iterations,
         methods=tuple(dispatch.choose(m.rows, m.cols, iterations[m.parameter].steps) for m in chosen),
@@ -86,6 +58,12 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
         geometries=geometries,
         device=device,
     )
+
+
+def _nothing(options: MuonOptions, rank: int) -> RankPlan:
+    """The plan of a rank without matrices, such as a pipeline stage that has the embedding alone."""
+    plan, geometries = Plan((), (), (), (), 1, options.wire_bytes, ()), Geometries(())
+    return RankPlan((), (), (), plan, make_program(plan, rank, geometries), geometries, torch.device("cpu"))
 
 
 def plan_step(
@@ -126,21 +104,37 @@ def iteration_of(group: Mapping[str, Any]) -> Iteration:
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
-def report_of(planned: Planned, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> RankReport:
-    """What this rank has to say to the others before the first step."""
-    plan, rank = planned.plan, planned.program.rank
-    hyperparameters = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    faults = (
-        storage_fault(trained.fqn, trained.param, planned.geometries[index], rank)
-        for index, trained in enumerate(planned.params)
-    )
-    return RankReport(
+def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> PlanReport:
+    """What the ranks that made this plan have to agree on with the others before the first step."""
+    plan = planned.plan
+    # A learning rate in a tensor prints its device, which differs between ranks.
+    hyperparameters = [
+        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in groups
+    ]
+    buckets = tuple(sorted({bucket.group for bucket in plan.buckets}))
+    skips = options.missing_grad == "skip"
+    sharing = tuple(sorted(set(components(_sharing(plan, skips=skips)).values())))
+    # Groups of mesh axes exist already. By rule and not by looking: all ranks of the world must make the same groups,
+    # those outside of a mesh too.
+    world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
+    there = {world, *(axis for trained in planned.params for axis in mesh_axes(trained.param))}
+    wanted = buckets if dist.is_initialized() and dist.get_backend() == "nccl" else (*buckets, *sharing)
+    return PlanReport(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
-        groups=tuple(dict.fromkeys(run.bucket.group for run in planned.program.buckets)),
-        peers=connected(rank, _sharing(plan, skips=options.missing_grad == "skip")),
+        buckets=buckets,
+        groups=tuple(sorted(set(wanted) - there)),
+        sharing=sharing,
         signature=f"{plan.digest()} {options.wire_dtype} {options.missing_grad} {options.nonfinite} {hyperparameters}",
-        fault=next((fault for fault in faults if fault is not None), None),
     )
+
+
+def storage_faults(planned: RankPlan) -> Iterator[str]:
+    """What is wrong with this rank's storage of the parameters."""
+    for index, trained in enumerate(planned.params):
+        fault = storage_fault(trained.fqn, trained.param, planned.geometries[index], planned.program.rank)
+        if fault is not None:
+            yield fault
 
 
 def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
@@ -153,25 +147,28 @@ def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
             yield ranks
 
 
-def build(planned: Planned, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
+def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
     counter = None
     if options.nonfinite != "propagate":
         counter = NonfiniteCounter(len(planned.params), planned.device)
-    executor = Executor(
-        planned.plan,
-        planned.program,
-        exchange,
-        planned.params,
-        planned.iterations,
-        planned.methods,
-        counter,
-        releases=options.release_grads,
-        # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16
-        # itself would overflow at home.
-        dtype=torch.float32 if wire == torch.float32 else torch.bfloat16,
-        device=planned.device,
-    )
-    return Built(planned, exchange, counter, executor)
+    return Built(planned, exchange, counter, executor_of(planned, exchange, counter, options))
+
+
+def executor_of(
+    planned: RankPlan, exchange: Exchange, counter: NonfiniteCounter | None, options: MuonOptions
+) -> Executor:
+    """The executor of a plan."""
+    # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
+    # would overflow at home.
+    dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
+    return Executor(planned, exchange, counter, releases=options.release_grads, dtype=dtype)
+
+
+def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:
+    """The same plan and buffers for parameters whose state or hyperparameters were replaced."""
+    planned = replace(built.planned, params=tuple(params))
+    executor = executor_of(planned, built.exchange, built.counter, options)
+    return replace(built, planned=planned, executor=executor)

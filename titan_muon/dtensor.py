@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -37,6 +39,28 @@ def _placement(fqn: str, placement: Placement) -> types.Placement:
     if isinstance(placement, Replicate):
         return types.Replicate()
     raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce it first")
+
+
+def mesh_axes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
+    """The ranks of each process group that a DTensor's mesh has, in the order of the group; none of a plain tensor."""
+    # Subclasses of DeviceMesh (owned placement's) have no groups. Groups order their ranks, so an axis that descends
+    # would be another group than the mesh says.
+    if isinstance(tensor, DTensor) and type(tensor.device_mesh) is DeviceMesh:
+        ranks = tensor.device_mesh.mesh
+        for axis in range(ranks.ndim):
+            for line in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
+                if len(line) > 1 and line == sorted(line):
+                    yield tuple(line)
+
+
+def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """Those of the process groups that `rank`, this process, is a member of."""
+    mine = {axis for axis in mesh_axes(tensor) if rank in axis}
+    if not (mine and isinstance(tensor, DTensor)):
+        return {}
+    groups = [tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim)]
+    found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return {ranks: group for ranks, group in found.items() if ranks in mine}
 
 
 def local(tensor: Tensor) -> Tensor:

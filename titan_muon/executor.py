@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from .faults import NonfiniteCounter
 from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
 from .params import LocalViews, TrainedParam
 from .plan.batches import batches
-from .plan.layout import Span, spans
+from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
 from .plan.types import Plan
 
@@ -49,123 +49,109 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class MomentumKind:
-    """What pieces must have alike for their momentum to be advanced in one call."""
-
-    decay: float
-    nesterov: bool
-    average: torch.dtype
-    grad: torch.dtype
-    packed: bool
-
-
-@dataclass(frozen=True)
 class MomentumPiece:
-    """A rectangle of a stored piece; `packed` is where Newton-Schulz's input goes, if it leaves from this rank."""
+    """A rectangle of this rank's momentum and its gradient; `packed` takes Newton-Schulz's input, if it leaves here."""
 
-    kind: MomentumKind
-    average: Tensor
+    group: Mapping[str, Any]
+    stored: Tensor
     grad: Tensor
     packed: Tensor | None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the momentum."""
-        return self.average.nbytes
-
-
-@dataclass(frozen=True)
-class UpdateKind:
-    """What pieces must have alike to be updated in one call."""
-
-    lr: float
-    scale: float
-    weight_decay: float
-    param: torch.dtype
-    update: torch.dtype
+    def kind(self) -> Hashable:
+        """What pieces must have alike to be advanced in one call."""
+        group, packs = self.group, self.packed is not None
+        return group["momentum"], group["nesterov"], self.stored.dtype, self.grad.dtype, packs
 
 
 @dataclass(frozen=True)
 class UpdatePiece:
-    """A rectangle of a stored piece and its orthogonalized update."""
+    """A rectangle of this rank's parameter, its orthogonalized update, and the scale of the learning rate."""
 
-    kind: UpdateKind
-    param: Tensor
+    group: Mapping[str, Any]
+    scale: float
+    stored: Tensor
     update: Tensor
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the parameter."""
-        return self.param.nbytes
+    def kind(self) -> Hashable:
+        """What pieces must have alike to be updated in one call."""
+        return self.group["lr"], self.scale, self.group["weight_decay"], self.stored.dtype, self.update.dtype
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """A plan and this rank's part in it: all that is known before any rank has heard of another.
+
+    Attributes:
+        params: trained parameters, in the plan's order.
+        iterations: Newton-Schulz iteration of each of them.
+        methods: algorithm of each of the plan's works.
+        plan: plan of the step, equal on every rank.
+        program: this rank's part of it.
+        geometries: pieces of every parameter on every rank.
+        device: device on which matrices are orthogonalized.
+    """
+
+    params: tuple[TrainedParam, ...]
+    iterations: tuple[Iteration, ...]
+    methods: tuple[Method, ...]
+    plan: Plan
+    program: Program
+    geometries: Geometries
+    device: torch.device
 
 
 class Executor:
     """The stages of a Muon step but the first, on this rank.
 
     Args:
-        plan: plan of the step.
-        program: this rank's part of the plan.
-        exchange: buffers and collectives of the program.
-        params: parameters in the plan's order.
-        iterations: Newton-Schulz iteration of each parameter.
-        methods: algorithm of each of the plan's works.
+        planned: plan of the step, and this rank's part in it.
+        exchange: buffers and collectives of that part.
         counter: counter of matrices that are not finite, whose update is then zero; None to let them be.
         releases: whether to drop each gradient once its last piece is packed.
         dtype: dtype in which matrices are made whole.
-        device: device on which matrices are made whole.
     """
 
     def __init__(
         self,
-        plan: Plan,
-        program: Program,
+        planned: RankPlan,
         exchange: Exchange,
-        params: Sequence[TrainedParam],
-        iterations: Sequence[Iteration],
-        methods: Sequence[Method],
         counter: NonfiniteCounter | None,
         *,
         releases: bool,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        self._plan, self._program, self._exchange = plan, program, exchange
-        self._params, self._counter, self._releases = params, counter, releases
+        self._planned, self._exchange, self._counter, self._releases = planned, exchange, counter, releases
+        plan, program = planned.plan, planned.program
+        self._matrices = plan.matrices
         # The CPU's caches like one piece at a time; an accelerator likes few launches.
-        self._together = 0 if device.type == "cpu" else TOGETHER_BYTES
+        self._together = 0 if planned.device.type == "cpu" else TOGETHER_BYTES
         self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
         self._last_bucket = self._last_buckets()
         at_home = batches(tuple(self._home_spans), plan.matrices, plan.works)
         in_buckets = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(chosen) for run in (at_home, *in_buckets) for chosen in run), default=0)
-        workspace = torch.empty(largest, dtype=dtype, device=device)
-        self.home_batches = tuple(self._batch(chosen, workspace, iterations, methods) for chosen in at_home)
-        self.bucket_batches = tuple(
-            tuple(self._batch(chosen, workspace, iterations, methods) for chosen in run) for run in in_buckets
-        )
+        workspace = torch.empty(largest, dtype=dtype, device=planned.device)
+        self.home_batches = tuple(self._batch(chosen, workspace) for chosen in at_home)
+        self.bucket_batches = tuple(tuple(self._batch(chosen, workspace) for chosen in run) for run in in_buckets)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
 
     def _numel(self, chosen: Sequence[int]) -> int:
-        return len(chosen) * self._plan.matrices[chosen[0]].numel
+        return len(chosen) * self._matrices[chosen[0]].numel
 
-    def _batch(
-        self,
-        chosen: tuple[int, ...],
-        workspace: Tensor,
-        iterations: Sequence[Iteration],
-        methods: Sequence[Method],
-    ) -> Batch:
-        first = self._plan.matrices[chosen[0]]
-        parameters = [self._plan.matrices[matrix].parameter for matrix in chosen]
+    def _batch(self, chosen: tuple[int, ...], workspace: Tensor) -> Batch:
+        first = self._matrices[chosen[0]]
         whole = workspace[: self._numel(chosen)].view(len(chosen), first.rows, first.cols)
-        indices = torch.tensor(parameters, device=workspace.device)
-        return Batch(chosen, whole, indices, iterations[first.parameter], methods[first.work])
+        parameters = torch.tensor([self._matrices[m].parameter for m in chosen], device=workspace.device)
+        iteration, method = self._planned.iterations[first.parameter], self._planned.methods[first.work]
+        return Batch(chosen, whole, parameters, iteration, method)
 
     def _last_buckets(self) -> Mapping[int, int]:
         """The bucket in which the last piece of each parameter is packed; what is whole at home is in none."""
         return {
-            self._plan.matrices[piece.matrix].parameter: index
+            self._matrices[piece.matrix].parameter: index
             for index, buffers in enumerate(self._exchange.buckets)
             for piece in buffers.stored
         }
@@ -231,52 +217,48 @@ class Executor:
     def _momentum_pieces(
         self, matrix: int, places: Sequence[Span], packed: Tensor | None, views: Views
     ) -> Iterator[MomentumPiece]:
-        index = self._plan.matrices[matrix].parameter
-        stored, group = views[index], self._params[index].group
+        index = self._matrices[matrix].parameter
+        stored, group = views[index], self._planned.params[index].group
         if stored is None:
             return
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in places:
-            average, grad = stored.average[span.local], stored.grad[span.local]
-            kind = MomentumKind(group["momentum"], group["nesterov"], average.dtype, grad.dtype, packed is not None)
-            yield MomentumPiece(kind, average, grad, None if packed is None else packed[span.piece])
+            target = None if packed is None else packed[span.piece]
+            yield MomentumPiece(group, stored.average[span.local], stored.grad[span.local], target)
 
     def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
         for alike in _grouped(pieces, self._together):
-            kind = alike[0].kind
             update.momentum(
-                [piece.average for piece in alike],
+                [piece.stored for piece in alike],
                 [piece.grad for piece in alike],
                 [piece.packed for piece in alike if piece.packed is not None],
-                kind.decay,
-                kind.nesterov,
+                alike[0].group["momentum"],
+                alike[0].group["nesterov"],
                 self._counter is not None,
             )
 
     def _update_pieces(
         self, matrix: int, places: Sequence[Span], result: Tensor, views: Views
     ) -> Iterator[UpdatePiece]:
-        planned = self._plan.matrices[matrix]
-        stored, group = views[planned.parameter], self._params[planned.parameter].group
+        planned = self._matrices[matrix]
+        stored, group = views[planned.parameter], self._planned.params[planned.parameter].group
         if stored is None:
             return
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
         scale = update.lr_scale(group["lr_scale"], planned.rows, planned.cols)
         for span in places:
-            param = stored.param[span.local]
-            kind = UpdateKind(group["lr"], scale, group["weight_decay"], param.dtype, result.dtype)
-            yield UpdatePiece(kind, param, result[span.piece])
+            yield UpdatePiece(group, scale, stored.param[span.local], result[span.piece])
 
     def _update(self, pieces: Iterable[UpdatePiece]) -> None:
         for alike in _grouped(pieces, self._together):
-            kind = alike[0].kind
-            params, updates = [piece.param for piece in alike], [piece.update for piece in alike]
-            update.apply(params, updates, kind.lr, kind.scale, kind.weight_decay)
+            group, scale = alike[0].group, alike[0].scale
+            params, updates = [piece.stored for piece in alike], [piece.update for piece in alike]
+            update.apply(params, updates, group["lr"], scale, group["weight_decay"])
 
     def _newton_schulz(self, batch: Batch, views: Views) -> Tensor:
         self.orthogonalized += len(batch.matrices)
         for place, matrix in enumerate(batch.matrices):
-            if views[self._plan.matrices[matrix].parameter] is None:
+            if views[self._matrices[matrix].parameter] is None:
                 # Nothing was packed: what is there is of another step, or was never written.
                 batch.whole[place].zero_()
         if self._counter is not None:
@@ -287,12 +269,12 @@ class Executor:
         """Drop the gradients whose last matrix was read in this bucket, or at home."""
         if not self._releases:
             return
-        for index in {self._plan.matrices[matrix].parameter for matrix in read}:
+        for index in {self._matrices[matrix].parameter for matrix in read}:
             stored = views[index]
             if stored is not None and self._last_bucket.get(index, HOME) == bucket:
                 # Both hold the gradient's memory, and either alone would keep it.
                 views[index] = replace(stored, grad=None)
-                self._params[index].param.grad = None
+                self._planned.params[index].param.grad = None
 
 
 P = TypeVar("P", MomentumPiece, UpdatePiece)
@@ -300,16 +282,15 @@ P = TypeVar("P", MomentumPiece, UpdatePiece)
 
 def _grouped(pieces: Iterable[P], most: int) -> Iterator[list[P]]:
     """Pieces of one kind, in lists of at most `most` bytes, or of one piece."""
-    open_: dict[MomentumKind | UpdateKind, list[P]] = {}
-    held: dict[MomentumKind | UpdateKind, int] = {}
+    waiting: dict[Hashable, list[P]] = {}
+    held: dict[Hashable, int] = {}
     for piece in pieces:
-        kind = piece.kind
-        if kind in open_ and held[kind] + piece.nbytes > most:
-            yield open_.pop(kind)
-            held[kind] = 0
-        held[kind] = held.get(kind, 0) + piece.nbytes
-        open_.setdefault(kind, []).append(piece)
-    yield from open_.values()
+        kind, size = piece.kind, piece.stored.nbytes
+        if kind in waiting and held[kind] + size > most:
+            yield waiting.pop(kind)
+        held[kind] = size + (held[kind] if kind in waiting else 0)
+        waiting.setdefault(kind, []).append(piece)
+    yield from waiting.values()
 
 
 def _assemble(batch: Batch, buffers: BucketBuffers) -> None:

@@ -77,7 +77,7 @@ class NonfiniteCounter:
     def __init__(self, parameters: int, device: torch.device) -> None:
         self._counts = torch.zeros(parameters, dtype=torch.int32, device=device)
         copied = device.type != "cpu"
-        self._on_host = torch.zeros(parameters, dtype=torch.int32, pin_memory=True) if copied else self._counts
+        self._on_host = torch.zeros_like(self._counts, device="cpu", pin_memory=True) if copied else self._counts
         self._sent = torch.Event(device) if copied else None
 
     def add(self, parameters: Tensor, broken: Tensor) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import fields
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
-from .agreement import Agreement, RankReport
-from .build import DTYPES, Built, build, iteration_of, plan_rank, report_of
-from .dtensor import layout_of
+from .agreement import Agreement
+from .build import Built, build, iteration_of, plan_rank, rebuild, report_of, storage_faults
+from .dtensor import layout_of, mesh_groups
 from .exchange import Exchange
 from .faults import Fault, check_faults, fault_of, names_with
 from .options import HYPERPARAMETERS, Hyperparameters, Link, MuonOptions, Split, check
-from .orthogonalize import Iteration
+from .orthogonalize import DTYPES, Iteration
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
@@ -39,7 +39,7 @@ class Muon(Optimizer):
         params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
             `param_names` (or pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks, plain tensors
             or DTensors of any placement but partial, on a real device. Each group may have its own
-            `options.Hyperparameters`.
+            `options.Hyperparameters`. Empty on a rank that trains no matrix, in a world where others do.
 
     The other keywords are the fields of `options.MuonOptions`, which has the meaning and the range of each.
     All ranks of the default process group build their Muon at the same point of the program.
@@ -84,9 +84,12 @@ class Muon(Optimizer):
         self._options = options
         self._collectives = registry.exchange_entry(options.exchange).collectives
         self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._agreement = Agreement()
         self._build: Built | None = None
-        super().__init__(params, {name: getattr(options, name) for name in HYPERPARAMETERS})
+        # A rank may have no matrix where others have some; torch refuses an empty list, but not an empty group.
+        given_params = list(params) or [{"params": [], "param_names": []}]
+        super().__init__(given_params, {name: getattr(options, name) for name in HYPERPARAMETERS})
         self._plan_and_build()
 
     @property
@@ -184,31 +187,69 @@ class Muon(Optimizer):
                 warnings.warn(message, stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum, and plan again, since hyperparameters may have changed.
+        """Load hyperparameters and momentum. All ranks of the default process group call it together.
 
-        Raises ValueError, before anything is loaded, for a trained parameter whose momentum is missing or placed
-        otherwise than the parameter, and for groups of other names.
+        Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
+        parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        averages = dict(self._saved_averages(state_dict))
+        averages: dict[Tensor, Tensor] = {}
+        fault: ValueError | None = None
+        try:
+            averages = dict(self._saved_averages(state_dict))
+        except ValueError as error:
+            fault = error
+        self._agree_on(fault)
         super().load_state_dict(state_dict)
+        dtype = DTYPES[self._options.state_dtype]
         for parameter, average in averages.items():
-            # Optimizer.load_state_dict rounds state to the parameter's dtype.
-            self.state[parameter]["momentum_buffer"] = average.detach().to(DTYPES[self._options.state_dtype], copy=True)
-        self._plan_and_build()
+            # Optimizer.load_state_dict rounds state to the parameter's dtype, and a checkpoint may be on the host.
+            loaded = average.detach().to(device=parameter.device, dtype=dtype, copy=True)
+            self.state[parameter]["momentum_buffer"] = loaded
+        self._resume()
+
+    def _resume(self) -> None:
+        """Go on with what was loaded. Plans again only if Newton-Schulz changed, on all ranks if on any."""
+        for group in self.param_groups:
+            _check_group(group)
+        planned = self._built.planned
+        params = tuple(self._trained_params())
+        changed = [_changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)]
+        if self._agreement.any_rank(any(changed)):
+            self._plan_and_build()
+        else:
+            self._build = rebuild(self._built, params, self._options)
 
     def _saved_averages(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
         """Each trained parameter with its momentum in a state dict."""
-        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=False):
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the state dict has {len(groups)} parameter groups, and this Muon {len(self.param_groups)}"
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            missing = [name for name in HYPERPARAMETERS if name not in saved]
+            if missing:
+                said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
+                raise ValueError(f"{said}; add them to load its momentum")
             names = group["param_names"]
-            if saved.get("param_names", names) != names:
-                raise ValueError(f"the state dict is of other parameters: {saved['param_names']}, not {names}")
-            for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=False):
+            if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
+                raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")
+            for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=True):
                 if not parameter.requires_grad:
                     continue
                 average = state_dict["state"].get(key, {}).get("momentum_buffer")
                 if average is None or placement_key(average) != placement_key(parameter):
                     raise ValueError(f"{fqn}: the state dict has no momentum with the parameter's mesh and placements")
                 yield parameter, average
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have the collectives of the process groups that Muon made fail after `timeout`."""
+        self._agreement.set_timeout(timeout)
+
+    def close(self) -> None:
+        """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
+        self._build = None
+        self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later a ValueError, since the plan holds for all parameters."""
@@ -220,18 +261,33 @@ class Muon(Optimizer):
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
         # A new plan's buffers must not have to fit beside the old one's.
         self._build = None
+        fault: ValueError | None = None
         try:
             for group in self.param_groups:
                 _check_group(group)
             planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
             report = report_of(planned, self._options, self.param_groups)
+            fault = next((ValueError(text) for text in storage_faults(planned)), None)
         except ValueError as error:
-            # The other ranks are told, or they would wait for this one.
-            with suppress(ValueError):
-                self._agreement.open(RankReport(fault=str(error)))
-            raise
-        self._agreement.open(report)
+            fault = error
+        self._agree_on(fault)
+        known = {
+            ranks: group
+            for trained in planned.params
+            for ranks, group in mesh_groups(trained.param, self._rank).items()
+        }
+        self._agreement.open(report, known, planned.device)
         self._build = build(planned, self._options, self._collectives(), self._agreement)
+
+    def _agree_on(self, fault: ValueError | None) -> None:
+        """Raise on every rank what is wrong on any, and on the rank with the fault the error itself."""
+        # Each rank alone must not raise before the others know: they would wait for it in the next collective.
+        try:
+            self._agreement.raise_together(None if fault is None else str(fault))
+        except ValueError:
+            if fault is not None and self._world_size == 1:
+                raise fault from None
+            raise
 
     def _trained_params(self) -> Iterator[TrainedParam]:
         seen: set[str] = set()

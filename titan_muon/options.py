@@ -198,7 +198,7 @@ class MuonOptions(StepOptions, Hyperparameters):
     """What communication costs, for choices of `auto`."""
 
     def __post_init__(self) -> None:
-        check_values(self)
+        check(type(self), vars(self))
 
     @property
     def wire_bytes(self) -> int:
@@ -218,12 +218,6 @@ def constraints(table: type) -> Iterator[tuple[str, Constraint]]:
         for part in (kind, *get_args(kind)):
             if get_origin(part) is Annotated:
                 yield from ((name, extra) for extra in get_args(part)[1:] if isinstance(extra, Constraint))
-
-
-def check_values(options: object) -> None:
-    """Raise OptionError for the first option that is out of its range, or not among its choices."""
-    values = {item.name: getattr(options, item.name) for item in fields(options)}  # type: ignore[arg-type]
-    check(type(options), values)
 
 
 def check(table: type, values: Mapping[str, Any]) -> None:

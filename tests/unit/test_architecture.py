@@ -1,11 +1,14 @@
 """The house: imports run one way, one file calls the optimizer's collectives, and every file and function is short."""
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from docs import make_architecture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titan_muon"
@@ -327,3 +330,19 @@ def test_nothing_is_kept_by_id_or_through_global(path: Path) -> None:
     for node in ast.walk(tree(path)):
         assert not isinstance(node, ast.Global), f"{name(path)}:{node.lineno} global"
         assert not (isinstance(node, ast.Call) and ast.unparse(node.func) == "id"), f"{name(path)}:{node.lineno} id()"
+
+
+def test_the_page_of_the_house_has_every_file() -> None:
+    """`python docs/make_architecture.py` writes it anew."""
+    page = make_architecture.PAGE.read_text(encoding="utf-8")
+    assert page == make_architecture.written(page)
+
+
+def test_the_page_says_where_to_make_twelve_changes_in_at_most_two_files() -> None:
+    page = make_architecture.PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ((?:add|find) [^|]*) \| (.*) \|$", page, re.M)
+    assert len(rows) == 12
+    for change, answer in rows:
+        named = {place for place in re.findall(r"`([^`]+)`", answer) if (ROOT / place).exists()}
+        assert 1 <= len(named) <= 2, change
+        assert all(place in named for place in re.findall(r"`((?:titan_muon|models)/[^`]*)`", answer)), change

@@ -26,7 +26,7 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     holders = [tuple(geometry.elements(index)) for index in indices]
     whole = [_whole(geometry, index, split) for index in indices]
     parts = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
-    groups = _components(ranks for copies in parts for ranks in copies)
+    groups = components(ranks for copies in parts for ranks in copies)
     # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
     # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
     for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
@@ -55,12 +55,7 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
     return tuple(tuple(sorted(copy)) for copy in copies.values())
 
 
-def connected(rank: int, sets: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """The ranks that are with `rank` in one of the sets, or with one that is, and so on; ascending, empty if none."""
-    return _components(sets).get(rank, ())
-
-
-def _components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """For each rank all that it is connected to by sets they appear in together, ascending."""
     # Components, not the sets themselves: neighbouring heads or experts may share the rank at their border, and groups
     # that overlap without being equal would each need a process group and collectives of their own.

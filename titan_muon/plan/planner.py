@@ -17,8 +17,7 @@ from .owners import OWNERS, OwnerOf, Task
 from .totals import Totals
 from .types import Bucket, Matrix, Parameter, Plan
 
-GIB = 2**30
-AUTO_BUFFER_BYTES = 4 * GIB
+AUTO_BUFFER_BYTES = 4 * 2**30
 # A rank sends this in less than a millisecond: smaller buckets would mostly wait for the latency of more calls.
 SMALLEST_BUCKET_BYTES = 32 * 2**20
 WITHIN_BEST = 1.02
@@ -136,8 +135,7 @@ def _choose(problem: _Problem) -> _Draft:
             least = min(least, taken * problem.options.wire_bytes)
     raise OptionError(
         "buffer_bytes",
-        f"= {budget / GIB:.3g} GiB is too small: these matrices take at least {least / GIB:.3g} GiB of buffers; "
-        "raise it or use more ranks",
+        f"= {budget} is too small: these matrices take at least {least} bytes of buffers; raise it or use more ranks",
     )
 
 
