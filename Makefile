@@ -2,6 +2,7 @@
 # make train   the main job: the MoE recipe on 2 ranks
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
+# make newest  the test suite on the newest PyTorch, in an environment of its own; on another one by TORCH=2.14.1
 # make kernels the GPU kernels' numerics, under Triton's interpreter on the CPU
 
 PYTHON ?= python3
@@ -11,11 +12,16 @@ BIN := $(VENV)/bin
 TRITON := triton==3.7.1
 TRITON_FOLDER := .cache/triton
 STAMP := $(VENV)/.installed
+NEWEST := .venv-newest
+NEWEST_LOCK := constraints-newest.txt
+NEWEST_TORCH := $(shell sed -n 's/^torch==//p' $(NEWEST_LOCK))
+TORCH ?= $(NEWEST_TORCH)
+NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
 NPROC ?= 2
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 
-.PHONY: venv train test check kernels lock clean
+.PHONY: venv train test check newest kernels lock lock-newest clean
 
 venv: $(STAMP)
 
@@ -36,6 +42,18 @@ check: venv
 test: check
 	$(BIN)/python -m pytest $(ARGS)
 
+newest: $(NEWEST_STAMP)
+	$(NEWEST)/bin/python -m pytest $(ARGS)
+
+# Every version of torch pins CUDA packages and a Triton of its own, so for another than the locked one these are free.
+$(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
+	$(PYTHON) -m venv $(NEWEST)
+	rm -f $(NEWEST)/.installed-*
+	grep -vE '$(if $(filter $(NEWEST_TORCH),$(TORCH)),^$$,^(torch|triton|cuda-.*|nvidia-.*)==)' $(NEWEST_LOCK) > $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev]'
+	touch $@
+
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/test_symmetric.py
@@ -44,5 +62,8 @@ kernels: venv
 lock:
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
+lock-newest:
+	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -22,11 +22,13 @@ def normal(std: float) -> Init:
         # same place of the same stream. DTensor's own generator leaves the streams of ranks that hold nothing behind,
         # and has none on the CPU. One matrix of a stack at a time: a whole stack would not fit beside the model.
         piece = local(tensor)
+        # What another pipeline stage holds is on the meta device here: drawn like the stage's own, and dropped.
+        device = torch.get_default_device() if piece.is_meta else piece.device
         *stack, rows, columns = held_indices(tensor)
         for number in range(len(tensor) if stack else 1):
-            whole = torch.empty(tensor.shape[-2:], dtype=tensor.dtype, device=piece.device).normal_(std=std)
-            place = (stack[0] == number).nonzero().flatten() if stack else slice(None)
-            if piece.numel() > 0:
+            whole = torch.empty(tensor.shape[-2:], dtype=tensor.dtype, device=device).normal_(std=std)
+            if piece.numel() > 0 and not piece.is_meta:
+                place = (stack[0] == number).nonzero().flatten() if stack else slice(None)
                 piece[place] = whole[rows][:, columns]
 
     return fill

@@ -8,12 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Owners, own
+from titan_muon.dtensor import local
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -279,6 +281,27 @@ def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
     assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
     assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
     assert {dtype for dtypes in found for dtype in dtypes[3:]} == {torch.float32}
+
+
+def reduced(rank: int, world_size: int) -> list[list[float]]:
+    """The owner's gradient without a reduce dtype, and with each of two."""
+    gradients = []
+    for dtype in (None, torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+        mesh = init_device_mesh("cpu", (world_size,))
+        own(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, dtype))
+        layer(torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))).float().square().sum().backward()
+        gradient = layer[0].weight.grad
+        gradients.append([] if gradient is None else local(gradient).flatten().tolist())
+    return gradients
+
+
+def test_without_a_reduce_dtype_gradients_travel_in_the_param_dtype() -> None:
+    """On every torch: fully_shard itself reduces in the parameter's own dtype from 2.15 on."""
+    none, half, full = next(gradients for gradients in run_ranks(reduced, 2) if gradients[0])
+    assert none == half
+    assert none != full, "the dtypes must differ in what they make of these gradients"
 
 
 def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:

@@ -243,12 +243,44 @@ def test_parts_of_the_same_names_are_a_mistake() -> None:
         container(recipe(stages=2), Model(), Model())
 
 
-def test_a_stage_without_hidden_matrices_builds_no_muon() -> None:
+def whole_model() -> dict[str, tuple[int, ...]]:
+    return {name: tuple(parameter.shape) for name, parameter in Model().named_parameters()}
+
+
+def test_every_stage_has_the_groups_of_the_whole_model() -> None:
+    of = recipe(rule("layers.1.wq.*", "muon", lr=0.5), stages=2)
+    config = optimizer_config(of, whole_model())
+    first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
+    stages = [HybridOptimizers(config, model_parts=[stage]) for stage in (first, second)]
+    assert [names(stage)["muon"] for stage in stages] == [
+        [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()],
+        [{"layers.1.wo.weight"}, {"layers.1.wq.weight"}],
+    ]
+    assert stages[0].learning_rates() == stages[1].learning_rates()
+    assert {a.fqn for a in stages[1].assignments} == {name for name, _ in second.named_parameters()}
+
+
+def test_rules_are_judged_by_the_whole_model() -> None:
     stage = Model(hidden=False)
-    of = recipe(rule("*.wq.*", "muon", lr=0.5), stages=2)
-    assert names(container(of, stage)) == {"adamw": [{"tok_embeddings.weight", "output.weight"}]}
     with pytest.raises(RecipeError, match="takes no parameter"):
         container(recipe(rule("*.wq.*", "muon", lr=0.5)), stage)
+    config = optimizer_config(recipe(rule("layers.7.*", "adamw"), stages=2), whole_model())
+    with pytest.raises(RecipeError, match=r"'layers\.7\.\*' takes no parameter"):
+        HybridOptimizers(config, model_parts=[stage])
+
+
+def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:
+    """Muon compares ranks when it is built: left out on one, the others would wait for it."""
+    built: dict[str, list[tuple[str, ...]]] = {}
+
+    def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
+        built[name] = [group.names for group in groups]
+        return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
+
+    stage = Model(hidden=False)
+    monkeypatch.setattr("titan_muon.titan.optimizers._build", build)
+    HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
+    assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
 
 
 # Checkpoints

@@ -38,7 +38,7 @@ def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
         with_placement(_spec(), pipeline)
     monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
     spec = with_placement(_spec(), pipeline)
-    assert spec.pipelining_fn is _spec().pipelining_fn
+    assert spec.pipelining_fn is not None
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def install() -> bool:
         skip_peak_flops()
         make_masks_without_compiler()
         hush_router_autocast()
+        exchange_pieces_of_any_size()
     return on_cpu
 
 
@@ -165,6 +166,35 @@ def hush_router_autocast() -> None:
     the parameters' dtype instead. Ends when torchtitan asks the device first.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
+
+
+def exchange_pieces_of_any_size() -> None:
+    """Let spmd_types exchange unequal pieces on gloo, as expert parallelism does from torch 2.14 on.
+
+    spmd_types 0.2.3 gives `all_to_all` a list of pieces, and gloo takes lists of equal pieces alone. Ends when gloo
+    takes others, or spmd_types calls `all_to_all_single`.
+    """
+    reference: Any = importlib.import_module("spmd_types._dist")
+    if reference.dist is dist:
+        reference.set_dist(_AnySize("titan_muon.any_size"))
+
+
+class _AnySize(types.ModuleType):
+    """torch.distributed, with its `all_to_all` by `all_to_all_single`, which takes pieces of any size."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(dist, name)
+
+    @staticmethod
+    def all_to_all(
+        outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: dist.ProcessGroup | None = None
+    ) -> None:
+        sizes = [output.numel() for output in outputs]
+        received = outputs[0].new_empty(sum(sizes))
+        sent = torch.cat([piece.flatten() for piece in inputs])
+        dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in inputs], group)
+        for output, piece in zip(outputs, received.split(sizes), strict=True):
+            output.copy_(piece.view_as(output))
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:

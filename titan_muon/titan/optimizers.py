@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -57,8 +57,8 @@ class HybridOptimizers(OptimizersContainer):
         rules: tuple[Rule, ...] = ()
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-        whole_model: bool = True
-        """Whether this process holds the whole model; a pipeline stage may lack what a rule is for."""
+        model: Mapping[str, tuple[int, ...]] | None = None
+        """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
     assignments: tuple[Assignment, ...]
     changes: tuple[str, ...] = ()
@@ -76,8 +76,12 @@ class HybridOptimizers(OptimizersContainer):
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
-        self.assignments = assignments(config, {name: tuple(p.shape) for name, p in trained.items()})
-        self.groups = grouped(config, self.assignments)
+        shapes = {name: tuple(p.shape) for name, p in trained.items()}
+        self.assignments = assignments(config, shapes)
+        # By the whole model: ranks build Muon together, and one that left it out, or a group of it, because its
+        # pipeline stage has nothing for it would leave the others waiting.
+        every = grouped(config, assignments(config, shapes if config.model is None else config.model))
+        self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
         self.optimizers: list[Optimizer] = [
             _build(name, groups, config.tables.get(name, {}), trained) for name, groups in self.groups.items()
         ]
@@ -126,8 +130,8 @@ class HybridOptimizers(OptimizersContainer):
         return {tag: float(group["lr"]) for tag, group in zip(tags, live, strict=True)}
 
 
-def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
-    """The container that a recipe asks for.
+def optimizer_config(recipe: Recipe, model: Mapping[str, tuple[int, ...]] | None = None) -> HybridOptimizers.Config:
+    """The container that a recipe asks for; `model` has the shapes of all parameters if it is cut into stages.
 
     Raises RecipeError for an optimizer that is not registered, and for a rule's option that cannot be the rule's own.
     """
@@ -142,7 +146,7 @@ def optimizer_config(recipe: Recipe) -> HybridOptimizers.Config:
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | _shared_options(section.rule, tables),
-        whole_model=recipe.parallelism.pipeline_parallel_degree == 1,
+        model=model,
     )
 
 
@@ -183,16 +187,16 @@ def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[
 
 
 def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Assignment, ...]:
-    """Who takes which parameter of a model, or of a pipeline stage. Raises RecipeError as the container does."""
-    assigned = assign(shapes.items(), config.rules, config.defaults, all_rules=config.whole_model)
+    """Who takes which of the parameters in `shapes`: a model's or a pipeline stage's. Raises as the container does."""
+    assigned = assign((shapes if config.model is None else config.model).items(), config.rules, config.defaults)
     by_default = [a for a in assigned if a.rule is None]
     # A model whose names or shapes the defaults do not know would otherwise train on AdamW alone, without a word.
-    if config.whole_model and by_default and not any(a.optimizer == "muon" for a in assigned):
+    if by_default and not any(a.optimizer == "muon" for a in assigned):
         raise RecipeError(
             "optimizer.rule: Muon takes no parameter of this model. If that is meant, say so with a last rule "
             "(match = '*', optimizer = 'adamw'); if not, correct the rules"
         )
-    return assigned
+    return tuple(a for a in assigned if a.fqn in shapes)
 
 
 def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[ParamGroup]]:
@@ -214,6 +218,10 @@ def _group(config: HybridOptimizers.Config, optimizer: str, index: int | None, f
     hyperparameters = {key: value for key, value in {**table, **own}.items() if key not in shared}
     tag = optimizer if index is None else f"{optimizer}/{config.rules[index].match}"
     return ParamGroup(optimizer, index, tag, tuple(fqns), hyperparameters)
+
+
+def _held(group: ParamGroup, trained: Mapping[str, nn.Parameter]) -> ParamGroup:
+    return replace(group, names=tuple(name for name in group.names if name in trained))
 
 
 def _build(

@@ -19,8 +19,9 @@ from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
-from titan_muon.titan.optimizers import HybridOptimizers, assignments, optimizer_config
+from titan_muon.titan.optimizers import HybridOptimizers, optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.rules import assign
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -70,6 +71,8 @@ def _own_layers(
 ) -> None:
     config, flops = optimizer_config(recipe), _flops(recipe, mesh.device_type)
     params = _matrices(recipe, config, model, layers)
+    if not params:
+        return
     owners = Owners(model, mesh=mesh, params=params, split=config.tables["muon"]["split"], flops=flops)
     precision = MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False)
     reshard = get_fsdp_reshard_after_forward_policy(options["reshard_after_forward_policy"], options["pp_enabled"])
@@ -104,9 +107,12 @@ def _matrices(
     # one rank, a stack would be most of what the ranks hold.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    taken = assignments(config, {name: tuple(p.shape) for name, p in named.items()})
+    # A pipeline stage may have nothing for a rule, nor for Muon. The container checks both on the whole model.
+    whole = recipe.parallelism.pipeline_parallel_degree == 1
+    shapes = {name: tuple(p.shape) for name, p in named.items()}
+    taken = assign(shapes.items(), config.rules, config.defaults, all_rules=whole)
     chosen = [named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)]
-    if not chosen:
+    if not chosen and whole:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     return chosen
 

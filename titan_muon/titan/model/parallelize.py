@@ -11,6 +11,7 @@ from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.owned_placement import owned
+from titan_muon.titan.model.pipeline import check_pipeline, wrap_pipelining
 from titan_muon.titan.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
@@ -29,10 +30,15 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     torch cannot run; the parallelize_fn does for a sequence that context parallelism cannot cut.
     """
     place, degrees = _placement(recipe.placement.muon), recipe.parallelism
-    _check_pipeline(degrees.pipeline_parallel_degree)
+    check_pipeline(spec.model, degrees)
     _check_heads(spec.model, degrees.tensor_parallel_degree)
     _check_experts(spec.model, degrees.expert_parallel_degree)
-    return dataclasses.replace(spec, parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe)))
+    pipelining_fn = spec.pipelining_fn
+    return dataclasses.replace(
+        spec,
+        parallelize_fn=wrap_parallelize(place(spec.parallelize_fn, recipe)),
+        pipelining_fn=None if pipelining_fn is None else wrap_pipelining(pipelining_fn, recipe),
+    )
 
 
 def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
@@ -93,8 +99,3 @@ def _check_sequence(length: int, context_parallel: int) -> None:
             f"training.seq_len = {length} must be a multiple of {unit}: {MASK_BLOCK} tokens for each of "
             f"parallelism.context_parallel_degree = {context_parallel} ranks"
         )
-
-
-def _check_pipeline(degree: int) -> None:
-    if degree > 1 and not compat.has_pipeline_parallel():
-        raise RecipeError(f"parallelism.pipeline_parallel_degree = {degree} needs torch 2.14 or newer; set it to 1")

@@ -85,6 +85,21 @@ class Parallelism:
     pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
     """Pipeline schedule, by PyTorch's name."""
 
+    pipeline_parallel_schedule_csv: Annotated[str | None, TEXT] = None
+    """File with a schedule of your own; pipeline_parallel_schedule is then PipelineScheduleMulti."""
+
+    pipeline_parallel_layers_per_stage: Annotated[int | None, COUNT] = None
+    """Layers per stage; absent, one stage on each rank, and two under schedules that take several."""
+
+    pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
+    """Layers that the embedding counts for when layers are dealt out to stages."""
+
+    pipeline_parallel_last_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
+    """Layers that the head counts for when layers are dealt out to stages."""
+
+    module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
+    """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
+
     pipeline_parallel_microbatch_size: Annotated[int, COUNT] = 1
     """Sequences per pipeline microbatch."""
 

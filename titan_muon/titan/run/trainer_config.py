@@ -5,11 +5,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
 from titan_muon.titan import compat
@@ -21,6 +24,7 @@ from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.degrees import local_batch_size
+from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.recipe.torchtitan_sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
@@ -46,7 +50,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
-    model, balancer = recipe.model, recipe.parallelism.context_parallel_load_balancer
+    model, degrees = recipe.model, recipe.parallelism
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     return MuonTrainer.Config(
@@ -56,14 +60,17 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
-        optimizer=optimizer_config(recipe),
+        optimizer=optimizer_config(recipe, _shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_same_keys(
             ParallelismConfig,
             recipe.parallelism,
             spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend, owned=recipe.placement.muon == "owned"),
-            context_parallel_load_balancer=None if balancer == "none" else balancer,
+            **_pipeline_options(degrees),
+            context_parallel_load_balancer=(
+                None if degrees.context_parallel_load_balancer == "none" else degrees.context_parallel_load_balancer
+            ),
         ),
         checkpoint=_checkpoint_config(recipe, run),
         activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
@@ -75,6 +82,22 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         debug=_same_keys(DebugConfig, recipe.debug, enable_structured_logging=False),
         loss=_loss_config(recipe, decoder_vocab_size(spec)),
     )
+
+
+def _pipeline_options(degrees: Parallelism) -> dict[str, Any]:
+    # TorchTitan's type for both: lists, and no `None` of a path.
+    parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
+    return {
+        "module_fqns_per_model_part": None if parts is None else [list(part) for part in parts],
+        "pipeline_parallel_schedule_csv": "" if csv is None else csv,
+    }
+
+
+def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Shapes of all parameters of a model, by name."""
+    with torch.device("meta"):
+        model = spec.model.build()
+    return {canonical_fqn(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def comm_config(recipe: Recipe) -> CommConfig:

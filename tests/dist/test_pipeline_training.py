@@ -1,0 +1,66 @@
+"""A recipe trained in pipeline stages follows the same recipe on one rank, from its initial values on."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.dist.test_training_layouts import TOLERANCES, train_on, write_corpus
+from titan_muon.titan import compat
+
+pytestmark = pytest.mark.skipif(
+    not compat.has_pipeline_parallel(), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
+)
+
+STEPS = 3
+DENSE, EXPERTS = "llama3/tiny", "qwen3/moe_tiny"
+OWNED = {"placement.muon": "owned"}
+LAYOUTS = {
+    "pp2": (2, DENSE, {}),
+    "pp2_tp2": (4, DENSE, {"tensor_parallel_degree": 2}),
+    "pp2_tp2_owned": (4, DENSE, {"tensor_parallel_degree": 2, **OWNED}),
+    "pp2_fsdp2": (4, DENSE, {}),
+    "pp2_fsdp2_owned": (4, DENSE, OWNED),
+    "pp2_ep2": (4, EXPERTS, {"expert_parallel_degree": 2}),
+    "interleaved": (2, DENSE, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
+    "zero_bubble": (2, DENSE, {"pipeline_parallel_schedule": "ZBVZeroBubble", "training.local_batch_size": 4}),
+}
+STAGES = {"pipeline_parallel_degree": 2, "training.local_batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="module")
+def one_rank(folder: Path) -> dict[str, list[float]]:
+    return {
+        model: train_on(folder, 1, model, {"training.steps": STEPS}, f"one_{model.replace('/', '_')}")
+        for model in (DENSE, EXPERTS)
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: dict[str, list[float]]) -> None:
+    world_size, model, degrees = LAYOUTS[layout]
+    expected = one_rank[model]
+    assert expected[-1] < expected[0] - 0.3, "the reference must learn, or following it means nothing"
+    found = train_on(folder, world_size, model, {"training.steps": STEPS, **STAGES, **degrees}, layout)
+    assert found[0] == pytest.approx(expected[0], abs=1e-5), "the stages start as the whole model does"
+    assert found == pytest.approx(expected, abs=TOLERANCES[model])
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_a_run_goes_on_with_another_number_of_stages(
+    before: int, after: int, folder: Path, one_rank: dict[str, list[float]]
+) -> None:
+    kept = {"checkpoint.enable": "true", "lr_scheduler.total_steps": STEPS}
+    name = f"stages_{before}_{after}"
+
+    def train(stages: int, steps: int, **more: object) -> list[float]:
+        degrees = {**STAGES, "pipeline_parallel_degree": stages, "training.steps": steps, **kept}
+        return train_on(folder, stages, DENSE, {**degrees, **more}, name)
+
+    train(before, 2)
+    found = train(after, STEPS, **{"checkpoint.load": "latest"})
+    assert found == pytest.approx(one_rank[DENSE], abs=TOLERANCES[DENSE])

@@ -1,0 +1,167 @@
+"""Pipeline stages: initial values that do not depend on the cut, and what cannot be cut is refused."""
+
+import copy
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from torch.torch_version import TorchVersion
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.pipeline import init_within
+from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.recipe import Recipe, RecipeError, load
+from titan_muon.titan.recipe.sections import Parallelism
+
+PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
+"""Of a model with four layers."""
+SEED = 7
+
+
+@pytest.fixture
+def pipelining(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A version of torch that has it."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
+
+
+def refused(model: str = "qwen3", **degrees: object) -> str:
+    recipe = Recipe(parallelism=Parallelism(**{"pipeline_parallel_degree": 2, **degrees}))
+    spec = model_spec(model, "tiny")
+    with pytest.raises(RecipeError) as caught:
+        with_placement(spec, recipe)
+    return str(caught.value)
+
+
+def started(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: parameter.clone() for name, parameter in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("family", "flavor"), [("llama3", "tiny"), ("qwen3", "moe_tiny"), ("deepseek_v3", "tiny")])
+def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> None:
+    from torchtitan.distributed.pipeline_parallel import _split_module
+
+    with torch.device("meta"):
+        whole = model_spec(family, flavor).model.build()
+    alone = copy.deepcopy(whole).to_empty(device="cpu")
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        alone.init_weights(buffer_device=None)
+    expected, found = started(alone), {}
+    ends = [f"layers.{index}" for index in range(3, len(whole.layers))]
+    for number, names in enumerate((*PARTS[:2], ends, PARTS[3])):
+        part = _split_module(whole, list(names)).to_empty(device="cpu")
+        part.init_weights = lambda: None
+        # TorchTitan's seed of a stage.
+        torch.manual_seed(SEED + number)
+        stream = torch.get_rng_state()
+        with torch.no_grad():
+            init_within(whole, part, SEED)
+        assert torch.equal(torch.get_rng_state(), stream), "the stage goes on with its own seed"
+        assert "init_weights" not in vars(part), "the whole model is let go"
+        found |= started(part)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.usefixtures("pipelining")
+def test_pipelining_gives_the_stages_these_values() -> None:
+    spec, parts = model_spec("llama3", "tiny"), []
+
+    def cut(model: torch.nn.Module, **_: object) -> tuple[object, ...]:
+        from torchtitan.distributed.pipeline_parallel import _split_module
+
+        parts.append(_split_module(model, ["norm", "lm_head"]).to_empty(device="cpu"))
+        return None, parts, False, True
+
+    recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2))
+    placed = with_placement(dataclasses.replace(spec, pipelining_fn=cut), recipe)
+    with torch.device("meta"):
+        whole = spec.model.build()
+    placed.pipelining_fn(whole)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        parts[0].init_weights(buffer_device=None)
+        alone = copy.deepcopy(whole).to_empty(device="cpu")
+        torch.manual_seed(recipe.debug.seed)
+        alone.init_weights(buffer_device=None)
+    assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
+
+
+@pytest.mark.usefixtures("pipelining")
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ("1F1C", "schedule = '1F1C'.*valid options"),
+        ("PipelineScheduleMulti", "has no order of its own"),
+        ("zbvzerobubble", "write it 'ZBVZeroBubble'"),
+        ("DualPipeV", "'DualPipeV'.*use 'ZBVZeroBubble'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str) -> None:
+    import re
+
+    assert re.search(message, refused(pipeline_parallel_schedule=schedule))
+
+
+@pytest.mark.usefixtures("pipelining")
+def test_a_schedule_file_must_be_there() -> None:
+    assert "pipeline_parallel_schedule_csv = '/no/such.csv' is not a file" in refused(
+        pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv"
+    )
+
+
+@pytest.mark.usefixtures("pipelining")
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (PARTS[:2], "it names 4 modules"),
+        ((PARTS[0], PARTS[2], PARTS[1], PARTS[3]), "it has 'layers.3' in the place of 'layers.1'"),
+        ((*PARTS[:2], (*PARTS[2], "layers.3"), PARTS[3]), "it has 'layers.3' in the place of 'norm'"),
+        (PARTS, "has 4 parts; 1F1B on parallelism.pipeline_parallel_degree = 2 takes 2 parts"),
+    ],
+)
+def test_parts_that_drop_or_reorder_modules_are_refused(parts: tuple[tuple[str, ...], ...], message: str) -> None:
+    assert message in refused(module_fqns_per_model_part=parts)
+
+
+@pytest.mark.usefixtures("pipelining")
+def test_parts_must_be_dealt_out_evenly() -> None:
+    three = (PARTS[0], PARTS[1], PARTS[2] + PARTS[3])
+    message = refused(module_fqns_per_model_part=three, pipeline_parallel_schedule="Interleaved1F1B")
+    assert "takes a multiple of 2 parts" in message
+
+
+@pytest.mark.usefixtures("pipelining")
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
+def test_schedules_are_taken(schedule: str) -> None:
+    recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule))
+    with_placement(model_spec("llama3", "tiny"), recipe)
+
+
+@pytest.mark.usefixtures("pipelining")
+def test_every_pipeline_option_reaches_torchtitan(tmp_path: Path) -> None:
+    from tests import tiny
+    from titan_muon.titan.run.runs import Run
+    from titan_muon.titan.run.trainer_config import trainer_config
+
+    file, order = tiny.write_recipe(tmp_path), tmp_path / "order.csv"
+    order.write_text("0F0")
+    parts = '[["tok_embeddings", "layers.0", "layers.1"], ["layers.2", "layers.3", "norm", "lm_head"]]'
+    file.write_text(
+        file.read_text()
+        + f"[parallelism]\npipeline_parallel_degree = 2\nmodule_fqns_per_model_part = {parts}\n"
+        + f"pipeline_parallel_schedule_csv = '{order}'\npipeline_parallel_layers_per_stage = 3\n"
+        + "pipeline_parallel_first_stage_less_layers = 0\npipeline_parallel_last_stage_less_layers = 2\n"
+    )
+    found = trainer_config(load(file, []), Run(folder=str(tmp_path))).parallelism
+    assert found.module_fqns_per_model_part == [
+        ["tok_embeddings", "layers.0", "layers.1"],
+        ["layers.2", "layers.3", "norm", "lm_head"],
+    ]
+    assert found.pipeline_parallel_schedule_csv == str(order)
+    assert found.pipeline_parallel_layers_per_stage == 3
+    assert found.pipeline_parallel_first_stage_less_layers == 0
+    assert found.pipeline_parallel_last_stage_less_layers == 2

@@ -1,0 +1,120 @@
+"""Pipeline stages: what a recipe may ask of them, and initial values that do not depend on how a model is cut."""
+
+import copy
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleDualPipeV,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.sections import Parallelism
+
+
+def check_pipeline(model: Any, degrees: Parallelism) -> None:
+    """Raise RecipeError for stages that this torch, the schedule or the `model`'s configuration cannot have."""
+    if degrees.pipeline_parallel_degree == 1:
+        return
+    if not compat.has_pipeline_parallel():
+        raise RecipeError(
+            f"parallelism.pipeline_parallel_degree = {degrees.pipeline_parallel_degree} needs torch 2.14 or newer; "
+            "set it to 1"
+        )
+    schedule = _schedule(degrees)
+    if degrees.module_fqns_per_model_part is not None:
+        _check_parts(model, degrees.module_fqns_per_model_part)
+        _check_stages(len(degrees.module_fqns_per_model_part), degrees, schedule)
+
+
+def _schedule(degrees: Parallelism) -> type:
+    name, csv = degrees.pipeline_parallel_schedule, degrees.pipeline_parallel_schedule_csv
+    try:
+        schedule: type = get_schedule_class(name)
+    except ValueError as error:
+        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: {error}") from error
+    # TorchTitan knows by this one spelling alone which rank has the loss.
+    if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
+        raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: write it 'ZBVZeroBubble'")
+    if schedule is ScheduleDualPipeV:
+        raise RecipeError(
+            f"parallelism.pipeline_parallel_schedule = {name!r}: TorchTitan would report the loss of a rank that has "
+            "none; use 'ZBVZeroBubble'"
+        )
+    if csv is not None and not os.path.isfile(csv):
+        raise RecipeError(f"parallelism.pipeline_parallel_schedule_csv = {csv!r} is not a file")
+    if csv is None and schedule in (PipelineScheduleSingle, PipelineScheduleMulti):
+        raise RecipeError(
+            f"parallelism.pipeline_parallel_schedule = {name!r} has no order of its own; name another, or a file in "
+            "parallelism.pipeline_parallel_schedule_csv"
+        )
+    return schedule
+
+
+def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
+    # TorchTitan drops what no part names, without a word, and runs the stages in their order whatever they hold.
+    expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
+    named = [name for part in parts for name in part]
+    if named != expected:
+        wrong = next((pair for pair in zip(named, expected, strict=False) if pair[0] != pair[1]), None)
+        what = f"it has {wrong[0]!r} in the place of {wrong[1]!r}" if wrong else f"it names {len(named)} modules"
+        raise RecipeError(
+            f"parallelism.module_fqns_per_model_part must name the model's {len(expected)} modules once each and in "
+            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {what}"
+        )
+
+
+def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
+    ranks = degrees.pipeline_parallel_degree
+    # A schedule of one stage takes the first of several, and TorchTitan would train without the others.
+    single = issubclass(schedule, PipelineScheduleSingle)
+    if stages % ranks or (single and stages != ranks):
+        fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
+        raise RecipeError(
+            f"parallelism.module_fqns_per_model_part has {stages} parts; {degrees.pipeline_parallel_schedule} on "
+            f"parallelism.pipeline_parallel_degree = {ranks} takes {fit}"
+        )
+
+
+def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
+    """`pipelining_fn` whose stages start with the values that they have in the whole model on one rank."""
+
+    def pipeline(model: nn.Module, **kwargs: Any) -> Any:
+        schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
+        for part in parts:
+            # The trainer calls it once memory is there.
+            part.init_weights = partial(init_within, model, part, recipe.debug.seed)
+        return schedule, parts, has_first, has_last
+
+    return pipeline
+
+
+def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
+    """Give a pipeline stage the initial values that it has in `whole`, the uncut model on the meta device.
+
+    Every family's own order of drawing holds. What other stages have is drawn too and dropped, by initializers that
+    draw for meta tensors on the default device, as those of `models.common` do.
+    """
+    device = next(part.parameters()).device
+    complete: Any = copy.deepcopy(whole)
+    for name, module in part.named_children():
+        if isinstance(module, nn.ModuleDict):
+            complete.get_submodule(name).update(module)
+        else:
+            setattr(complete, name, module)
+    # TorchTitan gives every stage a seed of its own, with which a model would start otherwise on each pipeline degree.
+    # That seed goes on afterwards.
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), device:
+        torch.manual_seed(seed)
+        complete.init_weights(buffer_device=buffer_device)
+    # It would keep the whole model's modules for as long as the stage lives.
+    del part.init_weights
