@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
 from tests.dist.harness import run_ranks
 from titan_muon import Owners, own
+from titan_muon.dtensor import local
 
 STEPS = 4
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -217,6 +218,37 @@ def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
     for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
         assert disturbed == undisturbed
         assert disturbed[1] == 0
+
+
+def fail_in_backward(*_: object) -> None:
+    raise OutOfMemory
+
+
+def gradients_after_failure(rank: int, world_size: int, fails: bool) -> list[list[float]]:
+    """Gradients of one pass, after one that raised in the middle of its backward on every rank, or after none."""
+    model = make()
+    owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
+    for layer in model.layers:
+        own(layer, owners=owners)
+    if fails:
+        handle = model.layers[1].register_full_backward_pre_hook(fail_in_backward)
+        with pytest.raises(OutOfMemory):
+            loss_of(model, rank, world_size, 0).backward()
+        handle.remove()
+        model.zero_grad()
+    loss_of(model, rank, world_size, 1).backward()
+    return [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
+
+
+def after_failure_and_not(rank: int, world_size: int) -> list[list[list[float]]]:
+    return [gradients_after_failure(rank, world_size, fails) for fails in (True, False)]
+
+
+def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
+    """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
+    found = run_ranks(after_failure_and_not, 2)
+    assert sum(len(failed) for failed, _ in found) > 0
+    assert all(failed == alone for failed, alone in found)
 
 
 def stale(rank: int, world_size: int) -> str:
