@@ -75,6 +75,12 @@ RELATIONS = (
             isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
         ),
     ),
+    # TorchTitan's own check is an assertion without the key, and comes after the model is built.
+    Relation(
+        "profiler.profile_freq",
+        "4 or more, because a trace takes 3 steps of warm-up and 1 that is recorded",
+        lambda recipe: not recipe.profiler.enable_profiling or recipe.profiler.profile_freq >= 4,
+    ),
     # TorchTitan refuses the next two as well, but only after torch is imported, and without the file that wrote them.
     Relation(
         "checkpoint.last_save_model_only",

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager
 
+from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
 
 METADATA = ".metadata"
@@ -73,6 +74,8 @@ class RunCheckpoints(CheckpointManager):
         self.resume = config.resume
         self._forced = False
         super().__init__(config, **kwargs)
+        if config.async_mode != "disabled":
+            self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def save_now(self, step: int) -> None:
         """Save everything needed to continue after `step`, whatever the interval, and wait until it is written."""

@@ -17,7 +17,7 @@ from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
-from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
@@ -38,6 +38,8 @@ def trainer_config(recipe: Recipe, run: Run) -> MuonTrainer.Config:
 
     Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
     """
+    if compat.install():
+        _refuse_on_cpu(recipe)
     model, balancer = recipe.model, recipe.parallelism.context_parallel_load_balancer
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
@@ -84,11 +86,24 @@ def _values(section: Any) -> dict[str, Any]:
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
+def _refuse_on_cpu(recipe: Recipe) -> None:
+    """Raise RecipeError for what needs an accelerator, where PyTorch would fail at the first use."""
+    if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
+        raise RecipeError(
+            'checkpoint.async_mode = "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; '
+            'use "async".'
+        )
+    if recipe.profiler.enable_memory_snapshot:
+        raise RecipeError(
+            "profiler.enable_memory_snapshot = true is not accepted on the CPU, whose memory is not traced."
+        )
+
+
 def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values = _values(recipe.checkpoint)
     # Rank 0 has found what they ask for, once for all ranks: it is `run.checkpoint`.
     del values["load"], values["load_step"]
-    values["exclude_from_loading"] = list(recipe.checkpoint.exclude_from_loading)
+    values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default when there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
     return RunCheckpoints.Config(**values, resume=run.checkpoint)
@@ -101,6 +116,7 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         total_steps=recipe.training.steps,
         first_step=run.step + 1,
         seconds_before=run.seconds,
+        recipe=to_toml(recipe),
         # Escape codes are noise in the file that a scheduler collects.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )
