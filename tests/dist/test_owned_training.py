@@ -221,6 +221,37 @@ def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
         assert disturbed[1] == 0
 
 
+def fail_in_backward(*_: object) -> None:
+    raise OutOfMemory
+
+
+def gradients_after_failure(rank: int, world_size: int, fails: bool) -> list[list[float]]:
+    """Gradients of one pass, after one that raised in the middle of its backward on every rank, or after none."""
+    model = make()
+    owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
+    for layer in model.layers:
+        own(layer, owners=owners)
+    if fails:
+        handle = model.layers[1].register_full_backward_pre_hook(fail_in_backward)
+        with pytest.raises(OutOfMemory):
+            loss_of(model, rank, world_size, 0).backward()
+        handle.remove()
+        model.zero_grad()
+    loss_of(model, rank, world_size, 1).backward()
+    return [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
+
+
+def after_failure_and_not(rank: int, world_size: int) -> list[list[list[float]]]:
+    return [gradients_after_failure(rank, world_size, fails) for fails in (True, False)]
+
+
+def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
+    """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
+    found = run_ranks(after_failure_and_not, 2)
+    assert sum(len(failed) for failed, _ in found) > 0
+    assert all(failed == alone for failed, alone in found)
+
+
 def stale(rank: int, world_size: int) -> str:
     """What is raised for weights that change between a forward and its backward."""
     model = make()

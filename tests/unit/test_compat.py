@@ -3,15 +3,19 @@
 What is there before `install()` can only be seen in a fresh interpreter.
 """
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from importlib import metadata
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from titan_muon.titan import compat
 
@@ -158,19 +162,44 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         assert compat.has_pipeline_parallel() == (backend == "spmd_types")
 
 
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None:
+    """Groups beside the mesh, as that of the signal to stop, must not keep PyTorch's 30 minutes."""
+    compat.install()
+    utils = importlib.import_module("torchtitan.distributed.utils")
+    groups = [SimpleNamespace(group_desc=name) for name in ("default_pg", "undefined", compat.ASYNC_CHECKPOINT)]
+    monkeypatch.setattr(dist, "barrier", lambda **_: None)
+    given = []
+    monkeypatch.setattr(dist, "set_timeout", lambda seconds, group: given.append(group))
+    monkeypatch.setattr(dist.distributed_c10d, "_world", SimpleNamespace(pg_map=groups))
+    dims = SimpleNamespace(get_all_one_dimensional_meshes=dict)
+    utils.set_pg_timeouts(timedelta(seconds=5), dims)
+    assert given == [None, *groups[:2]]
 
 
-def test_one_process_gets_an_environment(monkeypatch) -> None:
-    monkeypatch.setattr(os, "environ", {})
-    assert compat.single_process_environment()
-    assert set(os.environ) == set(LAUNCHER)
-    assert os.environ["WORLD_SIZE"] == "1"
-    assert 0 < int(os.environ["MASTER_PORT"]) < 2**16
+def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:
+    """What init_process_group is called with, and TORCH_FR_BUFFER_SIZE at that moment."""
+    seen = {}
+
+    def init_process_group(**arguments) -> None:
+        seen.update(arguments, buffer=os.environ["TORCH_FR_BUFFER_SIZE"])
+
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "2"} | environment)
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    compat.install()
+    config = importlib.import_module("torchtitan.config.configs").CommConfig(trace_buf_size=0)
+    compat.init_distributed(config, store=dist.HashStore())
+    assert dist.init_process_group is init_process_group
+    return seen, seen.pop("buffer")
 
 
-def test_a_launchers_environment_is_kept(monkeypatch) -> None:
-    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"}
-    monkeypatch.setattr(os, "environ", dict(launched))
-    assert not compat.single_process_environment()
-    assert os.environ == launched
+def test_process_group_is_made_on_the_given_store(monkeypatch) -> None:
+    seen, buffer = init_with(monkeypatch)
+    assert isinstance(seen["store"], dist.HashStore)
+    assert (seen["rank"], seen["world_size"], buffer) == (1, 2, "0")
+
+
+def test_the_users_flight_recorder_is_kept(monkeypatch) -> None:
+    """trace_buf_size = 0, the default, must not switch off what the user has set."""
+    assert init_with(monkeypatch, TORCH_FR_BUFFER_SIZE="5000")[1] == "5000"

@@ -407,6 +407,17 @@ def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
     assert [d.name for d in documents.all] == ["a/b/two.txt", "a/one.txt", "top.txt"]
 
 
+def test_order_and_split_are_those_of_the_files_not_of_their_paths(data, tmp_path, monkeypatch):
+    """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
+    monkeypatch.chdir(tmp_path / "text")
+    found = []
+    for files in (data.files, ("*.txt",), ("../text/[0-1]*.txt", "./[2-9]*.txt")):
+        documents = Documents(dataclasses.replace(data, files=files))
+        names = [document.name for document in documents.all]
+        found.append((names, documents.digest, documents.training.tolist(), documents.validation.tolist()))
+    assert found[0] == found[1] == found[2]
+
+
 def test_one_document_cannot_be_split(tmp_path):
     (tmp_path / "one.txt").write_text("word " * 100)
     one = Data(source="files", files=(str(tmp_path / "one.txt"),), cache=str(tmp_path / "cache"))

@@ -1,9 +1,13 @@
 """Records, their file after a crash, and the lines on the console. No processes."""
 
 import json
+import logging
+import os
 import re
 import signal
+import sys
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +19,9 @@ from titan_muon.titan import compat
 
 compat.install()
 
+from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
 from titan_muon.titan.run import metrics  # noqa: E402
+from titan_muon.titan.run.console import _Useful  # noqa: E402
 from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
@@ -156,6 +162,58 @@ def test_timer_adds_up_each_phase_and_forgets() -> None:
     assert seconds["clip"] >= 0.02
     assert seconds["data"] < seconds["clip"]
     assert timer.drain() == {}
+
+
+class StubWandb(types.ModuleType):
+    """wandb as TorchTitan's logger uses it; keeps what a run is begun with."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.begun: list[dict] = []
+        self.run = None
+
+    def init(self, **arguments: object) -> None:
+        self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
+
+
+def test_wandb_gets_the_recipe_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The resolved recipe must be the run's config, and a continued folder the same run; another folder another one."""
+    stub = StubWandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    for name in ("first", "first", "second"):
+        monkeypatch.setattr(os, "environ", {})
+        (tmp_path / name).mkdir(exist_ok=True)
+        metrics.WandB(tmp_path / name, to_toml(Recipe(name="tiny")))
+    config, ids = stub.begun[0]["config"], [begun["id"] for begun in stub.begun]
+    assert config["name"] == "tiny"
+    assert config["muon"]["momentum"] == Recipe().muon.momentum
+    assert ids[0] == ids[1] != ids[2]
+    assert stub.begun[0]["resume"] == "allow"
+    assert stub.begun[2]["name"] == f"{tmp_path.name}/second"
+
+
+def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubWandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr(os, "environ", {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
+    metrics.WandB(tmp_path, "")
+    assert (stub.begun[0]["id"], stub.begun[0]["resume"]) == ("mine", "must")
+
+
+@pytest.mark.parametrize(
+    ("level", "text", "shown"),
+    [
+        (logging.INFO, "Building a model", False),
+        (logging.WARNING, "Building failed", True),
+        (logging.WARNING, "Peak flops undefined for: X, fallback to A100", True),
+        (logging.WARNING, "ENV[TORCH_FR_BUFFER_SIZE] = 5000 will be overridden to 9 based on job config", True),
+        (logging.WARNING, "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3", False),
+    ],
+)
+def test_no_warning_is_taken_for_noise(level: int, text: str, shown: bool) -> None:
+    """Warnings must be shown but for those listed by their own words."""
+    record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
+    assert _Useful().filter(record) == shown
 
 
 def test_signal_stops_after_the_step_and_handlers_come_back() -> None:

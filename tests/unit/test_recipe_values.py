@@ -18,7 +18,8 @@ from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 BAD_VALUES = [
     ("name = 'a/b'", 'name = "a/b"', "no slash"),
     ("name = '..'", 'name = ".."', "no slash"),
-    ("dump_folder = ''", 'dump_folder = ""', "not empty"),
+    ("dump_folder = ''", 'dump_folder = ""', "not a URL"),
+    ("dump_folder = 'gs://bucket/runs'", 'dump_folder = "gs://bucket/runs"', "not a URL"),
     ("[model]\nname = ''", 'model.name = ""', "not empty"),
     ("[model]\nflavor = ' '", 'model.flavor = " "', "not empty"),
     ("[data]\nfiles = ['']", 'data.files = [""]', "not empty"),
@@ -27,7 +28,13 @@ BAD_VALUES = [
     ("[data]\nvalidation_fraction = -0.1", "data.validation_fraction = -0.1", "from 0 to less than 1"),
     ("[data]\nvocab_size = 200", "data.vocab_size = 200", "258 or more"),
     ("[data]\nseed = -1", "data.seed = -1", "0 or more"),
-    ("[data]\ncache = ''", 'data.cache = ""', "not empty"),
+    ("[data]\ncache = 's3://bucket'", 'data.cache = "s3://bucket"', "not a URL"),
+    *[
+        (f"[{table}]\n{key} = '{path}'", f'{table}.{key} = "{path}"', "inside the run's folder")
+        for table, key in (("checkpoint", "folder"), ("profiler", "save_traces_folder"))
+        for path in ("", ".", "../../x", "a/../..", "/tmp/x", "~/x", "gs://x")
+    ],
+    ("[profiler]\nenable_profiling = true\nprofile_freq = 3", "profiler.profile_freq = 3", "4 or more"),
     ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
     ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
@@ -156,7 +163,6 @@ BAD_VALUES = [
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),
     ("[lr_scheduler]\nmin_lr_factor = -0.1", "lr_scheduler.min_lr_factor = -0.1", "from 0 to 1"),
     ("[validator]\nfreq = 0", "validator.freq = 0", "1 or more"),
-    ("[checkpoint]\nfolder = ''", 'checkpoint.folder = ""', "not empty"),
     ("[checkpoint]\ninterval = 0", "checkpoint.interval = 0", "1 or more"),
     ("[checkpoint]\nload = ''", 'checkpoint.load = ""', "not empty"),
     ("[checkpoint]\nload_step = -2", "checkpoint.load_step = -2", "-1, or 0 or more"),
@@ -176,7 +182,6 @@ BAD_VALUES = [
     ("[comm]\ntrain_timeout_seconds = 0", "comm.train_timeout_seconds = 0", "1 or more"),
     ("[comm]\ntrace_buf_size = -1", "comm.trace_buf_size = -1", "0 or more"),
     ("[debug]\nseed = -1", "debug.seed = -1", "0 or more"),
-    ("[profiler]\nsave_traces_folder = ''", 'profiler.save_traces_folder = ""', "not empty"),
     ("[profiler]\nprofile_freq = 0", "profiler.profile_freq = 0", "1 or more"),
     ("[[optimizer.rule]]\nmatch = ''\noptimizer = 'adamw'", 'optimizer.rule[0].match = ""', "not empty"),
     (f"{RULE}''", 'optimizer.rule[0].optimizer = ""', "not empty"),

@@ -14,8 +14,9 @@ from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 compat.install()
 
+from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.titan.run.checkpoints import flaw, saved_steps  # noqa: E402
-from titan_muon.titan.run.runs import Run, begin, discard, open_run, run_folders  # noqa: E402
+from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run, run_folders  # noqa: E402
 from titan_muon.titan.run_name import what_differs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -156,6 +157,34 @@ def test_what_cannot_be_continued_is_one_clear_error(tmp_path: Path, values: dic
         open_run(tiny.recipe(tmp_path, **values))
     assert named in str(error.value)
     assert (run / "checkpoint" / "step-9").is_dir(), "an error must leave the run as it was"
+
+
+def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The attempt after a crash must continue the job's folder, all of it, whatever the recipe asked to load."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    run = finished_run(tmp_path, 3, 6)
+    other = start(tiny.recipe(tmp_path))
+    asked = tiny.recipe(tmp_path, checkpoint__exclude_from_loading="train_state")
+    with FolderLock() as lock:
+        found = agree(asked, None, lock, interrupted=str(run))
+    assert found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0, restarted=True)
+    assert trainer_config(asked, found).checkpoint.exclude_from_loading == []
+    with FolderLock() as lock:
+        assert agree(asked, None, lock, interrupted=other.folder).step == 0, "nothing was saved there"
+
+
+def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs with `load = "latest"` must not write to one folder."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    run = finished_run(tmp_path, 3)
+
+    def in_use(*_: object) -> None:
+        raise BlockingIOError
+
+    (run / "running.lock").write_text("process 7 on node-a")
+    monkeypatch.setattr("fcntl.lockf", in_use)
+    with FolderLock() as lock, pytest.raises(RecipeError, match="in use by process 7 on node-a"):
+        agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:

@@ -36,6 +36,20 @@ class HookContext:
         self._last_forward = -1
         self._backward: int | None = None
 
+    def enter_forward(self) -> None:
+        """Forget a backward pass that raised: what it left would be counted into the next one's gradients."""
+        # No backward pass is running now. One that ended well has said so.
+        if self._backward is None:
+            return
+        self._backward = None
+        self.reductions.discard()
+        for hooks in self.hooks:
+            hooks.in_backward = hooks.awaits_backward = False
+            for param in hooks.group.trained:
+                param.discard_unsharded_grads()
+            # Kept for the rest of that pass, it may be older than an update in between.
+            hooks.group.reshard()
+
     def prefetch_forward(self, index: int) -> None:
         """Start unsharding what comes after module `index`."""
         # An earlier forward that failed, or took another way, left a group on its way that nobody will use. A lower
@@ -120,6 +134,8 @@ class ModuleHooks:
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if private.backward_pass() is None:
+            self._context.enter_forward()
         self.group.unshard()
         self.group.wait_for_unshard()
         # A forward within backward is activation checkpointing: the way is backwards there, and what comes after this

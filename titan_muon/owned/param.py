@@ -118,6 +118,12 @@ class OwnedParam:
         total = self.unsharded_accumulated_grad
         self.unsharded_accumulated_grad = grad.to(dtype) if total is None else total.add_(grad)
 
+    def discard_unsharded_grads(self) -> None:
+        """Forget gradients that were not reduced yet, as those of a backward pass that raised."""
+        self.unsharded_accumulated_grad = None
+        if self._unsharded_param is not None:
+            self._unsharded_param.grad = None
+
     def add_reduced_grad(self, reduced: Tensor) -> None:
         """Give the owned parameter its gradient, or add to the one it has."""
         owned = self.owned_param

@@ -65,6 +65,11 @@ class Reduction:
         for param, part in zip(self._mine, views(self._sum, self._mine), strict=True):
             param.add_reduced_grad(part)
 
+    def discard(self) -> None:
+        """End without a result."""
+        # Waited for all the same: freed under a collective, the memory would be another tensor's.
+        self._wait()
+
     def _wait(self) -> None:
         for work in self._works:
             work.wait()
@@ -98,6 +103,12 @@ class Reductions:
     def finish(self) -> None:
         """Wait for all that are under way."""
         self._finish_but(0)
+
+    def discard(self) -> None:
+        """Forget those that are under way, which a backward pass that raised has left."""
+        for reduction in self._pending:
+            reduction.discard()
+        self._pending.clear()
 
     def _finish_but(self, left: int) -> None:
         # All-reduces start at this point of the backward pass, and not whenever a reduce-scatter happens to be done:

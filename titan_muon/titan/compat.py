@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 import resource
-import socket
 import sys
 import types
 import warnings
@@ -40,6 +39,8 @@ def install() -> bool:
     on_cpu = not torch.accelerator.is_available()
     if on_cpu:
         use_cpu_device()
+    time_out_all_groups()
+    if on_cpu:
         skip_peak_flops()
         make_masks_without_compiler()
         hush_router_autocast()
@@ -283,22 +284,59 @@ def spmd_backend(requested: str, *, owned: bool = False) -> str:
     return "spmd_types" if torch.__version__ >= "2.14" and not owned else "partial_dtensor"
 
 
-def single_process_environment() -> bool:
-    """Describe a world of one process to torch.distributed, unless a launcher has. True if that was needed.
+def init_distributed(
+    config: Any, *, cpu_backend: bool = False, folder: str = "", store: dist.Store | None = None
+) -> None:
+    """TorchTitan's `init_distributed` with a CommConfig, on `store` unless that is None.
 
-    Sets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT (a free port).
+    torchtitan 0.3.0 takes no store, and writes its trace_buf_size over TORCH_FR_BUFFER_SIZE where the recipe asks for
+    no traces; here the user's stays. Ends when it does neither.
     """
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        return False
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    os.environ.update(
-        RANK="0",
-        LOCAL_RANK="0",
-        WORLD_SIZE="1",
-        LOCAL_WORLD_SIZE="1",
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
-    return True
+    asked = os.environ.get("TORCH_FR_BUFFER_SIZE")
+    utils: Any = importlib.import_module("torchtitan.distributed.utils")
+    original = dist.init_process_group
+
+    def init_process_group(**arguments: Any) -> None:
+        # Read when the group is made, so this is the last moment to put it back.
+        if asked is not None and config.trace_buf_size == 0:
+            os.environ["TORCH_FR_BUFFER_SIZE"] = asked
+        if store is not None:
+            arguments |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+        original(**arguments)
+
+    dist.init_process_group = init_process_group  # type: ignore[assignment]
+    try:
+        utils.init_distributed(config, cpu_backend, base_folder=folder)
+    finally:
+        dist.init_process_group = original
+
+
+ASYNC_CHECKPOINT = "asynchronous checkpoint"
+"""Description of the process group that a save in the background has for itself."""
+
+
+def time_out_all_groups() -> None:
+    """Have torchtitan give its time-outs to every process group, not only to the default one and those of the mesh.
+
+    A group made beside them, as for the signal to stop, keeps PyTorch's 30 minutes, and a process whose peer hangs
+    does not end before. Left out is the group of asynchronous checkpoints, in which a rank that has little to write
+    waits for the others through a whole save. Ends when torchtitan sets the time-out of all groups.
+    """
+    utils: Any = importlib.import_module("torchtitan.distributed.utils")
+    original = utils.set_pg_timeouts
+    if hasattr(original, "of_all_groups"):
+        return
+
+    def set_pg_timeouts(timeout: timedelta, parallel_dims: Any) -> None:
+        original(timeout, parallel_dims)
+        set_timeouts(timeout)
+
+    set_pg_timeouts.of_all_groups = True  # type: ignore[attr-defined]
+    utils.set_pg_timeouts = set_pg_timeouts
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Give every process group of this process a time-out, but that of asynchronous checkpoints."""
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc != ASYNC_CHECKPOINT:
+            dist.set_timeout(timeout, group)  # type: ignore[attr-defined]

@@ -127,15 +127,18 @@ def _python_files() -> dict[str, Path]:
 
 
 def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
-    """The files that the patterns match, each once, by the path that the pattern gives them."""
+    """The files that the patterns match, each once, by their path from the deepest folder that has all of them.
+
+    So order and split are those of the files, from whatever folder and by whatever patterns they were found.
+    """
     if not patterns:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
-    found: dict[Path, str] = {}
+    found: set[Path] = set()
     for pattern in patterns:
         matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
-        for match in sorted(matches):
-            # Two patterns, or two links, may lead to one file; read twice, it could be held out and trained on.
-            found.setdefault(Path(match).resolve(), match)
-    return {name: path for path, name in found.items()}
+        # Two patterns, or two links, may lead to one file; read twice, it could be held out and trained on.
+        found.update(Path(match).resolve() for match in matches)
+    root = Path(os.path.commonpath([path.parent for path in found]))
+    return {path.relative_to(root).as_posix(): path for path in found}

@@ -145,6 +145,7 @@ RELATIONS = (
         'false only, unless data.source = "hf": other sources pin by themselves',
         lambda recipe: not recipe.data.pin_memory or recipe.data.source == "hf",
     ),
+    # TorchTitan's own check is an assertion without the key, and comes after the model is built.
     Relation(
         "profiler.profile_freq",
         "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",

@@ -33,6 +33,10 @@ from titan_muon.titan.recipe.torchtitan_sections import (
     Validator,
 )
 
+# A URL would become a folder of that name on this machine's disk.
+LOCAL_FOLDER = Constraint(
+    "a folder on a file system, not a URL", lambda value: bool(value.strip()) and "://" not in value
+)
 FILE_NAME = Constraint(
     "a name that is not empty and has no slash",
     lambda value: bool(value.strip()) and not {"/", "\\"} & set(value) and value not in (".", ".."),
@@ -103,7 +107,7 @@ class Data:
     pin_memory: bool = False
     """Hand out batches of source `hf` in pinned memory, which is copied to a GPU beside the host."""
 
-    cache: Annotated[str, TEXT] = ".cache/titan_muon"
+    cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
 
 
@@ -212,7 +216,7 @@ class Recipe:
     name: Annotated[str, FILE_NAME] = "recipe"
     """Name of the run; a file that gives none is named after itself."""
 
-    dump_folder: Annotated[str, TEXT] = "runs"
+    dump_folder: Annotated[str, LOCAL_FOLDER] = "runs"
     """Folder of all runs."""
 
     model: Model = field(default_factory=Model)

@@ -3,11 +3,21 @@
 Pure data, frozen: no torch, no torchtitan, nothing derived. A key that is `None` here is absent from the TOML.
 """
 
+import posixpath
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
 
+# A path that leads elsewhere would let two runs share a folder, and each purge the other's checkpoints.
+INSIDE_RUN = Constraint(
+    "a relative path inside the run's folder",
+    lambda value: (
+        not value.startswith(("/", "~"))
+        and "://" not in value
+        and posixpath.normpath(value).split("/")[0] not in ("", ".", "..")
+    ),
+)
 PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 
 
@@ -151,7 +161,7 @@ class Checkpoint:
     enable: bool = True
     """Save checkpoints."""
 
-    folder: Annotated[str, TEXT] = "checkpoint"
+    folder: Annotated[str, INSIDE_RUN] = "checkpoint"
     """Folder inside the run's folder."""
 
     interval: Annotated[int, COUNT] = 500
@@ -310,7 +320,7 @@ class Profiler:
     enable_profiling: bool = False
     """Write traces."""
 
-    save_traces_folder: Annotated[str, TEXT] = "profile_traces"
+    save_traces_folder: Annotated[str, INSIDE_RUN] = "profile_traces"
     """Folder inside the run's folder."""
 
     profile_freq: Annotated[int, COUNT] = 10

@@ -19,6 +19,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
 from torchtitan.components.optimizer import LRSchedulersContainer
 
+from titan_muon.titan import compat
 from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import say
@@ -86,6 +87,8 @@ class RunCheckpoints(CheckpointManager):
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """What leaves saving out of the training's time; set by the trainer."""
         super().__init__(config, **kwargs)
+        if config.async_mode != "disabled":
+            self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
         return (self.forced and not self.load_only) or super()._should_save(curr_step, last_step)

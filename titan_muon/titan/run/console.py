@@ -10,10 +10,7 @@ import torch.distributed as dist
 
 NOISE = (
     "[GC]",
-    "ENV[",
-    "Error running lspci",
     "Peak FLOPS",
-    "Peak flops undefined",
     "CPU capacity",
     "CPU memory usage",
     "Building ",
@@ -28,10 +25,19 @@ NOISE = (
     "Last step checkpoint completed",
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
+)
+"""Beginnings of TorchTitan's messages that repeat what a run says itself, or that no user acts on; never warnings."""
+
+NOISY_WARNINGS = (
+    # torchrun sets it, TorchTitan sets it to another value: no user did.
+    "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
+    "Error running lspci",
+    # Without it a model is written as one file, which is what a recipe asks for.
     "model.safetensors.index.json not found",
+    # The rank that has the loss reports it here.
     "Pipeline Parallel loss is not visible",
 )
-"""Beginnings of TorchTitan's messages that repeat what a run says itself, or that no user acts on."""
+"""Beginnings of warnings that no user can act on, each by its own words: any other may be the reason for a bad run."""
 
 
 def say(text: str) -> None:
@@ -63,7 +69,8 @@ class _Useful(logging.Filter):
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank != 0 and record.levelno < logging.ERROR:
             return False
-        return not record.getMessage().startswith(NOISE)
+        noise = NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE
+        return not record.getMessage().startswith(noise)
 
 
 class _Formatter(logging.Formatter):
@@ -79,7 +86,7 @@ def set_up_logging() -> None:
     # MoE routers ask for float32 autocast; the CPU has none and needs none.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     # On the CPU models draw their starting values without DTensor's generator (models/common.py).
-    warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed)", category=UserWarning)
+    warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
     # TorchTitan's schedules ask for the rate this way when a checkpoint is loaded, and get the right one.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = logging.StreamHandler(sys.stdout)

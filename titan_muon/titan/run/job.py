@@ -4,12 +4,14 @@
 """
 
 import gc
+import os
+import signal
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.muon import Muon
@@ -23,6 +25,10 @@ from titan_muon.titan.explain import (
     parameter_table,
     plan_lines,
 )
+from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
+from titan_muon.titan.launch.environment import describe_world
+from titan_muon.titan.launch.folder_lock import FolderLock
+from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
@@ -31,6 +37,7 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
+SECONDS_TO_EXIT = 5
 
 
 def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
@@ -41,16 +48,21 @@ def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
     0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
     once. Anything else raises.
     """
-    compat.single_process_environment()
+    describe_world()
     set_up_logging()
     device_utils.device_module.set_device(device_utils.get_local_device())
-    dist_utils.init_distributed(comm_config(recipe), recipe.training.enable_cpu_offload, base_folder=recipe.dump_folder)
+    lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, given)
+        train(recipe, given, lasting)
     except (RecipeError, FloatingPointError) as error:
         say_error(error)
         code = 2 if isinstance(error, RecipeError) else 1
+    except Exception:
+        # While it exits, the process may wait for collectives or threads whose peers are gone. The launcher stops or
+        # restarts the job only once it has ended.
+        signal.alarm(SECONDS_TO_EXIT)
+        raise
     # Not in a `finally`: after any other error other ranks may still be in a collective, and destroying the group could
     # wait for them, where the launcher has to see this process end so that it stops the job.
     dist.destroy_process_group()
@@ -59,10 +71,29 @@ def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
     return code
 
 
-def train(recipe: Recipe, given: tuple[str, ...] = ()) -> str:
+def _init_distributed(recipe: Recipe) -> dist.Store | None:
+    """Make the process group. Returns the store in which a later attempt of the job finds what this one leaves there.
+
+    Raises TimeoutError that names the ranks which have not arrived.
+    """
+    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
+    lasting = lasting_store(timeout)
+    store = None
+    if lasting is not None:
+        store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    compat.init_distributed(
+        comm_config(recipe), cpu_backend=recipe.training.enable_cpu_offload, folder=recipe.dump_folder, store=store
+    )
+    return lasting
+
+
+def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
 
-    `given` are the keys that the command line changed.
+    Args:
+        recipe: what to train.
+        given: keys that the command line changed.
+        lasting: store that outlives this attempt of the job, or None.
 
     Raises RecipeError, before the first step, for what the user has to correct.
     """
@@ -72,15 +103,27 @@ def train(recipe: Recipe, given: tuple[str, ...] = ()) -> str:
         refuse_on_cpu(recipe)
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
-    group = dist.new_group(backend="gloo") if world > 1 else None
-    run = agree(recipe, group, given)
-    trainer = _prepare(recipe, run)
-    try:
-        with StopSignals(group, announce=dist.get_rank() == 0) as stop:
-            trainer.train(stop)
-    finally:
-        trainer.close()
+    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+    with FolderLock() as lock, _watchdog(recipe) as watchdog:
+        run = agree(recipe, group, lock, given, interrupted_run(lasting))
+        trainer = _prepare(recipe, run)
+        if dist.get_rank() == 0:
+            remember_run(lasting, run.folder)
+        # Muon and TorchTitan make groups of their own, which would have PyTorch's 30 minutes.
+        compat.set_timeouts(timeout)
+        try:
+            with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
+                trainer.train(stop)
+        finally:
+            trainer.close()
     return run.folder
+
+
+def _watchdog(recipe: Recipe) -> Watchdog:
+    store = dist.distributed_c10d._get_default_store()
+    first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
+    return Watchdog(store, dist.get_rank(), dist.get_world_size(), first_timeout=first, timeout=later)
 
 
 def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:

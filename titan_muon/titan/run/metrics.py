@@ -6,8 +6,11 @@ A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second
 
 import json
 import math
+import os
 import textwrap
 import time
+import tomllib
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,6 +27,7 @@ from torchtitan.distributed import ParallelDims
 METRICS_FILE = "metrics.jsonl"
 # TensorBoard draws what has the same first word side by side; the file keeps the keys that scripts read.
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
+WANDB_ID_FILE = "wandb_id"
 GIB = 1024**3
 
 
@@ -82,10 +86,23 @@ class TensorBoard(BaseLogger):
 
 
 class WandB(BaseLogger):
-    """Sends nested metrics to Weights & Biases under the tags that TensorBoard has."""
+    """Sends nested metrics to Weights & Biases under the tags that TensorBoard has.
 
-    def __init__(self, folder: Path, recipe: dict[str, Any] | None) -> None:
-        self.inner = WandBLogger(str(folder), config_dict=recipe)
+    Args:
+        folder: the run's folder; one run there is one run here, however often it is continued.
+        recipe: the resolved recipe as TOML.
+    """
+
+    def __init__(self, folder: Path, recipe: str) -> None:
+        id_file = folder / WANDB_ID_FILE
+        if not id_file.is_file():
+            id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
+        # TorchTitan's logger takes the id from the environment, and wandb itself whether the run goes on. A user who
+        # has set one of them has decided.
+        os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
+        os.environ.setdefault("WANDB_RESUME", "allow")
+        os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
+        self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         self.inner.log(dict(tagged(metrics)), step)
@@ -135,11 +152,11 @@ class RunMetrics(MetricsProcessor):
         first_step: int = 1
         """Step that this process begins with."""
 
-        recipe: str = ""
-        """The resolved recipe as TOML, for TensorBoard's text tab."""
-
         seconds_before: float = 0.0
         """Seconds that the run had taken before this process."""
+
+        recipe: str = ""
+        """The resolved recipe as TOML, for TensorBoard's text tab and W&B."""
 
     config: Config
     ntokens_since_last_log: int
@@ -163,9 +180,7 @@ class RunMetrics(MetricsProcessor):
         self._began = time.perf_counter() - config.seconds_before
         self._last_step = config.first_step - 1
 
-    def _build_metric_logger(
-        self, *, config: Config, dump_folder: str, config_dict: dict[str, Any] | None, **_: Any
-    ) -> BaseLogger:
+    def _build_metric_logger(self, *, config: Config, dump_folder: str, **_: Any) -> BaseLogger:
         if not (self.is_reporter or config.save_for_all_ranks):
             return BaseLogger()
         rank = "" if self.is_reporter else f"rank-{dist.get_rank()}"
@@ -175,7 +190,7 @@ class RunMetrics(MetricsProcessor):
             folder = Path(dump_folder, config.save_tb_folder, rank)
             loggers.add_logger(TensorBoard(folder, config.first_step, config.recipe))
         if config.enable_wandb:
-            loggers.add_logger(WandB(Path(dump_folder), config_dict))
+            loggers.add_logger(WandB(Path(dump_folder, rank), config.recipe))
         return loggers
 
     def should_log(self, step: int) -> bool:

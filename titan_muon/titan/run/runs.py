@@ -8,12 +8,13 @@ import itertools
 import shutil
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titan_muon.titan.data.cache import atomic
+from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
@@ -34,6 +35,7 @@ class Run:
         checkpoint: checkpoint to load, in `source`.
         step: steps already done.
         seconds: that those steps took.
+        restarted: whether an earlier attempt of the same job did them.
     """
 
     folder: str
@@ -41,19 +43,29 @@ class Run:
     checkpoint: str | None = None
     step: int = 0
     seconds: float = 0.0
+    restarted: bool = False
 
 
-def agree(recipe: Recipe, group: dist.ProcessGroup | None, given: tuple[str, ...] = ()) -> Run:
+def agree(
+    recipe: Recipe,
+    group: dist.ProcessGroup | None,
+    lock: FolderLock,
+    given: tuple[str, ...] = (),
+    interrupted: str | None = None,
+) -> Run:
     """The run that rank 0 opens, on every rank of `group` (all ranks, on the CPU; None for a single process).
 
-    `given` are the keys that the command line gives other values than the recipe's file does. Raises what `open_run`
-    raises, on every rank.
+    Rank 0 takes `lock` on the run's folder. `given` are the keys that the command line gives other values than the
+    recipe's file does. `interrupted` is the folder that an earlier attempt of this job began. Raises on every rank what
+    `open_run` raises, and RecipeError for a folder that another job is in.
     """
     # The error is sent like the answer: raised on rank 0 alone, it would leave the others waiting in the broadcast.
     answer: list[Run | ValueError | None] = [None]
     if dist.get_rank() == 0:
         try:
-            answer[0] = open_run(recipe, given)
+            opened = open_run(recipe, given) if interrupted is None else _open_again(recipe, interrupted)
+            lock.take(opened.folder)
+            answer[0] = opened
         except ValueError as error:
             answer[0] = error
         except OSError as error:
@@ -87,6 +99,20 @@ def open_run(recipe: Recipe, given: tuple[str, ...] = ()) -> Run:
     folder = _new_folder(runs, recipe, given) if goes_back else source
     _, seconds = read_until(source / METRICS_FILE, step)
     return Run(str(folder), str(source), str(checkpoint), step, seconds)
+
+
+def _open_again(recipe: Recipe, folder: str) -> Run:
+    """The run that an earlier attempt of this job began in `folder`, whatever the recipe asks a first attempt to load.
+
+    As the recipe asks if no checkpoint was saved there.
+    """
+    # All of it, also what the recipe leaves out of another run's checkpoint: this one is the job's own.
+    own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
+    if recipe.checkpoint.enable:
+        with contextlib.suppress(RecipeError):
+            return replace(open_run(replace(recipe, checkpoint=own)), restarted=True)
+    print(f"the attempt before this one left no whole checkpoint in {folder}", flush=True)
+    return open_run(recipe)
 
 
 def begin(run: Run, recipe: Recipe) -> None:

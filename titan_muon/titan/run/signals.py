@@ -7,6 +7,7 @@ begins and reads it when the step ends: the answer is the same everywhere and ha
 import os
 import signal
 import time
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -24,11 +25,19 @@ class StopSignals:
     Args:
         group: process group of all ranks whose collectives run on the CPU (gloo); None for a single process.
         announce: whether this rank says on the console that it was asked.
+        on_progress: called when a step begins, and when it ends.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, announce: bool = True) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        announce: bool = True,
+        on_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         self.group = group
         self.announce = announce
+        self._on_progress = on_progress
         self.name = ""
         self._first = 0.0
         self._flag = torch.zeros(1, dtype=torch.int32)
@@ -64,6 +73,7 @@ class StopSignals:
 
     def begin_step(self) -> None:
         """Start asking the other ranks; called by every rank when a step begins."""
+        self._on_progress()
         self._flag.fill_(bool(self.name))
         if self.group is not None:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
@@ -75,4 +85,5 @@ class StopSignals:
             self._work = None
         elif self.group is None:
             self._flag.fill_(bool(self.name))
+        self._on_progress()
         return bool(self._flag.item())

@@ -24,7 +24,6 @@ from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.degrees import local_batch_size
-from titan_muon.titan.recipe.sections import Parallelism
 from titan_muon.titan.recipe.torchtitan_sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
@@ -43,6 +42,11 @@ def refuse_on_cpu(recipe: Recipe) -> None:
     for key, asked in ON_GPUS_ALONE.items():
         if asked(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
+    if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
+        raise RecipeError(
+            'checkpoint.async_mode = "async_with_pinned_mem" is not accepted on the CPU, which pins no memory; '
+            'use "async".'
+        )
 
 
 def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
@@ -63,15 +67,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         optimizer=optimizer_config(recipe, _shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
-        parallelism=_same_keys(
-            ParallelismConfig,
-            recipe.parallelism,
-            spmd_backend=compat.spmd_backend(recipe.parallelism.spmd_backend, owned=recipe.placement.muon == "owned"),
-            **_pipeline_options(degrees),
-            context_parallel_load_balancer=(
-                None if degrees.context_parallel_load_balancer == "none" else degrees.context_parallel_load_balancer
-            ),
-        ),
+        parallelism=_parallelism_config(recipe),
         checkpoint=_checkpoint_config(recipe, run),
         activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
         compile=_same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
@@ -84,13 +80,19 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     )
 
 
-def _pipeline_options(degrees: Parallelism) -> dict[str, Any]:
-    # TorchTitan's type for both: lists, and no `None` of a path.
+def _parallelism_config(recipe: Recipe) -> ParallelismConfig:
+    degrees, owned = recipe.parallelism, recipe.placement.muon == "owned"
+    # TorchTitan's types where they differ: lists, and no `None` of a path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
-    return {
-        "module_fqns_per_model_part": None if parts is None else [list(part) for part in parts],
-        "pipeline_parallel_schedule_csv": "" if csv is None else csv,
-    }
+    balancer = degrees.context_parallel_load_balancer
+    return _same_keys(
+        ParallelismConfig,
+        degrees,
+        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owned),
+        context_parallel_load_balancer=None if balancer == "none" else balancer,
+        module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
+        pipeline_parallel_schedule_csv="" if csv is None else csv,
+    )
 
 
 def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -120,7 +122,7 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values = _values(recipe.checkpoint)
     # Rank 0 has found what they ask for, once for all ranks: it is `run.checkpoint`.
     del values["load"], values["load_step"]
-    values["exclude_from_loading"] = list(recipe.checkpoint.exclude_from_loading)
+    values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default when there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
     return RunCheckpoints.Config(**values, resume=run.checkpoint)

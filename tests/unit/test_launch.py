@@ -1,0 +1,178 @@
+"""How a job's processes find and watch each other, and keep other jobs out: stores in memory, ranks as threads."""
+
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from titan_muon.titan.launch import watchdog as watchdog_module
+from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
+from titan_muon.titan.launch.environment import describe_world
+from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
+from titan_muon.titan.launch.watchdog import Sign, Watchdog, late_ranks
+from titan_muon.titan.recipe import RecipeError
+
+LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def test_one_process_gets_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    describe_world()
+    assert set(os.environ) == LAUNCHER
+    assert os.environ["WORLD_SIZE"] == "1"
+    assert 0 < int(os.environ["MASTER_PORT"]) < 2**16
+
+
+@pytest.mark.parametrize("more", [{}, {"SLURM_STEP_NUM_TASKS": "8"}])
+def test_a_launchers_environment_is_kept(monkeypatch: pytest.MonkeyPatch, more: dict[str, str]) -> None:
+    launched = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "8"} | more
+    monkeypatch.setattr(os, "environ", dict(launched))
+    describe_world()
+    assert os.environ == launched
+
+
+def test_tasks_of_srun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`srun python train.py` with several tasks must be refused with the line to use, one task must train."""
+    monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "3"})
+    with pytest.raises(RecipeError, match=r"srun started 8 tasks.*torchrun --nnodes"):
+        describe_world()
+    os.environ["SLURM_STEP_NUM_TASKS"] = "1"
+    describe_world()
+    assert set(os.environ) >= LAUNCHER
+
+
+SHORT = timedelta(seconds=20)
+
+
+def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
+    """The stores that the ranks of one attempt get, the last rank first to arrive."""
+    with ThreadPoolExecutor(world_size) as pool:
+        found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
+        return [each.result() for each in found]
+
+
+def test_an_attempt_does_not_read_what_an_earlier_one_wrote() -> None:
+    """All ranks of an attempt must share a store, in which nothing is left of the attempt before."""
+    lasting = dist.HashStore()
+    first, second = attempt(lasting, 3), attempt(lasting, 3)
+    first[0].set("address", "dead")
+    assert all(store.get("address") == b"dead" for store in first)
+    assert not any(store.check(["address"]) for store in second)
+    second[1].set("address", "new")
+    assert all(store.get("address") == b"new" for store in second)
+
+
+def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
+    """Ranks that arrived without their rank 0, and were killed, must not be counted."""
+    lasting = dist.HashStore()
+    dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
+    stores = attempt(lasting, 2)
+    stores[0].set("key", "")
+    assert stores[1].check(["key"])
+
+
+def test_ranks_that_do_not_arrive_are_named() -> None:
+    with pytest.raises(TimeoutError, match=r"ranks \[1, 2\] have not arrived"):
+        store_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(TimeoutError, match="rank 0 has not arrived"):
+        store_of_attempt(store, 1, 3, timedelta(seconds=0.1))
+
+
+def test_the_next_attempt_finds_the_run() -> None:
+    lasting = dist.HashStore()
+    assert interrupted_run(lasting) is None
+    remember_run(lasting, "/runs/tiny/1")
+    assert interrupted_run(lasting) == "/runs/tiny/1"
+    remember_run(None, "/runs")
+    assert interrupted_run(None) is None
+
+
+def test_only_an_agents_store_outlasts_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert lasting_store(SHORT) is None
+
+
+SIGN = Sign(host="node-a", pid=7, stage=5, beat=9)
+
+
+@pytest.mark.parametrize(
+    ("signs", "silent", "expected"),
+    [
+        ({0: SIGN, 1: SIGN}, {}, ""),
+        ({0: SIGN, 1: SIGN}, {1}, "rank 1 (process 7 on node-a) gives no sign of life"),
+        ({0: SIGN, 1: replace(SIGN, stage=4)}, {}, "rank 1 (process 7 on node-a) has not begun step 3 of this attempt"),
+        ({0: SIGN, 1: replace(SIGN, stage=3)}, {}, "rank 1 (process 7 on node-a) has not ended step 2 of this attempt"),
+        ({0: SIGN, 1: replace(SIGN, stage=3, ended=True)}, {}, ""),
+        ({0: SIGN}, {}, "rank 1 has not come up"),
+    ],
+)
+def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected: str) -> None:
+    """Those without a sign of life, or behind; nobody while all are at the same place, as in a long save."""
+    assert late_ranks(signs, silent, 2) == expected
+    assert all(Sign.decode(sign.encode()) == sign for sign in signs.values())
+
+
+def test_a_silent_rank_is_named_once_and_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of three ranks that share a store one stops: one line must name it, and only its process be ended."""
+    killed: list[int] = []
+    monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
+    store = dist.HashStore()
+    ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
+    monkeypatch.setattr(Watchdog, "_sign", lambda self: Sign("h", 100 + self._rank, self._stage, self._beat))
+    monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
+    ranks[2]._tell()
+    with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the wait is what is tested)
+        time.sleep(2.2)
+        raise RuntimeError("a collective that timed out")
+    for watchdog in ranks[:2]:
+        watchdog._closed.set()
+        watchdog._thread.join()
+    shown = capfd.readouterr().err
+    assert shown.count("rank 2 (process 102 on h) gives no sign of life") == 1
+    assert "rank 0 (" not in shown
+    assert set(killed) == {102}
+
+
+def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, first_timeout=1, timeout=1), Watchdog(store, 1, 2, first_timeout=1, timeout=1):
+        time.sleep(2)
+    assert capfd.readouterr().err == ""
+
+
+HOLD = """
+import sys, time
+from titan_muon.titan.launch.folder_lock import FolderLock
+with FolderLock() as lock:
+    lock.take(sys.argv[1])
+    print("taken", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
+    """A second job must be refused with the holder's process and host, and let in once the first was killed."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "taken\n"
+        with FolderLock() as lock, pytest.raises(RecipeError, match=rf"in use by process {holder.pid} on "):
+            lock.take(str(tmp_path))
+    finally:
+        holder.kill()
+        holder.communicate()
+    with FolderLock() as lock:
+        lock.take(str(tmp_path))
+        assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
