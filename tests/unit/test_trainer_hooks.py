@@ -1,0 +1,61 @@
+"""What the trainer replaces in TorchTitan's step and loop is still what they call, and is put back."""
+
+import inspect
+import math
+import time
+
+import pytest
+import torch
+
+from titan_muon.titan import compat
+
+compat.install()
+
+import torchtitan.trainer  # noqa: E402
+from torchtitan.distributed import utils as dist_utils  # noqa: E402
+
+from titan_muon.titan.run.trainer import MuonTrainer  # noqa: E402
+
+
+def test_the_step_clips_by_what_is_given_while_it_is_given() -> None:
+    assert "dist_utils.clip_grad_norm_(" in inspect.getsource(torchtitan.trainer.Trainer.train_step)
+    before = dist_utils.clip_grad_norm_
+    with compat.clipping_by(lambda: torch.tensor(3.0)):
+        assert torchtitan.trainer.dist_utils.clip_grad_norm_([], 1.0, foreach=True).item() == 3.0
+    assert dist_utils.clip_grad_norm_ is before
+
+
+def test_the_loop_does_not_sleep_at_its_end() -> None:
+    assert "time.sleep(2)" in inspect.getsource(torchtitan.trainer.Trainer.train)
+    with compat.ending_at_once():
+        torchtitan.trainer.time.sleep(1e9)
+    assert torchtitan.trainer.time is time
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_torchtitans_error_of_a_loss_that_is_not_finite_is_known(loss: float) -> None:
+    said = f"Loss is not finite (global_avg_loss={loss}) at step 3. Stopping training."
+    assert 'f"Loss is not finite (global_avg_loss={global_avg_loss}) at "' in inspect.getsource(
+        torchtitan.trainer.Trainer.train_step
+    )
+    assert str(compat.nonfinite_loss(RuntimeError(said))) == str(loss)
+    assert compat.nonfinite_loss(RuntimeError("CUDA error")) is None
+
+
+def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TorchTitan raises without reporting; the record of where the run diverged must be there all the same."""
+
+    def diverge(self: object, batches: object) -> None:
+        raise RuntimeError("Loss is not finite (global_avg_loss=nan) at step 3. Stopping training.")
+
+    reported = []
+    monkeypatch.setattr(torchtitan.trainer.Trainer, "train_step", diverge)
+    monkeypatch.setattr(MuonTrainer, "_report", lambda self, *numbers: reported.append(numbers) or 1 / 0)
+    trainer = MuonTrainer.__new__(MuonTrainer)
+    trainer.grad_norm = torch.tensor(7.0)
+    trainer.stop = type("Stop", (), {"begin_step": lambda self: None})()
+    with pytest.raises(ZeroDivisionError):
+        trainer.train_step(iter(()))
+    ((loss, norm),) = reported
+    assert math.isnan(loss)
+    assert norm == 7.0
