@@ -39,6 +39,15 @@ def test_the_recipes_asked_for_are_there() -> None:
     assert {*SMALL, "qwen_moe_owned", *(f"{name}_muon" for name in full_size)} <= set(RECIPES)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> None:
+    """With a batch that grows with the ranks, curves of two layouts would be of different training."""
+    training = load(CONFIGS / f"{recipe}.toml").training
+    assert training.global_batch_size > 0
+    if recipe in SMALL:
+        assert training.global_batch_size * training.seq_len == 2048, "README says so"
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_dry_runs(

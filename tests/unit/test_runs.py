@@ -199,6 +199,14 @@ def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
     assert not Path(new.folder).exists()
 
 
+RULED = """
+[[optimizer.rule]]
+match = "*"
+optimizer = "adamw"
+options = { betas = [0.5, 0.5] }
+"""
+
+
 def names(folder: Path, *recipes: Recipe, given: tuple[str, ...] = ()) -> list[str]:
     """What stands behind the time in the folders of runs that are started one after the other."""
     return [Path(start(recipe, given).folder).name.partition("_")[2] for recipe in recipes]
@@ -222,6 +230,9 @@ def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> N
     recipe = tiny.recipe(tmp_path, training__steps=9, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
     given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
     assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
+    ruled = tmp_path / "ruled.toml"
+    ruled.write_text(RULED)
+    assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
     assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=9", "training.steps=9"]
 
 

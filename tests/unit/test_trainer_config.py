@@ -1,6 +1,7 @@
 """What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ compat.install()
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
 
+from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
 from titan_muon.titan.run.trainer_config import refuse_on_cpu, trainer_config  # noqa: E402
 
@@ -98,3 +100,14 @@ def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
 def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, tmp_path: Path) -> None:
     training = config(tmp_path, world_size, training__local_batch_size=-1, training__global_batch_size=8).training
     assert (training.global_batch_size, training.local_batch_size) == (8, 8 // world_size)
+
+
+@pytest.mark.parametrize(("passes", "accumulated"), [(1, ""), (2, ", in 2 passes")])
+def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp_path: Path) -> None:
+    trainer = SimpleNamespace(
+        config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
+        parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
+        gradient_accumulation_steps=passes,
+    )
+    said = job._batch(trainer)  # type: ignore[arg-type]
+    assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"

@@ -71,7 +71,7 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
     """The keys that `recipe` gives other values than its file alone does."""
     # Not checked: a file may be sound only together with what the command line adds.
-    alone = build(Recipe, read_file(Path(path)))
+    alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
     return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
 
 
