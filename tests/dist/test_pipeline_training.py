@@ -1,5 +1,6 @@
 """A recipe trained in pipeline stages follows the same recipe on one rank, from its initial values on."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.skipif(
 STEPS = 3
 DENSE, EXPERTS = "llama3/tiny", "qwen3/moe_tiny"
 OWNED = {"placement.muon": "owned"}
+BLOCKS, ENDS = ["tok_embeddings", *(f"layers.{index}" for index in range(6))], ["norm", "lm_head"]
 LAYOUTS = {
     "pp2": (2, DENSE, {}),
     "pp2_tp2": (4, DENSE, {"tensor_parallel_degree": 2}),
@@ -21,6 +23,8 @@ LAYOUTS = {
     "pp2_fsdp2": (4, DENSE, {}),
     "pp2_fsdp2_owned": (4, DENSE, OWNED),
     "pp2_ep2": (4, EXPERTS, {"expert_parallel_degree": 2}),
+    # The last stage has no matrix of Muon, and takes part in what its ranks agree on.
+    "no_matrices": (2, DENSE, {"module_fqns_per_model_part": (json.dumps(BLOCKS), json.dumps(ENDS))}),
     "interleaved": (2, DENSE, {"pipeline_parallel_schedule": "Interleaved1F1B"}),
     "zero_bubble": (2, DENSE, {"pipeline_parallel_schedule": "ZBVZeroBubble", "training.local_batch_size": 4}),
 }
