@@ -109,7 +109,8 @@ def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, objec
     path.write_text(RECIPE.format(family=family, flavor=flavor, corpus=folder, steps=STEPS))
     overrides = ["--dump_folder", str(folder / "runs")]
     for key, value in degrees.items():
-        overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", str(value)]
+        words = value if isinstance(value, tuple) else (value,)
+        overrides += [f"--{key}" if "." in key else f"--parallelism.{key}", *map(str, words)]
     # Under pipeline parallelism the rank that writes the file is not rank 0, which may read it before the last line.
     return max(run_ranks(losses, world_size, str(path), overrides), key=len)
 

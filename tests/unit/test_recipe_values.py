@@ -34,7 +34,11 @@ BAD_VALUES = [
         for table, key in (("checkpoint", "folder"), ("profiler", "save_traces_folder"))
         for path in ("", ".", "../../x", "a/../..", "/tmp/x", "~/x", "gs://x")
     ],
-    ("[profiler]\nenable_profiling = true\nprofile_freq = 3", "profiler.profile_freq = 3", "profiler_warmup + profiler_active or more"),
+    (
+        "[profiler]\nenable_profiling = true\nprofile_freq = 3",
+        "profiler.profile_freq = 3",
+        "profiler_warmup + profiler_active or more",
+    ),
     ("[data]\nsource = 'files'", "data.files = []", 'data.source = "files"'),
     ("[data]\ntokenizer = 'hf'", "data.tokenizer_path is missing", 'data.tokenizer = "hf"'),
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
