@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
@@ -14,7 +15,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, load
 compat.install()
 
 from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
-from titan_muon.titan.run.checkpoints import flaw, saved_steps  # noqa: E402
+from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
 from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
 
@@ -184,6 +185,20 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("fcntl.lockf", in_use)
     with FolderLock() as lock, pytest.raises(RecipeError, match="in use by process 7 on node-a"):
         agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Path, enable: bool) -> None:
+    """It must keep a time-out of its own; without checkpoints there is none."""
+    others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = RunCheckpoints.Config(enable=enable, async_mode="async", initial_load_model_only=False)
+        checkpoints = config.build(states={}, base_folder=str(tmp_path), **others)
+        assert not enable or checkpoints.pg.group_desc == compat.ASYNC_CHECKPOINT
+        checkpoints.close()
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,8 @@ class RunCheckpoints(CheckpointManager):
         self.resume = config.resume
         self._forced = False
         super().__init__(config, **kwargs)
-        if config.async_mode != "disabled":
+        if config.enable and config.async_mode != "disabled":
+            # Known by this, it keeps its own time-out: compat.time_out_all_groups says why.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def save_now(self, step: int) -> None:
