@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from tests import tiny
@@ -15,8 +16,9 @@ from titan_muon.titan.recipe.files import keys_of_the_command_line
 compat.install()
 
 from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
-from titan_muon.titan.run.checkpoints import flaw, saved_steps  # noqa: E402
+from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
 from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run, run_folders  # noqa: E402
+from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
 from titan_muon.titan.run_name import what_differs  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -168,7 +170,7 @@ def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.
     with FolderLock() as lock:
         found = agree(asked, None, lock, interrupted=str(run))
     assert found == Run(str(run), str(run), str(run / "checkpoint" / "step-6"), 6, 12.0, restarted=True)
-    assert trainer_config(asked, found).checkpoint.exclude_from_loading == []
+    assert trainer_config(asked, found, 1).checkpoint.exclude_from_loading == []
     with FolderLock() as lock:
         assert agree(asked, None, lock, interrupted=other.folder).step == 0, "nothing was saved there"
 
@@ -185,6 +187,20 @@ def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("fcntl.lockf", in_use)
     with FolderLock() as lock, pytest.raises(RecipeError, match="in use by process 7 on node-a"):
         agree(tiny.recipe(tmp_path, checkpoint__load="latest"), None, lock)
+
+
+@pytest.mark.parametrize("enable", [False, True])
+def test_the_group_of_asynchronous_checkpoints_is_told_from_others(tmp_path: Path, enable: bool) -> None:
+    """It must keep a time-out of its own; without checkpoints there is none."""
+    others = {"dataloader": None, "model_parts": [], "optimizers": None, "lr_schedulers": None, "sd_adapter": None}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = RunCheckpoints.Config(enable=enable, async_mode="async", initial_load_model_only=False)
+        checkpoints = config.build(states={}, base_folder=str(tmp_path), **others)
+        assert not enable or checkpoints.pg.group_desc == compat.ASYNC_CHECKPOINT
+        checkpoints.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_only_a_new_folder_is_discarded(tmp_path: Path) -> None:
@@ -227,13 +243,13 @@ def test_a_run_is_named_after_what_differs_from_the_run_before(tmp_path: Path) -
 
 
 def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> None:
-    recipe = tiny.recipe(tmp_path, training__steps=9, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
+    recipe = tiny.recipe(tmp_path, training__steps=4, dump_folder=str(tmp_path / "other"), metrics__log_freq=1)
     given = keys_of_the_command_line(tmp_path / "tiny.toml", recipe)
     assert given == ("dump_folder", "training.steps"), "log_freq is what the file says"
     ruled = tmp_path / "ruled.toml"
     ruled.write_text(RULED)
     assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
-    assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=9", "training.steps=9"]
+    assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=4", "training.steps=4"]
 
 
 def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:

@@ -87,7 +87,8 @@ class RunCheckpoints(CheckpointManager):
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """What leaves saving out of the training's time; set by the trainer."""
         super().__init__(config, **kwargs)
-        if config.async_mode != "disabled":
+        if config.enable and config.async_mode != "disabled":
+            # Known by this, it keeps its own time-out: compat.time_out_all_groups says why.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
