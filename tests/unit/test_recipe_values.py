@@ -186,6 +186,18 @@ BAD_VALUES = [
     ("[comm]\ntrain_timeout_seconds = 0", "comm.train_timeout_seconds = 0", "1 or more"),
     ("[comm]\ntrace_buf_size = -1", "comm.trace_buf_size = -1", "0 or more"),
     ("[debug]\nseed = -1", "debug.seed = -1", "0 or more"),
+    ("[parallelism]\npipeline_parallel_schedule_csv = ''", 'pipeline_parallel_schedule_csv = ""', "not empty"),
+    ("[parallelism]\npipeline_parallel_layers_per_stage = 0", "pipeline_parallel_layers_per_stage = 0", "1 or more"),
+    (
+        "[parallelism]\npipeline_parallel_first_stage_less_layers = -1",
+        "pipeline_parallel_first_stage_less_layers = -1",
+        "0 or more",
+    ),
+    (
+        "[parallelism]\npipeline_parallel_last_stage_less_layers = -1",
+        "pipeline_parallel_last_stage_less_layers = -1",
+        "0 or more",
+    ),
     ("[profiler]\nprofile_freq = 0", "profiler.profile_freq = 0", "1 or more"),
     ("[[optimizer.rule]]\nmatch = ''\noptimizer = 'adamw'", 'optimizer.rule[0].match = ""', "not empty"),
     (f"{RULE}''", 'optimizer.rule[0].optimizer = ""', "not empty"),

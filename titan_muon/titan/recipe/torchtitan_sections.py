@@ -1,7 +1,6 @@
-"""The tables of a recipe that TorchTitan also has, with its names for them and their keys: a test holds them so.
+"""The tables of a recipe that TorchTitan also has, with its names for them and their keys: a test holds them so."""
 
-Pure data, frozen: no torch, no torchtitan, nothing derived. A key that is `None` here is absent from the TOML.
-"""
+# Pure data, frozen: no torch, no torchtitan, nothing derived. A key that is `None` here is absent from the TOML.
 
 import posixpath
 from dataclasses import dataclass
@@ -12,12 +11,11 @@ from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, 
 # A path that leads elsewhere would let two runs share a folder, and each purge the other's checkpoints.
 INSIDE_RUN = Constraint(
     "a relative path inside the run's folder",
-    lambda value: (
-        not value.startswith(("/", "~"))
-        and "://" not in value
-        and posixpath.normpath(value).split("/")[0] not in ("", ".", "..")
+    lambda path: (
+        not path.startswith(("/", "~")) and "://" not in path and posixpath.normpath(f"run/{path}").startswith("run/")
     ),
 )
+STATES = each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
 PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 
 
@@ -207,9 +205,7 @@ class Checkpoint:
     initial_load_in_hf_quantized: bool = False
     """Those safetensors are quantized, as DeepSeek-V3 is published."""
 
-    exclude_from_loading: Annotated[
-        tuple[str, ...], each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
-    ] = ()
+    exclude_from_loading: Annotated[tuple[str, ...], STATES] = ()
     """States that are not loaded: optimizer, lr_scheduler, dataloader, train_state."""
 
 
