@@ -94,18 +94,19 @@ class Agreement:
             reports[each] = said[0]
         return digests, reports
 
-    def raise_together(self, fault: str | None) -> None:
+    def raise_together(self, fault: ValueError | None) -> None:
         """Raise ValueError on every rank of the world if there is a fault on any, with that of the lowest rank."""
+        # A rank that raised by itself would leave the others waiting for it in the next collective.
         if self._size == 1:
             if fault is not None:
-                raise ValueError(fault)
+                raise fault
             return
         world = self._host_group(tuple(range(self._size)))
         lowest = torch.tensor([self._size if fault is None else self._rank], device="cpu")
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world)
         rank = int(lowest.item())
         if rank < self._size:
-            said = [fault]
+            said = [None if fault is None else str(fault)]
             dist.broadcast_object_list(said, src=rank, group=world)
             raise ValueError(f"{said[0]} (on rank {rank})")
 
@@ -171,6 +172,12 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
     # Only ranks that hold the same parameters must agree: pipeline stages and towers on disjoint meshes plan apart.
     for digest in dict.fromkeys(digests):
         others = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
+        empty = [peer for peer in others if not reports[digests[peer]].ranks]
+        if empty:
+            raise ValueError(
+                f"Muon has no parameter to train on ranks {empty}, which hold parameters that rank "
+                f"{digests.index(digest)} trains: it was given none there, or all of them are frozen"
+            )
         if others:
             raise ValueError(
                 f"ranks {others} planned another Muon step than rank {digests.index(digest)}: build the optimizer on "

@@ -84,7 +84,6 @@ class Muon(Optimizer):
         self._options = options
         self._collectives = registry.exchange_entry(options.exchange).collectives
         self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._world_size = dist.get_world_size() if dist.is_initialized() else 1
         self._agreement = Agreement()
         self._build: Built | None = None
         # A rank may have no matrix where others have some; torch refuses an empty list, but not an empty group.
@@ -198,7 +197,7 @@ class Muon(Optimizer):
             averages = dict(self._saved_averages(state_dict))
         except ValueError as error:
             fault = error
-        self._agree_on(fault)
+        self._agreement.raise_together(fault)
         super().load_state_dict(state_dict)
         dtype = DTYPES[self._options.state_dtype]
         for parameter, average in averages.items():
@@ -271,7 +270,7 @@ class Muon(Optimizer):
             fault = next((ValueError(text) for text in storage_faults(planned)), None)
         except ValueError as error:
             fault = error
-        self._agree_on(fault)
+        self._agreement.raise_together(fault)
         known = {
             ranks: group
             for trained in planned.params
@@ -279,16 +278,6 @@ class Muon(Optimizer):
         }
         self._agreement.open(report, known, planned.device)
         self._build = build(planned, self._options, self._collectives(), self._agreement)
-
-    def _agree_on(self, fault: ValueError | None) -> None:
-        """Raise on every rank what is wrong on any, and on the rank with the fault the error itself."""
-        # Each rank alone must not raise before the others know: they would wait for it in the next collective.
-        try:
-            self._agreement.raise_together(None if fault is None else str(fault))
-        except ValueError:
-            if fault is not None and self._world_size == 1:
-                raise fault from None
-            raise
 
     def _trained_params(self) -> Iterator[TrainedParam]:
         seen: set[str] = set()

@@ -165,4 +165,4 @@ def test_what_only_one_rank_cannot_do_is_refused_on_all() -> None:
     messages = run_ranks(build_with_a_frozen_rank, 4)
     assert set(messages) == {messages[0]}
     assert "no parameter to train" in messages[0]
-    assert "on rank 1" in messages[0]
+    assert "on ranks [1]" in messages[0]

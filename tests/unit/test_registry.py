@@ -11,6 +11,12 @@ import torch
 
 from titan_muon import Muon
 from titan_muon.registry import Registry, optimizers, shared_options
+from titan_muon.titan import compat
+
+compat.install()
+
+# Registers the optimizers of this package.
+import titan_muon.titan.optimizers  # noqa: E402, F401
 
 
 @pytest.fixture

@@ -181,6 +181,8 @@ class ModuleHooks:
         """Take the gradients of this module, send them to the owners, and reshard."""
         self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
+        # None is the dtype of the unsharded parameter on every torch; FSDP2 itself reduces in the parameter's own dtype
+        # from 2.15 on.
         reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
         for param in self.group.trained:
             # Sums over microbatches are kept in the reduce dtype; one that is sent at once is cast on its way.

@@ -41,8 +41,7 @@ def own(
         mesh: mesh as for `Owners`, with `params`, if this module is all that is owned.
         params: parameters to own, see `Owners`.
         owners: owners of the whole model's parameters, instead of `mesh` and `params`.
-        mp_policy: policy of `fully_shard`: parameters travel in `param_dtype`, gradients in `reduce_dtype`. Without one
-            they travel in `param_dtype` here, on every torch; `fully_shard` itself does so before torch 2.15.
+        mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without one in `param_dtype`.
         reshard_after_forward: whether the copies are freed between forward and backward.
         offload_policy: CPUOffloadPolicy keeps owned parameters, and their gradients, on the host.
         gradient_divide_factor: number that sums of gradients are divided by; by default the ranks, for the mean.
