@@ -16,7 +16,7 @@ from titan_muon.titan.launch import watchdog as watchdog_module
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import LOCK_FILE, FolderLock
-from titan_muon.titan.launch.watchdog import Sign, Watchdog, late_ranks
+from titan_muon.titan.launch.watchdog import Sign, Watchdog, is_sibling, late_ranks
 from titan_muon.titan.recipe import RecipeError
 
 LAUNCHER = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -131,6 +131,7 @@ def test_a_silent_rank_is_named_once_and_ended(
     ranks = [Watchdog(store, rank, 3, first_timeout=2, timeout=2) for rank in range(3)]
     monkeypatch.setattr(Watchdog, "_sign", lambda self: Sign("h", 100 + self._rank, self._stage, self._beat))
     monkeypatch.setattr(watchdog_module.socket, "gethostname", lambda: "h")
+    monkeypatch.setattr(watchdog_module, "is_sibling", lambda pid: True)
     ranks[2]._tell()
     with pytest.raises(RuntimeError, match="timed out"), ranks[0], ranks[1]:  # noqa: PT012 (the wait is what is tested)
         time.sleep(2.2)
@@ -176,3 +177,15 @@ def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
     with FolderLock() as lock:
         lock.take(str(tmp_path))
         assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
+    """A host's name may be that of another container, where the same process number means another process."""
+    ours = "import sys, titan_muon.titan.launch.watchdog as w; sys.exit(not w.is_sibling(int(sys.argv[1])))"
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        asked = [
+            subprocess.run([sys.executable, "-c", ours, str(pid)], check=False) for pid in (child.pid, os.getppid())
+        ]
+        child.kill()
+    assert [one.returncode for one in asked] == [0, 1]
+    assert not is_sibling(2**22 + 1), "there is no such process"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -160,7 +161,7 @@ class Watchdog:
         silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
         for sign in silent:
             # Their launcher sends SIGTERM, which a stopped process does not get, and then waits for half a minute.
-            if sign.host == socket.gethostname():
+            if sign.host == socket.gethostname() and is_sibling(sign.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sign.pid, signal.SIGKILL)
         return bool(silent)
@@ -180,6 +181,16 @@ class Watchdog:
         return {
             rank: Sign.decode(self._store.get(key).decode()) for rank, key in keys.items() if self._store.check([key])
         }
+
+
+def is_sibling(pid: int) -> bool:
+    """Whether a process was started by this one's launcher, as the other ranks of its node were."""
+    # Two containers may have one host name, and the same number there is somebody else's process here.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    except OSError:
+        return False
+    return int(fields[1]) == os.getppid()
 
 
 def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: int) -> str:
