@@ -153,5 +153,6 @@ def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss", "val_loss", "bits_per_byte", "tokens_per_second", "time/optimizer", "memory_gib"} <= tags
+    assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
+    assert {"tokens_per_second", "time/optimizer", "memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)

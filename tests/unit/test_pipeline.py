@@ -156,7 +156,7 @@ def test_every_pipeline_option_reaches_torchtitan(tmp_path: Path) -> None:
         + f"pipeline_parallel_schedule_csv = '{order}'\npipeline_parallel_layers_per_stage = 3\n"
         + "pipeline_parallel_first_stage_less_layers = 0\npipeline_parallel_last_stage_less_layers = 2\n"
     )
-    found = trainer_config(load(file, []), Run(folder=str(tmp_path))).parallelism
+    found = trainer_config(load(file, []), Run(folder=str(tmp_path)), 2).parallelism
     assert found.module_fqns_per_model_part == [
         ["tok_embeddings", "layers.0", "layers.1"],
         ["layers.2", "layers.3", "norm", "lm_head"],

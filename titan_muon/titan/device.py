@@ -5,6 +5,7 @@ themselves (`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`), and g
 """
 
 import time
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -38,6 +39,12 @@ def adamw_implementation(chosen: str) -> str:
 def pins_batches() -> bool:
     """Whether batches are put in pinned memory: only from there does a copy to a CUDA device run beside the host."""
     return torch.cuda.is_available()
+
+
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """A context after which the random state of the host and of `device` is what it was."""
+    # The host's state is forked always, and an accelerator's only where it is named.
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def now(device: torch.device) -> torch.Event | float:

@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from titan_muon.titan import compat
+from titan_muon.titan.device import forked_rng
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.sections import Parallelism
 
@@ -113,7 +114,7 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             setattr(complete, name, module)
     # TorchTitan gives every stage a seed of its own, with which a model would start otherwise on each pipeline degree.
     # That seed goes on afterwards.
-    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type), device:
+    with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)
     # It would keep the whole model's modules for as long as the stage lives.
