@@ -57,12 +57,16 @@ def _symmetric_tiles(  # type: ignore[no-untyped-def]
         result += beta * tl.load(c_tile, mask=inside, other=0.0).to(tl.float32)
     result += tl.where(rows[:, None] == cols[None, :], delta, 0.0)
     rounded = result.to(d_ptr.dtype.element_ty)
+    # The mirror of what was rounded, and not sums of its own, whose order may differ: the iteration takes its matrices
+    # for symmetric to the last bit. A tile on the diagonal mirrors its own lower triangle, since no dot product
+    # promises that (r, c) and (c, r) are summed alike.
+    mirrored = tl.trans(rounded)
+    if i == j:
+        rounded = tl.where(rows[:, None] >= cols[None, :], rounded, mirrored)
     tl.store(d_ptr + batch * d_batch + rows[:, None] * d_row + cols[None, :] * d_col, rounded, mask=inside)
-    # The mirror of what was rounded, and not a tile of its own, whose sums would have another order: the iteration
-    # takes its matrices for symmetric to the last bit.
     if i != j:
         mirror = d_ptr + batch * d_batch + cols[:, None] * d_row + rows[None, :] * d_col
-        tl.store(mirror, tl.trans(rounded), mask=(cols[:, None] < size) & (rows[None, :] < size))
+        tl.store(mirror, mirrored, mask=(cols[:, None] < size) & (rows[None, :] < size))
 
 
 def symmetric_product(
