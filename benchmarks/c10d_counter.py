@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -20,20 +21,27 @@ NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of this rank, without the underscores of its operator's name.
+    """One collective of this rank, without the underscores of its operator's name, among global `ranks`.
 
     `payload` are the bytes of the tensors that it passes in. `sent` are those that have to leave it, whatever the
     backend does: what others need of them, once for each of them; a ring's share for an all-reduce.
     """
 
     name: str
-    group_size: int
+    ranks: tuple[int, ...]
     payload: int
     sent: int
+
+    @property
+    def group_size(self) -> int:
+        """Number of ranks that take part."""
+        return len(self.ranks)
 
 
 class CollectiveCounter(TorchDispatchMode):
     """While active, appends a Call to `calls` for each collective."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,8 +56,9 @@ class CollectiveCounter(TorchDispatchMode):
         # Only then does a DTensor break its operation into collectives and operations on its local tensor.
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        name = func._schema.name.split("::")[1]
-        if func.namespace in NAMESPACES and name not in NO_COLLECTIVES:
+        # Operators of higher order, such as FlexAttention's, have no schema.
+        name = func._schema.name.split("::")[1] if isinstance(func, torch._ops.OpOverload) else ""
+        if name not in ("", *NO_COLLECTIVES) and func.namespace in NAMESPACES:
             self.calls.append(_call(name, func, args, kwargs or {}))
         return self.run(func, args, kwargs or {})
 
@@ -87,7 +96,8 @@ def _call(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     group = _group(arguments)
     operator = Operator(arguments, dist.get_world_size(group), dist.get_rank(group))
-    return Call(plain, operator.size, _bytes(operator.input), SENT[plain](operator))
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Call(plain, ranks, _bytes(operator.input), SENT[plain](operator))
 
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -7,7 +7,7 @@ from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 
-from titan_muon.dtensor import held_indices, local
+from titan_muon.dtensor import held_indices, local, storage_device
 
 Init = Callable[[torch.Tensor], object]
 
@@ -23,7 +23,7 @@ def normal(std: float) -> Init:
         # and has none on the CPU. One matrix of a stack at a time: a whole stack would not fit beside the model.
         piece = local(tensor)
         # What another pipeline stage holds is on the meta device here: drawn like the stage's own, and dropped.
-        device = torch.get_default_device() if piece.is_meta else piece.device
+        device = torch.get_default_device() if piece.is_meta else storage_device(tensor)
         *stack, rows, columns = held_indices(tensor)
         for number in range(len(tensor) if stack else 1):
             whole = torch.empty(tensor.shape[-2:], dtype=tensor.dtype, device=device).normal_(std=std)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import registry
 from .agreement import Agreement, PlanReport
-from .dtensor import local, mesh_axes
+from .dtensor import mesh_axes, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import NonfiniteCounter
@@ -42,7 +42,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
     """Plan the step of these parameters. Raises ValueError as `plan_step` does."""
     if not params:
         return _nothing(options, rank)
-    device = local(params[0].param).device
+    device = storage_device(params[0].param)
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
     plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options)

@@ -68,20 +68,28 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def storage_device(tensor: Tensor) -> torch.device:
+    """Device of a tensor's storage; on a rank outside of its mesh, the device that it has on the others."""
+    # There the local tensor is empty, and DTensor's operators make it on the CPU whatever the mesh is of.
+    if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
+        kind = tensor.device_mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    return local(tensor).device
+
+
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
     """Along each dim, the indices of the whole tensor whose elements this rank holds, in the order of its storage.
 
-    Empty for a rank that is not on the tensor's mesh.
+    On the CPU, whatever the tensor is on; empty for a rank that is not on the tensor's mesh.
     """
-    device = local(tensor).device
     if not isinstance(tensor, DTensor):
-        return tuple(torch.arange(size, device=device) for size in tensor.shape)
+        return tuple(torch.arange(size, device="cpu") for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()
+    empty = torch.arange(0, device="cpu")
     if coordinate is None:
-        return tuple(torch.arange(0, device=device) for _ in tensor.shape)
+        return tuple(empty for _ in tensor.shape)
     dims = region(layout_of("", tensor), coordinate)
-    empty = torch.arange(0, device=device)
-    return tuple(torch.cat([empty, *(torch.arange(a, b, device=device) for a, b in dim)]) for dim in dims)
+    return tuple(torch.cat([empty, *(torch.arange(a, b, device="cpu") for a, b in dim)]) for dim in dims)
 
 
 def layer_of(fqn: str) -> str:

@@ -1,0 +1,290 @@
+"""A machine with GPUs that are not there: CUDA tensors without memory, and a torch.cuda that never waits.
+
+A CUDA build of PyTorch is needed, and no GPU. Tensors on `cuda` are FakeTensors, those on `cpu` are real; what a
+program would read from a GPU raises where reading is forbidden, and is made up elsewhere.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch._dynamo.polyfills.loader
+import torch.nn.attention.flex_attention as flex
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+GPU = torch.device("cuda:0")
+CPU = torch.device("cpu")
+NAME, CAPABILITY, MEMORY = "NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30
+COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
+
+
+class DeviceSync(AssertionError):
+    """The host waited for the device where it must not."""
+
+
+class FakeGpu(FakeTensorMode):
+    """The mode under which tensors of CUDA devices are fake. Made by `fake_gpu`.
+
+    Attributes:
+        size: what every size is that the host reads from the device, where it may: sizes are integers of 64 bits.
+        syncs: the operators by which the host read or waited, in order.
+        has_meta_tensors: whether the program makes tensors of the meta device itself, as it does while it builds.
+    """
+
+    # The real guard of CUDA devices asks the driver; with this set, FakeTensorMode puts one in place that does nothing.
+    avoid_device_init = True
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.size = 0
+        self.syncs: list[str] = []
+        self.has_meta_tensors = True
+        self._forbids, self._moment = False, 0
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Meanwhile the host may neither read from the device nor wait for what was queued since the beginning."""
+        before, self._forbids = self._forbids, True
+        self._moment += 1
+        try:
+            yield
+        finally:
+            self._forbids = before
+
+    def sync(self, what: str, moment: int | None = None) -> None:
+        """Note that the host waits, for all that is queued or for what was queued at an earlier `moment`.
+
+        Raises DeviceSync where that is forbidden.
+        """
+        self.syncs.append(what)
+        if self._forbids and (moment is None or moment == self._moment):
+            raise DeviceSync(f"{what}: the host waits for the device")
+
+    def moment(self) -> int:
+        """A number that is another one after the next `no_sync` began."""
+        return self._moment
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        leaves = tree_leaves((args, kwargs))
+        fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
+        device = kwargs.get("device")
+        if device is not None and device.type == "meta" and (fakes or not self.has_meta_tensors):
+            # What C++ makes like a fake tensor: there, it is a tensor of the meta device (see `_seen_from_cpp`).
+            kwargs["device"] = device = GPU
+        if not fakes and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in (*leaves, device)):
+            return _on_host(func, args, kwargs)
+        if device == CPU and func not in COPIES:
+            # A tensor of the host like one of the device: memory of its own, which is really there.
+            kwargs.pop("pin_memory", None)
+            return _on_host(func, *tree_map_only(FakeTensor, _zeros, (args, kwargs)))
+        if func in COPIES:
+            return self._copy(func, args, kwargs)
+        if func in READS:
+            self.sync(str(func))
+            return self.size
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _copy(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        to, source = (args[0], args[1]) if func is COPIES[1] else (None, args[0])
+        target = to.device if to is not None else torch.device(kwargs.get("device") or source.device)
+        waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        if source.device.type != target.type and waits:
+            self.sync(f"{func} from {source.device.type} to {target.type}")
+        if target.type != "cpu":
+            return super().__torch_dispatch__(func, (), args, kwargs)
+        made_up = _zeros(source, kwargs.get("dtype"))
+        if made_up.dtype == torch.int64:
+            made_up.fill_(self.size)
+        return made_up if to is None else to.copy_(made_up.to(to.dtype))
+
+
+def _zeros(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """A real tensor of the host, as large as a fake one."""
+    return torch.zeros(tensor.shape, dtype=tensor.dtype if dtype is None else dtype, device=CPU)
+
+
+def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    # Pinned memory is the driver's.
+    if func is torch.ops.aten._pin_memory.default:
+        return args[0].clone()
+    if kwargs.get("pin_memory"):
+        kwargs["pin_memory"] = False
+    return func(*args, **kwargs)
+
+
+class FakeEvent:
+    """An event of the device, reached at once. To wait for one of the same step is to wait for the device."""
+
+    gpu: FakeGpu
+
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        self._moment = self.gpu.moment()
+
+    def record(self, stream: object = None) -> None:
+        """Note when it was recorded."""
+        self._moment = self.gpu.moment()
+
+    def wait(self, stream: object = None) -> None:
+        """A stream waits, not the host."""
+
+    def query(self) -> bool:
+        """Whether the device is there."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.gpu.sync("Event.synchronize", self._moment)
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        """No time passes, but rates are divided by it."""
+        return 1.0
+
+
+class FakeStream:
+    """A stream of the device, which runs nothing."""
+
+    device_type, device_index, stream_id, cuda_stream = 1, 0, 0, 0
+    device = GPU
+    gpu: FakeGpu
+
+    def __init__(self, device: object = None, priority: int = 0, **kwargs: object) -> None:
+        self.priority = priority
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        """A stream waits, not the host."""
+
+    def wait_event(self, event: FakeEvent) -> None:
+        """A stream waits, not the host."""
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        """Record an event, by default a new one."""
+        event = torch.cuda.Event() if event is None else event
+        event.record()
+        return event
+
+    def query(self) -> bool:
+        """Whether the device is there."""
+        return True
+
+    def synchronize(self) -> None:
+        """The host waits."""
+        self.gpu.sync("Stream.synchronize")
+
+
+@contextmanager
+def fake_gpu() -> Iterator[FakeGpu]:
+    """Stand in for a machine with 8 GPUs, in this process, until the end of the block.
+
+    Raises RuntimeError unless PyTorch was built with CUDA.
+    """
+    if not torch.backends.cuda.is_built():
+        raise RuntimeError("a rehearsal needs a CUDA build of PyTorch, with or without a GPU: make newest")
+    gpu = FakeGpu()
+    with ExitStack() as stack:
+        for module, replaced in _replaced(gpu):
+            for name, value in replaced.items():
+                stack.enter_context(mock.patch.object(module, name, value, create=True))
+        for hop in (flex_attention, flex_attention_backward):
+            # Operators of higher order have one implementation for each mode, found by its class.
+            hop.python_key_table[FakeGpu] = hop.python_key_table[FakeTensorMode]
+        stack.enter_context(gpu)
+        yield gpu
+
+
+def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
+    """What is replaced meanwhile, by the module or class that has it."""
+    # Classes of this machine: annotations name them, and code asks whether something is one of them.
+    event, stream = (type(kind.__name__, (kind,), {"gpu": gpu}) for kind in (FakeEvent, FakeStream))
+    return (
+        (torch.cuda, _cuda(gpu, event, stream)),
+        (torch.accelerator, _accelerator()),
+        (torch, {"Event": event}),
+        # Nothing can be compiled for a device without a driver. Uncompiled, FlexAttention is one operator all the same.
+        (flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}),
+        (torch._dynamo.config, {"disable": True}),
+        *_seen_from_cpp(),
+    )
+
+
+def _accelerator() -> dict[str, object]:
+    return {
+        "is_available": lambda: True,
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_device_index": lambda: 0,
+        "device_count": lambda: 8,
+    }
+
+
+def _cuda(gpu: FakeGpu, event: type, stream: type) -> dict[str, object]:
+    current = stream()
+    properties = types.SimpleNamespace(
+        name=NAME, total_memory=MEMORY, major=CAPABILITY[0], minor=CAPABILITY[1], multi_processor_count=132
+    )
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,
+        "device_count": lambda: 8,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: CAPABILITY,
+        "get_device_properties": lambda device=None: properties,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "is_current_stream_capturing": lambda: False,
+        "Stream": stream,
+        "Event": event,
+        "current_stream": lambda device=None: current,
+        "default_stream": lambda device=None: current,
+        "stream": _current,
+        "synchronize": lambda device=None: gpu.sync("cuda.synchronize"),
+        "empty_cache": lambda: None,
+        "memory_stats": lambda device=None: {},
+        "reset_peak_memory_stats": lambda device=None: None,
+        "manual_seed": lambda seed: None,
+        "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8, device=CPU),
+        "set_rng_state": lambda *args, **kwargs: None,
+    }
+
+
+@contextmanager
+def _current(stream: FakeStream) -> Iterator[FakeStream]:
+    yield stream
+
+
+def _seen_from_cpp() -> Sequence[tuple[Any, dict[str, object]]]:
+    """Fake tensors that are of the meta device in C++ and of a CUDA device in Python.
+
+    Autograd's engine runs what it takes for CUDA on a thread for each GPU, and asks the driver for its streams.
+    """
+    make_subclass = torch.Tensor._make_subclass
+
+    def make(
+        cls: type, elem: Tensor, requires_grad: bool = False, *, dispatch_device: bool = False, **kwargs: Any
+    ) -> Any:
+        return make_subclass(cls, elem, requires_grad, **kwargs)
+
+    def kind(name: str, read: Callable[[Any], torch.device]) -> property:
+        return property(lambda tensor: read(tensor).type == name)
+
+    def local(tensor: Any) -> torch.device:
+        return tensor._local_tensor.device
+
+    kinds = ("cuda", "cpu", "meta")
+    return (
+        (torch.Tensor, {"_make_subclass": staticmethod(make)}),
+        (FakeTensor, {f"is_{name}": kind(name, lambda tensor: tensor.fake_device) for name in kinds}),
+        (DTensor, {"device": property(local), **{f"is_{name}": kind(name, local) for name in kinds}}),
+    )

@@ -1,0 +1,138 @@
+"""What happens on a fake GPU: operations by kind, collectives in order, and the bytes that are alive."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+VIEWS = (
+    "view",
+    "_unsafe_view",
+    "slice",
+    "select",
+    "transpose",
+    "t",
+    "expand",
+    "split",
+    "detach",
+    "alias",
+    "as_strided",
+)
+"""Operators that launch nothing: they look at memory that is there."""
+
+
+class Operations(TorchDispatchMode):
+    """While active, counts operators on the device by their name in `counts`."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        name = str(func.name() if callable(func.name) else func.name).split("::")[-1].split(".")[0]
+        if name not in VIEWS and any(_on_device(leaf) for leaf in tree_leaves((args, kwargs or {}))):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class LiveMemory(TorchDispatchMode):
+    """While active, knows the bytes of device storage that are alive, and what was alive at the peak.
+
+    Attributes:
+        alive: bytes alive now.
+        peak: most bytes alive at one time since the last `reset`.
+        at_peak: sizes of the storages that were alive then, by their key.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.alive = self.peak = 0
+        self.at_peak: dict[int, int] = {}
+        self._risen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if _on_device(leaf):
+                self._add(leaf.untyped_storage())
+        return result
+
+    @contextmanager
+    def following_resizes(self) -> Iterator[LiveMemory]:
+        """Be active, and see storages that change their size: FSDP frees parameters so, and allocates them again."""
+        resize = torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage._cdata in self._sizes:
+                self._set(storage._cdata, size)
+            return result
+
+        with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
+            yield self
+
+    def reset(self) -> None:
+        """Look for the peak from now on."""
+        self.peak, self.at_peak, self._risen = self.alive, dict(self._sizes), False
+
+    def largest(self) -> dict[int, int]:
+        """Sizes of the storages that were alive at the peak, by their key."""
+        return dict(self._sizes) if self._risen else self.at_peak
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = 0
+            weakref.finalize(storage, self._drop, key)
+        self._set(key, storage.nbytes())
+
+    def _drop(self, key: int) -> None:
+        self._set(key, 0)
+        del self._sizes[key]
+
+    def _set(self, key: int, size: int) -> None:
+        change = size - self._sizes[key]
+        if change < 0 and self._risen:
+            # Memory rises many times in a row: only before it falls is what is alive worth noting.
+            self.at_peak, self._risen = dict(self._sizes), False
+        self._sizes[key] = size
+        self.alive += change
+        if self.alive > self.peak:
+            self.peak, self._risen = self.alive, True
+
+
+def _on_device(leaf: object) -> bool:
+    return isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda"
+
+
+def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """The device storages that these tensors are in, by key, and the bytes that they take of each.
+
+    FSDP pads shards and keeps gradients of a layer in one storage, of which something else may have been a part.
+    """
+    taken: Counter[int] = Counter()
+    for tensor in tensors:
+        stored = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if _on_device(stored):
+            taken[stored.untyped_storage()._cdata] += stored.numel() * stored.element_size()
+    return taken

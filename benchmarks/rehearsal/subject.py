@@ -1,0 +1,140 @@
+"""What a recipe trains on one rank of a fake machine: TorchTitan's own trainer, without data, files and threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from benchmarks.rehearsal.fake_gpu import FakeGpu
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.run.runs import Run
+from titan_muon.titan.run.trainer import MuonTrainer
+from titan_muon.titan.run.trainer_config import trainer_config
+
+NODE = 8
+"""GPUs of a node."""
+
+
+class NoTokenizer(BaseTokenizer):
+    """Stands in for the tokenizer, whose file a rehearsal need not have."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """No options."""
+
+    def __init__(self, config: Config, **kwargs: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        """No tokens."""
+        return []
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        """No text."""
+        return ""
+
+    def get_vocab_size(self) -> int:
+        """Fits into any embedding."""
+        return 0
+
+
+class NoData(BaseDataLoader):
+    """Batches of zeros, of one document each."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        """No options."""
+
+    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **kwargs: Any) -> None:
+        self._shape = (local_batch_size, seq_len)
+
+    def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+        while True:
+            positions = torch.arange(self._shape[1]).expand(self._shape).contiguous()
+            yield (
+                {"input": torch.zeros(self._shape, dtype=torch.int64), "positions": positions},
+                torch.zeros(self._shape, dtype=torch.int64),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to save."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+
+class _NeverStops:
+    """Stands in for the signals of a run."""
+
+    def begin_step(self) -> None:
+        """Nothing is asked."""
+
+    def stop_after_step(self) -> bool:
+        """Nobody asked to stop."""
+        return False
+
+
+@contextmanager
+def fake_rank(world_size: int, rank: int) -> Iterator[None]:
+    """Be one rank of a job: its environment, and the default process group, which answers for all others."""
+    ours = {
+        "RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_RANK": rank % NODE,
+        "LOCAL_WORLD_SIZE": min(NODE, world_size),
+    }
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update({name: str(value) for name, value in ours.items()})
+    # Threads: the group's store of another rank in the same process would otherwise be the old one.
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def without_files(recipe: Recipe) -> Recipe:
+    """The recipe without what is written or read beside the training step, and with one pass of gradients a step."""
+    return replace(
+        recipe,
+        training=replace(recipe.training, global_batch_size=-1),
+        checkpoint=replace(recipe.checkpoint, enable=False),
+        validator=replace(recipe.validator, enable=False),
+        metrics=replace(recipe.metrics, enable_tensorboard=False, enable_wandb=False),
+    )
+
+
+def build_trainer(recipe: Recipe, world_size: int, gpu: FakeGpu, folder: str) -> MuonTrainer:
+    """The trainer of a recipe from `without_files`, on the rank that this process is."""
+    config = trainer_config(recipe, Run(folder=folder), world_size)
+    config.tokenizer, config.dataloader = NoTokenizer.Config(), NoData.Config()
+    gpu.has_meta_tensors = True
+    trainer = config.build()
+    gpu.has_meta_tensors = False
+    trainer.stop, trainer.stopped, trainer.first_step = _NeverStops(), False, False
+    # Reporting a step reads the loss: TorchTitan's wait, at the end of the steps that are logged.
+    trainer.metrics_processor.should_log = lambda step: False
+    gpu.size = tokens_for_each_rank(trainer)
+    return trainer
+
+
+def tokens_for_each_rank(trainer: MuonTrainer) -> int:
+    """Tokens that a rank sends to each other in expert parallelism if the router is balanced; it reads them so."""
+    config, ranks = trainer.config, trainer.parallel_dims.ep
+    layers = [layer.moe for layer in trainer.model_config.layers if getattr(layer, "moe", None) is not None]
+    if not layers:
+        return 0
+    tokens = config.training.local_batch_size * config.training.seq_len // trainer.parallel_dims.tp
+    return tokens * layers[0].router.top_k // ranks

@@ -1,0 +1,166 @@
+"""Two training steps of a recipe on one rank, and what was seen of them.
+
+Imported under `fake_gpu` alone: TorchTitan takes its device when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.c10d_counter import CollectiveCounter
+from benchmarks.rehearsal.fake_gpu import FakeGpu
+from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
+from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
+from benchmarks.rehearsal.subject import build_trainer, fake_rank, without_files
+from titan_muon.muon import Muon
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.run.trainer import MuonTrainer
+
+
+def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> Seen:
+    """Two training steps of one rank. Raises DeviceSync if the host waits in the optimizer step."""
+    with ExitStack() as stack:
+        stack.enter_context(fake_rank(world_size, rank))
+        memory = stack.enter_context(LiveMemory().following_resizes())
+        trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
+        return _Rehearsal(trainer, gpu, memory).seen(rank)
+
+
+class _Rehearsal:
+    def __init__(self, trainer: MuonTrainer, gpu: FakeGpu, memory: LiveMemory) -> None:
+        self.trainer, self.gpu, self.memory = trainer, gpu, memory
+        self.muon = next((each for each in trainer.optimizers if isinstance(each, Muon)), None)
+        self.operations: Counter[str] = Counter()
+        self.training_peak = self.step_start = self.step_peak = Bytes(0, 0, 0, 0, 0, 0)
+        self.training: tuple[Collective, ...] = ()
+        self.step: tuple[Collective, ...] = ()
+
+    def seen(self, rank: int) -> Seen:
+        """Take both steps."""
+        made = len(dist.distributed_c10d._world.pg_map)
+        self.memory.reset()
+        constant = _bytes(self.memory.largest(), self._held()).rest
+        first, second = self._train(), self._train()
+        return Seen(
+            rank=rank,
+            matrices=0 if self.muon is None else len(self.muon.plan.matrices),
+            orthogonalized=0 if self.muon is None else self.muon.orthogonalized,
+            operations=dict(self.operations),
+            growing={} if self.muon is None else growing_operations(self.muon, self.gpu),
+            training_peak=self.training_peak,
+            step_start=self.step_start,
+            step_peak=self.step_peak,
+            constant=constant,
+            at_rest=(first, second),
+            training=self.training,
+            step=self.step,
+            groups_made=len(dist.distributed_c10d._world.pg_map) - made,
+            reads=len(self.gpu.syncs),
+        )
+
+    def _train(self) -> int:
+        """A training step. Returns the bytes that are alive after it."""
+        trainer = self.trainer
+        trainer.step += 1
+        self.gpu.syncs.clear()
+        self.memory.reset()
+        batches = trainer.batch_generator(trainer.dataloader)
+        watched = self._watched(trainer.optimizers.step)
+        with mock.patch.object(trainer.optimizers, "step", watched), CollectiveCounter() as self.counter:
+            trainer.train_step(batches)
+        trainer.optimizers.zero_grad()
+        return self.memory.alive
+
+    def _watched(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The optimizer step, seen apart from what comes before it."""
+
+        def watched() -> None:
+            held = self._held()
+            self.training_peak = _bytes(self.memory.largest(), held)
+            self.training = _collectives(self.counter)
+            self.counter.calls.clear()
+            self.memory.reset()
+            self.step_start = _bytes(self.memory.largest(), held)
+            with self.gpu.no_sync(), Operations() as operations:
+                step()
+            self.operations = operations.counts
+            self.step = _collectives(self.counter)
+            # States are there once the first step was taken.
+            self.step_peak = _bytes(self.memory.largest(), {**held, **self._states()})
+
+        return watched
+
+    def _held(self) -> dict[str, Mapping[int, int]]:
+        """Storages by what they hold."""
+        parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
+        found = {
+            "parameters": storages(parameters),
+            "gradients": storages(p.grad for p in parameters if p.grad is not None),
+            **self._states(),
+        }
+        if self.muon is not None:
+            built = self.muon._built
+            batches = (*built.executor.home_batches, *(b for run in built.executor.bucket_batches for b in run))
+            # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
+            found["exchange_buffers"] = _largest(t for s in built.exchange._slots for t in (s.home, s.inbox, s.outbox))
+            found["orthogonalization"] = _largest(batch.whole for batch in batches)
+        return found
+
+    def _states(self) -> dict[str, Mapping[int, int]]:
+        states = (
+            value
+            for optimizer in self.trainer.optimizers
+            for state in optimizer.state.values()
+            for name, value in state.items()
+            if isinstance(value, Tensor) and name != "step"
+        )
+        return {"optimizer_states": storages(states)}
+
+
+def _largest(tensors: Iterable[Tensor]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    for tensor in tensors:
+        for key, size in storages([tensor]).items():
+            found[key] = max(found.get(key, 0), size)
+    return found
+
+
+def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
+    """Operators of Muon's step whose number grows with that of its matrices: half of them need clearly fewer."""
+    options = {field.name: getattr(muon._options, field.name) for field in fields(muon._options)}
+    named = [pair for group in muon.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
+    whole = _operations_of_a_step(muon, gpu)
+    half = _operations_of_a_step(Muon(named[: len(named) // 2], **options), gpu)
+    # A kind that every step has a few of may have one fewer by chance.
+    return {name: count for name, count in whole.items() if count > 8 and half[name] <= 0.75 * count}
+
+
+def _operations_of_a_step(muon: Muon, gpu: FakeGpu) -> Counter[str]:
+    for group in muon.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with gpu.no_sync(), Operations() as operations:
+        muon.step()
+    muon.zero_grad()
+    return operations.counts
+
+
+def _bytes(alive: Mapping[int, int], held: Mapping[str, Mapping[int, int]]) -> Bytes:
+    """What was alive, by what it holds."""
+    sizes = {what: sum(min(size, alive.get(key, 0)) for key, size in keys.items()) for what, keys in held.items()}
+    counted = {field.name: sizes.get(field.name, 0) for field in fields(Bytes) if field.name != "rest"}
+    return Bytes(**counted, rest=sum(alive.values()) - sum(counted.values()))
+
+
+def _collectives(counter: CollectiveCounter) -> tuple[Collective, ...]:
+    return tuple(
+        Collective(call.name, call.ranks, None if call.name in UNEQUAL else call.payload) for call in counter.calls
+    )

@@ -1,0 +1,172 @@
+"""Rehearses every full-size recipe on GPUs that are not there, and holds what was seen against the dry run.
+
+    make rehearse                                           # all of them; needs a CUDA build of PyTorch and no GPU
+    python -m benchmarks.rehearse --only llama3_8b --worlds 8 --ranks 2
+
+For each recipe and number of ranks, one rank takes two training steps at full size: TorchTitan's forward, loss, backward
+and clipping, and the optimizers' step. It fails if the host waits for the device in the optimizer step, if memory is not
+what the dry run says, if buffers stay that should not, if process groups are made after construction, or if two ranks
+see other collectives. docs/rehearsal.md says what cannot be rehearsed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.rehearsal.checks import Expected, collective_faults, faults
+from benchmarks.rehearsal.seen import Seen
+
+ROOT = Path(__file__).parents[1]
+SECONDS = 1800
+"""Most time of one process, which on a loaded machine is many times what it takes on an idle one."""
+
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    "FSDP": (),
+    "owned": ("--placement.muon", "owned"),
+    "TP 8": ("--parallelism.tensor_parallel_degree", "8"),
+    "HSDP 8": ("--parallelism.data_parallel_replicate_degree", "8"),
+    "EP 8": ("--parallelism.expert_parallel_degree", "8"),
+    "EP 8, owned": ("--parallelism.expert_parallel_degree", "8", "--placement.muon", "owned"),
+    "EP 64": ("--parallelism.expert_parallel_degree", "64"),
+    "TP 8, EP 8": ("--parallelism.tensor_parallel_degree", "8", "--parallelism.expert_parallel_degree", "8"),
+    "HSDP 8, owned": ("--parallelism.data_parallel_replicate_degree", "8", "--placement.muon", "owned"),
+    "TP 8, owned": ("--parallelism.tensor_parallel_degree", "8", "--placement.muon", "owned"),
+    "PP 4": ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"),
+}
+WORLDS = (8, 64, 1024)
+REHEARSED: dict[str, tuple[str, str, str]] = {
+    "qwen3_0.6b": ("owned", "FSDP", "HSDP 8"),
+    "qwen3_8b": ("FSDP", "owned", "TP 8"),
+    "llama3_8b": ("TP 8", "HSDP 8", "owned"),
+    "llama3_70b": ("FSDP", "TP 8, owned", "TP 8"),
+    "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "EP 64"),
+    "moonlight": ("EP 8, owned", "EP 8", "EP 64"),
+    "deepseek_v3": ("EP 8", "EP 64", "EP 64"),
+    "kimi_k2": ("EP 8", "EP 64", "EP 64"),
+}
+"""The layout of each recipe at each number of ranks: all of them, over the recipes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A recipe of configs/ on `world` ranks, in one of LAYOUTS."""
+
+    recipe: str
+    world: int
+    layout: str
+
+    def arguments(self) -> list[str]:
+        """What a command of this recipe and layout says."""
+        return ["--config", str(ROOT / "configs" / f"{self.recipe}_muon.toml"), *LAYOUTS[self.layout]]
+
+    def __str__(self) -> str:
+        return f"{self.recipe} @ {self.world}, {self.layout}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was seen of a case, by the ranks that were rehearsed, and what is wrong with it."""
+
+    case: Case
+    expected: Expected | None
+    seen: tuple[Seen, ...]
+    faults: tuple[str, ...]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns 1 if anything is wrong with any case."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=REHEARSED, default=list(REHEARSED), metavar="RECIPE")
+    parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=WORLDS)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks to rehearse of each case, whose collectives agree")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at one time")
+    parser.add_argument("--markdown", type=Path, help="file for the table")
+    options = parser.parse_args(argv)
+    cases = [
+        Case(name, world, layout)
+        for name in options.only
+        for world, layout in zip(WORLDS, REHEARSED[name], strict=True)
+        if world in options.worlds
+    ]
+    started, outcomes = time.monotonic(), []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for number, outcome in enumerate(pool.map(lambda case: rehearsed(case, options.ranks), cases), 1):
+            said = "; ".join(outcome.faults) if outcome.faults else "as the dry run says, no wait, no new group"
+            print(f"[{number}/{len(cases)}, {time.monotonic() - started:.0f} s] {outcome.case}: {said}", flush=True)
+            outcomes.append(outcome)
+    table = "\n".join(markdown(outcomes))
+    print(f"\n{table}")
+    if options.markdown is not None:
+        options.markdown.write_text(table + "\n", encoding="utf-8")
+    return int(any(outcome.faults for outcome in outcomes))
+
+
+def rehearsed(case: Case, ranks: int) -> Outcome:
+    """Rehearse a case in processes of its own: meshes and TorchTitan's settings are those of a process."""
+    with tempfile.TemporaryDirectory() as folder:
+        plan = Path(folder, "plan.json")
+        problem = _run(
+            ["train.py", *case.arguments(), "--dry-run", "--world-size", str(case.world), "--json", str(plan)]
+        )
+        if problem:
+            return Outcome(case, None, (), (f"the dry run failed: {problem}",))
+        expected = Expected.of(json.loads(plan.read_text(encoding="utf-8")))
+        seen = []
+        for rank in _ranks(expected.fullest, case.world, ranks):
+            file = Path(folder, f"{rank}.json")
+            where = ["--world-size", str(case.world), "--rank", str(rank), "--json", str(file)]
+            problem = _run(["-m", "benchmarks.rehearsal", *case.arguments(), *where])
+            if problem:
+                return Outcome(case, expected, tuple(seen), (f"rank {rank} failed: {problem}",))
+            seen.append(Seen.read(file))
+        return Outcome(case, expected, tuple(seen), (*faults(seen[0], expected), *collective_faults(seen)))
+
+
+def _ranks(first: int, world: int, number: int) -> list[int]:
+    # Half a world apart two ranks are in one FSDP group and in one place of all the inner ones.
+    return [(first + index * world // number) % world for index in range(number)]
+
+
+def _run(arguments: Sequence[str]) -> str:
+    """The last line of what a Python process said if it failed, or nothing."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    try:
+        result = subprocess.run(
+            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return f"not done after {SECONDS} s"
+    lines = [line for line in result.stderr.splitlines() if line.strip()] or ["nothing was said"]
+    return "" if result.returncode == 0 else lines[-1]
+
+
+def markdown(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """A table of the first rank of each case."""
+    yield "| recipe | ranks | layout | parameters | states | buffers | peak of training | peak of the step | launches "
+    yield "| calls: training, step | faults |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
+    for outcome in outcomes:
+        case, fault = outcome.case, "; ".join(outcome.faults) or "none"
+        if not outcome.seen:
+            yield f"| {case.recipe} | {case.world} | {case.layout} |" + " |" * 7 + f" {fault} |"
+            continue
+        seen = outcome.seen[0]
+        held = (seen.step_peak.parameters, seen.step_peak.optimizer_states, seen.step_peak.exchange_buffers)
+        gib = " | ".join(f"{size / 2**30:.2f}" for size in (*held, seen.training_peak.total, seen.step_peak.total))
+        calls = f"{len(seen.training)}, {len(seen.step)}"
+        launches = sum(seen.operations.values())
+        yield f"| {case.recipe} | {case.world} | {case.layout} | {gib} | {launches} | {calls} | {fault} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
