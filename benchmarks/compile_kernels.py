@@ -43,7 +43,7 @@ class Architecture:
     Attributes:
         capability: as in sm_90.
         instruction: of its tensor cores, as PTX names it.
-        copies: what brings operands to shared memory, as PTX names it.
+        copies: what brings operands to shared memory, as PTX names it; those by TMA begin with cp.async.bulk.
         shared: most bytes of shared memory of a block.
     """
 
@@ -54,9 +54,9 @@ class Architecture:
 
 
 ARCHITECTURES = (
-    Architecture(80, "mma.sync", "cp.async.cg", 163 * 1024),
-    Architecture(90, "wgmma.mma_async", "cp.async.bulk.tensor", 227 * 1024),
-    Architecture(100, "tcgen05.mma", "cp.async.bulk.tensor", 227 * 1024),
+    Architecture(80, "mma.sync", "cp.async.cg.shared", 163 * 1024),
+    Architecture(90, "wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", 227 * 1024),
+    Architecture(100, "tcgen05.mma", "cp.async.bulk.tensor.3d.shared", 227 * 1024),
 )
 
 

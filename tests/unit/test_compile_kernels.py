@@ -60,7 +60,7 @@ def test_a_kernel_without_tensor_cores_or_specialization_is_reported() -> None:
 
     small = Tile(side=32, depth=32, warps=4, stages=2, specialized=True)
     found = faults(90, tile=small, dtype="float32")
-    assert found == ["no wgmma.mma_async", "no cp.async.bulk.tensor", "warps are not specialized"]
+    assert found == ["no wgmma.mma_async", "no cp.async.bulk.tensor.3d.shared", "warps are not specialized"]
 
 
 @needs_triton
