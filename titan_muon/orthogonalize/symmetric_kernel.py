@@ -48,7 +48,7 @@ TILES: Mapping[int, Tile] = {
     # warps, which would read less from shared memory: Triton 3.9 spills their registers where C is added.
     8: Tile(stages=3),
     # 128 x 256 reads a quarter less from L2 for each product than 128 x 128, and has the widest instruction. Not
-    # specialized: Triton 3.7 and 3.9 do that for Blackwell alone, and drop it here without a word.
+    # specialized: Triton 3.7 and 3.9 drop that for Hopper without a word, or spill.
     9: Tile(wide=2, tma=True),
     # The same, and sums are in tensor memory: the warps that store them are others than those that compute.
     10: Tile(wide=2, tma=True, specialized=True),
