@@ -8,7 +8,7 @@ on the CPU, in float32 and float16 (the interpreter reads bfloat16 operands of a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -208,8 +208,8 @@ def launch_of(
     grid = (tile.wide * rows * (rows + 1) // 2, len(a))
     options = {"HAS_C": c is not None, "SIDE": tile.side, "DEPTH": tile.depth}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
+    assert tile.wide in ((1, 2) if tile.tma else (1,)), f"{tile}: one square, or two by descriptors"
     if not tile.tma:
-        assert tile.wide == 1, f"{asdict(tile)}: a program without descriptors computes one square"
         strides = (*a.stride(), *b.stride(), *added.stride()[:2], *out.stride()[:2])
         options["WHOLE"] = size % tile.side == 0 and inner % tile.depth == 0
         return Launch(by_pointers, grid, (a, b, added, out, size, inner, alpha, beta, delta, *strides), options)
