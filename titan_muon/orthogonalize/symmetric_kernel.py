@@ -7,7 +7,7 @@ on the CPU, in float32 and float16 (the interpreter reads bfloat16 operands of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,18 +42,26 @@ class Tile:
     tma: bool = False
     specialized: bool = False
 
+    def programs(self, size: int) -> int:
+        """How many compute one product of `size` rows."""
+        blocks = -(-size // (self.side * self.wide))
+        return self.wide * blocks * (blocks + 1) // 2
 
-TILES: Mapping[int, Tile] = {
+
+TILES: Mapping[int, tuple[Tile, ...]] = {
     # Ampere copies by cp.async to addresses that each thread computes; it has no tensor memory accelerator. Not with 4
     # warps, which would read less from shared memory: Triton 3.9 spills their registers where C is added.
-    8: Tile(stages=3),
+    8: (Tile(stages=3),),
     # 128 x 256 reads a quarter less from L2 for each product than 128 x 128, and has the widest instruction. Not
-    # specialized: Triton 3.7 and 3.9 drop that for Hopper without a word, or spill.
-    9: Tile(wide=2, tma=True),
+    # specialized: Triton 3.7 and 3.9 drop that for Hopper without a word, or spill. Of 128 x 128 two fit an SM, and one
+    # computes while the other stores.
+    9: (Tile(wide=2, tma=True), Tile(warps=4, stages=3, tma=True)),
     # The same, and sums are in tensor memory: the warps that store them are others than those that compute.
-    10: Tile(wide=2, tma=True, specialized=True),
+    10: (Tile(wide=2, tma=True, specialized=True), Tile(warps=4, stages=3, tma=True)),
 }
-"""The tile by major compute capability. All others have 8's, which needs 64 KiB of shared memory and nothing new."""
+"""The tiles by major compute capability. All others have 8's, which needs 64 KiB of shared memory and nothing new."""
+NARROW = 1.15
+"""Time for a square of 128 x 128 over that of 128 x 256, not measured: tensor cores take 1, L2's bytes take 4/3."""
 
 
 @triton.jit
@@ -204,8 +212,7 @@ def launch_of(
     """The launch that fills `out` as `symmetric_product` says, for operands that the kernels take."""
     size, inner = a.shape[1:]
     added = out if c is None else c
-    rows = -(-size // (tile.side * tile.wide))
-    grid = (tile.wide * rows * (rows + 1) // 2, len(a))
+    grid = (tile.programs(size), len(a))
     options = {"HAS_C": c is not None, "SIDE": tile.side, "DEPTH": tile.depth}
     options |= {"num_warps": tile.warps, "num_stages": tile.stages}
     assert tile.wide in ((1, 2) if tile.tma else (1,)), f"{tile}: one square, or two by descriptors"
@@ -243,10 +250,23 @@ def _is_aligned(matrices: Tensor) -> bool:
     return min(strides) == 1 and last < 2**31 and all(number % KERNEL_SIDES == 0 for number in numbers)
 
 
-def tile_on(device: torch.device) -> Tile:
-    """The tile of a device's compute capability; under the interpreter that of GPUs without TMA."""
-    major = torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 8
-    return TILES.get(major, TILES[8])
+def fastest(tiles: Sequence[Tile], size: int, count: int, processors: int) -> Tile:
+    """The tile whose programs end first on so many streaming multiprocessors (SMs)."""
+
+    # 4,096 rows are 272 programs of two squares each: on 132 SMs the last eight would take a third turn for themselves.
+    def seconds(tile: Tile) -> float:
+        turns = -(-tile.programs(size) * count // processors)
+        return turns * (tile.wide if tile.wide > 1 else NARROW)
+
+    return min(tiles, key=seconds)
+
+
+def tile_on(device: torch.device, size: int, count: int) -> Tile:
+    """The tile for `count` products of `size` rows on a device; under the interpreter that of GPUs without TMA."""
+    if device.type != "cuda":
+        return TILES[8][0]
+    found = torch.cuda.get_device_properties(device)
+    return fastest(TILES.get(found.major, TILES[8]), size, count, found.multi_processor_count)
 
 
 def symmetric_product(
@@ -264,7 +284,7 @@ def symmetric_product(
 
     a (count, m, k) and b (count, k, m) of one dtype, contiguous or transposed, with A B symmetric; c (count, m, m),
     contiguous and symmetric, or None; m and k multiples of 16. Sums are float32. `out` is contiguous and shares no
-    memory with the others. `tile` is the device's unless given. Raises ValueError for other shapes and strides.
+    memory with the others. `tile` is `tile_on`'s unless given. Raises ValueError for other shapes and strides.
     """
     count, size, inner = a.shape
     square = torch.Size((count, size, size))
@@ -275,6 +295,6 @@ def symmetric_product(
     if not (all(map(_is_aligned, operands)) and all(t.stride(2) == 1 for t in operands[2:])):
         found = [(tuple(t.shape), t.stride()) for t in operands]
         raise ValueError(f"sides and strides must be multiples of {KERNEL_SIDES}, or 1 within a row, not {found}")
-    chosen = tile_on(a.device) if tile is None else tile
+    chosen = tile_on(a.device, size, count) if tile is None else tile
     launch = launch_of(a, b, c, out, alpha=alpha, beta=beta, delta=delta, tile=chosen)
     launch.kernel[launch.grid](*launch.args, **launch.options)
