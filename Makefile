@@ -3,7 +3,7 @@
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
 # make newest  the test suite on the newest PyTorch, in an environment of its own; on another one by TORCH=2.14.1
-# make kernels the GPU kernels' numerics, under Triton's interpreter on the CPU
+# make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
 PYTHON ?= python3
 VENV := .venv
@@ -56,7 +56,8 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
-	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/test_symmetric.py
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/test_symmetric.py tests/unit/test_compile_kernels.py
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.
 lock:

@@ -154,7 +154,7 @@ class StepOptions:
     """Dtype of Newton-Schulz. `auto`, by the device: bfloat16 on the CPU, float16 after normalization on GPUs."""
 
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
-    """What computes symmetric products on GPUs. `auto` is what benchmarks/bench_orthogonalize.py measured to win."""
+    """What makes symmetric products on GPUs if 16 divides both sides. `auto`: what bench_orthogonalize.py measured."""
 
     exchange: Annotated[str, TEXT] = "all_to_all"
     """Which collective assembles a sharded matrix: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, `auto`."""

@@ -109,6 +109,12 @@ def test_a_kernel_is_used_from_the_size_on_where_it_was_measured_to_win() -> Non
     assert str(auto.choose(4096, 4096, JORDAN)) == "standard float16 triton"
 
 
+def test_sides_that_a_kernel_cannot_copy_have_plain_products() -> None:
+    triton = Dispatch(device="cuda", kernels=(Kernel("float16", 1, "triton"),))
+    products = [triton.choose(*sides, JORDAN).products for sides in ((4096, 4112), (4096, 4104), (4104, 4096))]
+    assert products == ["triton", "plain", "plain"]
+
+
 def test_it_is_made_of_muons_options() -> None:
     options = MuonOptions(orthogonalize="gram", ns_dtype="float16")
     kernels = (Kernel("float16", 512, "triton"),)

@@ -23,6 +23,8 @@ GRAM_ROWS = 32
 """Smaller side from which products take longer than launching them, of which the Gram iteration has more."""
 UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
 """Where float32 needs no restart. Ten steps on a matrix of low rank overflow without one."""
+KERNEL_SIDES = 16
+"""What divides both sides of matrices whose products a kernel makes. Others are copied slowly, or not at all."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Dispatch:
         seconds = {method: self._seconds(method, rows, cols, steps) for method in found}
         best = min(found, key=lambda method: seconds[method])
         batch = max(1, self._rates.batch_bytes // best.work_bytes(rows, cols, self.device))
-        products = self._products(best.dtype, min(rows, cols))
+        products = self._products(best.dtype, rows, cols)
         return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
@@ -172,8 +174,10 @@ class Dispatch:
         rates = self._rates
         return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.bandwidth)
 
-    def _products(self, dtype: str, small: int) -> str:
-        fitting = [kernel for kernel in self.kernels if kernel.dtype == dtype and kernel.rows <= small]
+    def _products(self, dtype: str, rows: int, cols: int) -> str:
+        if rows % KERNEL_SIDES or cols % KERNEL_SIDES:
+            return "plain"
+        fitting = [kernel for kernel in self.kernels if kernel.dtype == dtype and kernel.rows <= min(rows, cols)]
         return max(fitting, key=lambda kernel: kernel.rows).products if fitting else "plain"
 
     def _reason(self, best: Method, seconds: Mapping[Method, float]) -> str:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from titan_muon.options import OptionError, StepOptions, check
 
-from .dispatch import DTYPES, Kernel
+from .dispatch import Kernel
 from .products import PLAIN, Products
 
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """This package's own kernel, see `symmetric_kernel`."""
+    """This package's own kernels, see `symmetric_kernel`."""
 
     def gram(self, x: Tensor, out: Tensor) -> None:
         # Here and not above: Triton comes with CUDA builds of PyTorch alone.
@@ -58,6 +58,8 @@ class QuackProducts:
 KERNELS: Mapping[str, Products] = {"triton": TritonProducts(), "quack": QuackProducts()}
 PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
 """The distribution that each kernel needs."""
+HALVES = ("float16", "bfloat16")
+"""What kernels are used for. float32 without TF32, which rounds as float16 does, has no tensor cores to win by."""
 
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
@@ -73,8 +75,7 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
     if device.type != "cuda" or choice not in installed():
         problem = f"= {choice!r} needs CUDA and the package {PACKAGES[choice]}; install it or choose 'auto'"
         raise OptionError("ns_kernel", problem)
-    # Not for float32: without TF32, which rounds as float16 does, a kernel has no tensor cores to win by.
-    return tuple(Kernel(dtype, 1, choice) for dtype in ("float16", "bfloat16"))
+    return tuple(Kernel(dtype, 1, choice) for dtype in HALVES)
 
 
 def products_of(name: str) -> Products:
@@ -111,6 +112,6 @@ def known_kernels(file: Path) -> tuple[Kernel, ...]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a measurement of kernels ({error}); delete it and measure again") from error
     for kernel in found:
-        if kernel.products not in ("plain", *KERNELS) or kernel.dtype not in DTYPES or not isinstance(kernel.rows, int):
+        if kernel.products not in ("plain", *KERNELS) or kernel.dtype not in HALVES or not isinstance(kernel.rows, int):
             raise ValueError(f"{file}: not a measurement of kernels ({kernel}); delete it and measure again")
     return found
