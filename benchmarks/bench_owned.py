@@ -213,7 +213,13 @@ def main(arguments: Arguments) -> None:
         rows = [Figures(**row) for row in json.loads(Path(folder, "rows").read_text())]
     print(f"{sizes}, {arguments.nproc} ranks, medians of {arguments.repeats} steps, bytes\n\n{table(rows)}")
     if arguments.json is not None:
-        settings = {**sizes, "nproc": arguments.nproc, "repeats": arguments.repeats, "reshard": arguments.reshard}
+        settings = {
+            **sizes,
+            "nproc": arguments.nproc,
+            "device": arguments.device,
+            "repeats": arguments.repeats,
+            "reshard": arguments.reshard,
+        }
         arguments.json.write_text(json.dumps({**settings, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

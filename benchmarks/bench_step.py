@@ -252,8 +252,8 @@ def main(arguments: Arguments) -> None:
     rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in figures]
     print(f"{arguments.model}, {arguments.nproc} ranks, medians of {arguments.repeats} steps\n\n{table(rows)}")
     if arguments.json is not None:
-        settings = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
-        settings["device"] = arguments.device
+        shape = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
+        settings = {**shape, "device": arguments.device}
         arguments.json.write_text(json.dumps({**settings, "rows": figures}, indent=1) + "\n")
 
 
