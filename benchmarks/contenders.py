@@ -46,8 +46,8 @@ MODELS = {
     "peers": transformer(layers=4, width=256, kv=128, ffn=704),
     "dense12": transformer(layers=12, width=512, kv=128, ffn=1408),
     "tiny": transformer(layers=1, width=16, kv=8, ffn=40),
-    # 150 M parameters: all contenders together fit on a GPU of 24 GB.
-    "gpu": transformer(layers=6, width=1536, kv=512, ffn=4096),
+    # 100 M parameters: all contenders together fit on a GPU of 16 GB.
+    "gpu": transformer(layers=4, width=1536, kv=512, ffn=4096),
 }
 
 

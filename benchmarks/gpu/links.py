@@ -2,8 +2,9 @@
 
     torchrun --nproc_per_node=8 -m benchmarks.gpu.links --device cuda --json links.json
 
-`machine` of the file is what a planner needs: bytes per second that a rank sends, seconds that a collective takes
-however little it carries, FLOP/s by dtype and bytes per second of its memory. `link` is the `[link]` table of a recipe.
+`machine` of the file, which `--machine FILE` also writes alone, is what a planner needs: bytes per second that a rank
+sends, seconds that a collective takes however little it carries, FLOP/s by dtype and bytes per second of its memory.
+`link` is the `[link]` table of a recipe.
 """
 
 from __future__ import annotations
@@ -141,6 +142,7 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     parser.add_argument("--largest", type=int, default=LARGEST, help="bytes")
     parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--machine", type=Path, help="the machine file alone")
     given = parser.parse_args(words)
     device = begin(given.device)
     world = dist.get_world_size()
@@ -152,6 +154,8 @@ def main(words: Sequence[str]) -> int:
         machine = Machine(name, world, bandwidth, latency, flops, memory_rate(device))
         document = {"machine": asdict(machine), "link": recipe_table(machine), "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if given.machine is not None:
+            given.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
         print(json.dumps({key: document[key] for key in ("machine", "link")}, indent=1))
     dist.barrier()
     dist.destroy_process_group()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 TOTAL_SECONDS = 20 * 60
-"""What all parts together may take."""
+"""What all parts together may take on GPUs."""
+REHEARSAL_SECONDS = 15 * 60
+"""What a part may take without a GPU, however slow the CPU: nobody waits for it at a machine that costs money."""
 LAUNCH = ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}")
 
 
@@ -16,9 +18,10 @@ class Part:
     Attributes:
         name: what it is called on the command line and in files.
         shows: what is known once it has passed.
-        command: words, of which `{python}`, `{ranks}`, `{json}` and `{folder}` are filled in. It may write no figures.
+        command: words, of which `{python}`, `{ranks}`, `{json}`, `{folder}` (of its own) and `{out}` are filled in.
+            It may write no figures.
         rehearsal: the same without a GPU, at tiny size; empty if there is none.
-        seconds: the most that it may take.
+        seconds: the most that it may take on GPUs.
         least_gpus: fewer do not do.
         needs: packages besides PyTorch.
         unrehearsed: what the rehearsal leaves to a real GPU.
@@ -56,7 +59,7 @@ PARTS: tuple[Part, ...] = (
         shows="one GPU computes what the CPU does: orthogonalization, kernels, a Muon step, and no step waits for it",
         command=("{python}", "-m", "pytest", "tests/gpu", "-q", "-m", "gpu"),
         rehearsal=("{python}", "-m", "pytest", "tests/gpu", "-q"),
-        seconds=150,
+        seconds=120,
         needs=("pytest", "pytest_timeout"),
         unrehearsed="numbers: fake tensors have shapes, dtypes and devices alone",
     ),
@@ -66,15 +69,15 @@ PARTS: tuple[Part, ...] = (
         "in the memory of the plan, and opens no communicator in a step",
         command=_ranks("tests.gpu.parity", "--device", "cuda"),
         rehearsal=_ranks("tests.gpu.parity", "--device", "cpu"),
-        seconds=150,
+        seconds=120,
         unrehearsed="NCCL, streams and the allocator of a GPU",
     ),
     Part(
         name="links",
         shows="latency and bandwidth of the collectives by size, and the matmul rate by dtype: the machine file",
-        command=_ranks("benchmarks.gpu.links", "--device", "cuda"),
+        command=_ranks("benchmarks.gpu.links", "--device", "cuda", "--machine", "{out}/machine.json"),
         rehearsal=_ranks("benchmarks.gpu.links", "--device", "cpu", "--largest", "65536"),
-        seconds=60,
+        seconds=45,
         unrehearsed="every figure",
     ),
     Part(
@@ -91,7 +94,7 @@ PARTS: tuple[Part, ...] = (
         shows="the recipe under HSDP, TP, EP and PP follows FSDP's losses",
         command=_training("fsdp hsdp tp ep pp", "--steps", "6"),
         rehearsal=_training("fsdp tp ep", "--steps", "2"),
-        seconds=180,
+        seconds=270,
         least_gpus=2,
         needs=TITAN,
         unrehearsed="NCCL; HSDP and PP, which the test suite trains on gloo",
@@ -101,7 +104,7 @@ PARTS: tuple[Part, ...] = (
         shows="compiled layers and compiled FlexAttention follow the dense attention's losses",
         command=_training("dense flex compiled", "--steps", "6"),
         rehearsal=(),
-        seconds=150,
+        seconds=180,
         needs=TITAN,
         unrehearsed="all of it: FlexAttention has no backward on the CPU",
     ),
@@ -110,7 +113,7 @@ PARTS: tuple[Part, ...] = (
         shows="time of a step: our exchanges, torch.optim.Muon, TorchTitan's DistMuon, AdamW",
         command=_script("bench_step", "--device", "cuda", "--nproc", "{ranks}", "--model", "gpu", "--repeats", "15"),
         rehearsal=_script("bench_step", "--nproc", "{ranks}", "--model", "tiny", "--repeats", "2"),
-        seconds=120,
+        seconds=100,
         needs=("tyro",),
         unrehearsed="every time, and DistMuon's streams",
     ),
@@ -119,7 +122,7 @@ PARTS: tuple[Part, ...] = (
         shows="time and memory of training with owned matrices beside FSDP2 alone",
         command=_script("bench_owned", "--device", "cuda", "--nproc", "{ranks}", "--dim", "2048", "--blocks", "6"),
         rehearsal=_script("bench_owned", "--nproc", "{ranks}", "--dim", "32", "--blocks", "2", "--repeats", "2"),
-        seconds=80,
+        seconds=70,
         least_gpus=2,
         needs=("tyro",),
         unrehearsed="every time",
@@ -129,7 +132,7 @@ PARTS: tuple[Part, ...] = (
         shows="Newton-Schulz by shape against the measured matmul rate, and which kernel wins",
         command=("{python}", "-m", "benchmarks.gpu.newton_schulz", "--device", "cuda", "--json", "{json}"),
         rehearsal=("{python}", "-m", "benchmarks.gpu.newton_schulz", "--device", "cpu", "--json", "{json}"),
-        seconds=150,
+        seconds=140,
         needs=("tyro",),
         unrehearsed="every time, and the symmetric kernels",
     ),

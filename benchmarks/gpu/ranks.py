@@ -81,7 +81,7 @@ def fake_gpus(rank: int, size: int) -> Iterator[torch.device]:
     debug._clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
-        with _hosts_are_real(), mock.patch("torch.cuda.set_device"), FakeTensorMode(allow_non_fake_inputs=True):
+        with real_hosts(), mock.patch("torch.cuda.set_device"), FakeTensorMode(allow_non_fake_inputs=True):
             yield torch.device("cuda")
     finally:
         dist.destroy_process_group()
@@ -89,7 +89,7 @@ def fake_gpus(rank: int, size: int) -> Iterator[torch.device]:
 
 
 @contextmanager
-def _hosts_are_real() -> Iterator[None]:
+def real_hosts() -> Iterator[None]:
     """What the host reads, from other hosts and of the mesh, is real although tensors are fake."""
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(device_mesh, "init_device_mesh", _real(device_mesh.init_device_mesh)))

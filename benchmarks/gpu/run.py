@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks.gpu import report
 from benchmarks.gpu.environment import ROOT, Environment, ask
-from benchmarks.gpu.parts import PARTS, Part, chosen
+from benchmarks.gpu.parts import PARTS, REHEARSAL_SECONDS, Part, chosen
 from benchmarks.gpu.results import Outcome, Result, read, write
 
 REHEARSED = "no GPU: rehearsed on fake tensors only"
@@ -41,6 +41,11 @@ def obstacle(part: Part, environment: Environment) -> str:
     return ""
 
 
+def limit(part: Part, environment: Environment) -> int:
+    """Seconds that a part may take here."""
+    return part.seconds if environment.gpus else REHEARSAL_SECONDS
+
+
 def command_of(part: Part, environment: Environment, folder: Path) -> tuple[str, ...]:
     """The words of a part's command in this environment."""
     values: Mapping[str, object] = {
@@ -48,6 +53,7 @@ def command_of(part: Part, environment: Environment, folder: Path) -> tuple[str,
         "ranks": environment.ranks,
         "json": folder / f"{part.name}.figures",
         "folder": folder / part.name,
+        "out": folder,
     }
     words = part.command if environment.gpus else part.rehearsal
     return tuple(filled(word, values) for word in words)
@@ -62,7 +68,7 @@ def filled(word: str, values: Mapping[str, object]) -> str:
 
 def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     """Run a part within its time, whatever becomes of it. Its figures and the end of its log are in the result."""
-    reason = obstacle(part, environment)
+    reason, most = obstacle(part, environment), limit(part, environment)
     if reason:
         return Result(part.name, Outcome.NOT_RUN, reason, 0.0, (), environment)
     command = command_of(part, environment, folder)
@@ -70,11 +76,11 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     # What an earlier run left must not be taken for this one's.
     figures.unlink(missing_ok=True)
     begin = time.monotonic()
-    code = _run(command, log, part.seconds)
+    code = _run(command, log, most)
     seconds = time.monotonic() - begin
     found, unreadable = report.read_json(figures)
     if code is None:
-        outcome, reason = Outcome.OUT_OF_TIME, f"did not end in {part.seconds} s"
+        outcome, reason = Outcome.OUT_OF_TIME, f"did not end in {most} s"
     elif code != 0:
         outcome, reason = Outcome.FAILED, f"exit code {code}, see {log}"
     elif unreadable:
@@ -87,7 +93,8 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
 
 def _run(command: Sequence[str], log: Path, seconds: float) -> int | None:
     """The exit code of a command, or None if it was ended because its time was over."""
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(ROOT)}
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with log.open("w", encoding="utf-8") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
@@ -117,14 +124,14 @@ def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, ag
     """Run the parts in order, whatever becomes of each, and keep every result as soon as it is there."""
     results = []
     for number, part in enumerate(parts, 1):
-        left = math.ceil(sum(each.seconds for each in parts[number - 1 :]) / 60)
+        left = math.ceil(sum(limit(each, environment) for each in parts[number - 1 :]) / 60)
         print(f"[{number}/{len(parts)}] {part.name}: {part.shows}", flush=True)
         old = read(part.name, folder)
         if old is not None and old.outcome is Outcome.PASSED and old.environment.same(environment) and not again:
             print(f"    passed before, in {old.seconds:.0f} s; --again runs it once more", flush=True)
             results.append(old)
             continue
-        print(f"    at most {part.seconds} s; at most {left} min for this and the rest", flush=True)
+        print(f"    at most {limit(part, environment)} s; at most {left} min for this and the rest", flush=True)
         result = run_part(part, environment, folder)
         write(result, folder)
         print(f"    {said(result)}", flush=True)

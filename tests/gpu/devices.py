@@ -10,7 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu.ranks import no_sync
+from benchmarks.gpu.ranks import no_sync, real_hosts
+
+# Tensors of two modes do not mix, so all tests have this one.
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,19 @@ class Target:
     def __str__(self) -> str:
         return self.name
 
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the CPU on the target's device, without numbers if it is fake."""
+        if self.fake:
+            with FAKE_MODE:
+                return torch.empty_like(tensor, device=self.device)
+        return tensor.to(self.device, copy=True)
+
     @contextmanager
     def active(self, *, syncs: bool = False) -> Iterator[None]:
         """Run what is inside on the target. Unless it `syncs`, the host must not wait for the device in it."""
         if self.fake:
             # A sync reads numbers, and there are none: that raises.
-            with FakeTensorMode(allow_non_fake_inputs=True):
+            with real_hosts(), FAKE_MODE:
                 yield
         elif syncs:
             yield
