@@ -19,6 +19,9 @@ RECIPE = "configs/qwen_moe_muon.toml"
 TOLERANCE = 0.05
 """Largest difference of a loss: of about 5 at the start. Layouts and kernels sum in other orders, in bfloat16."""
 
+TINY = ("--training.seq_len", "64", "--training.global_batch_size", "4")
+"""What a CPU does in a moment."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -54,7 +57,7 @@ class Run:
     skipped: str = ""
 
 
-def train(name: str, nproc: int, steps: int, folder: Path) -> Run:
+def train(name: str, nproc: int, steps: int, folder: Path, *, tiny: bool = False) -> Run:
     """Train one way in processes of its own."""
     way, version = WAYS[name], torch_version()
     if nproc % way.multiple:
@@ -63,7 +66,7 @@ def train(name: str, nproc: int, steps: int, folder: Path) -> Run:
         return Run({}, 0.0, 0.0, skipped=f"needs torch {'.'.join(map(str, way.torch))}")
     runs = folder / f"{name}-{time.strftime('%H%M%S')}"
     begin = time.monotonic()
-    code = subprocess.call(command(way, nproc, steps, runs), cwd=ROOT)
+    code = subprocess.call(command(way, nproc, steps, runs, tiny=tiny), cwd=ROOT)
     taken = time.monotonic() - begin
     files = sorted(runs.glob("*/*/metrics.jsonl"))
     if code != 0 or not files:
@@ -74,11 +77,13 @@ def train(name: str, nproc: int, steps: int, folder: Path) -> Run:
     return Run(losses, speeds[-1] if speeds else 0.0, taken)
 
 
-def command(way: Way, nproc: int, steps: int, runs: Path) -> list[str]:
+def command(way: Way, nproc: int, steps: int, runs: Path, *, tiny: bool = False) -> list[str]:
     """What starts the processes; every step is logged, and nothing but training is done."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "train.py"]
     quiet = ("--validator.enable", "false", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false")
-    given = ("--training.steps", str(steps), "--lr_scheduler.warmup_steps", "2", "--metrics.log_freq", "1")
+    # The recipe's own schedule, but for a warm-up that a few steps get beyond.
+    schedule = ("--lr_scheduler.total_steps", "300", "--lr_scheduler.warmup_steps", "2")
+    given = ("--training.steps", str(steps), "--metrics.log_freq", "1", *schedule, *(TINY if tiny else ()))
     return [*launch, "--config", RECIPE, "--dump_folder", str(runs), *given, *quiet, *way.overrides]
 
 
@@ -118,10 +123,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--nproc", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--fall", type=float, default=-1.0, help="what the loss must fall by")
+    parser.add_argument("--tiny", action="store_true", help="short sequences and small batches, for a rehearsal")
     parser.add_argument("--folder", type=Path, required=True, help="for the runs")
     parser.add_argument("--json", type=Path, required=True)
     given = parser.parse_args(words)
-    runs = {name: train(name, given.nproc, given.steps, given.folder) for name in given.runs}
+    runs = {name: train(name, given.nproc, given.steps, given.folder, tiny=given.tiny) for name in given.runs}
     faults = faults_of(runs, given.steps, given.fall)
     document = {"ranks": given.nproc, "runs": {name: vars(run) for name, run in runs.items()}, "faults": faults}
     given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

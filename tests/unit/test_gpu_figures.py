@@ -73,6 +73,6 @@ def test_every_way_is_a_recipe(name: str) -> None:
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan.recipe import load
 
-    words = training.command(training.WAYS[name], 2, 6, training.ROOT / "runs/x")
+    words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
     given = words[words.index("--config") + 2 :]
-    assert load(training.ROOT / training.RECIPE, given).training.steps == 6
+    assert load(training.ROOT / training.RECIPE, given).training.steps == 2
