@@ -12,7 +12,6 @@ import argparse
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,11 +21,10 @@ from benchmarks.gpu import report
 from benchmarks.gpu.environment import ROOT, Environment, ask
 from benchmarks.gpu.parts import PARTS, REHEARSAL_SECONDS, Part, chosen
 from benchmarks.gpu.results import Outcome, Result, read, write
+from benchmarks.processes import run_within
 
 REHEARSED = "no GPU: rehearsed on fake tensors only"
 LOG_CHARACTERS = 8000
-SECONDS_TO_END = 5
-"""Between asking a part to end and making it."""
 
 
 def obstacle(part: Part, environment: Environment) -> str:
@@ -76,7 +74,7 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     # What an earlier run left must not be taken for this one's.
     figures.unlink(missing_ok=True)
     begin = time.monotonic()
-    code = _run(command, log, most)
+    code = run_within(most, command, log, ROOT, environ())
     seconds = time.monotonic() - begin
     found, unreadable = report.read_json(figures)
     if code is None:
@@ -91,33 +89,10 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     return Result(part.name, outcome, reason, seconds, command, environment, found, end)
 
 
-def _run(command: Sequence[str], log: Path, seconds: float) -> int | None:
-    """The exit code of a command, or None if it was ended because its time was over."""
+def environ() -> dict[str, str]:
+    """The environment variables of a part."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environ = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    with log.open("w", encoding="utf-8") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environ, start_new_session=True
-        )
-        try:
-            return process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            _end(process)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part with all processes that it has started, which would go on using the GPUs."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
-            continue
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, again: bool) -> list[Result]:
@@ -199,5 +174,11 @@ def summary(results: Sequence[Result]) -> str:
     return "\n".join(f"{result.part:{width}}  {said(result).splitlines()[0]}" for result in results)
 
 
+def end_as_interrupted() -> None:
+    """Have SIGTERM do what Ctrl-C does: or the part would be left running on the GPUs."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 if __name__ == "__main__":
+    end_as_interrupted()
     sys.exit(main(sys.argv[1:]))

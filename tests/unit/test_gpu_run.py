@@ -104,7 +104,7 @@ def test_what_has_failed_runs_again_and_keeps_no_old_figures(tmp_path: Path) -> 
 
 SLEEPS = """
 import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 open({file!r}, "w").write(str(child.pid))
 child.wait()
 """
@@ -118,7 +118,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_part_over_its_time_is_named_and_ended_with_its_children(
+def test_a_part_over_its_time_is_named_and_ended_with_its_children_in_sessions_of_their_own(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     child = tmp_path / "child"
@@ -246,10 +246,11 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
     assert replace(ONE_GPU, gpus=("GPU X",) * gpus).ranks == ranks
 
 
-def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda number: number.name)
+def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.test_gpu_run import *\n"
-        f"folder = Path({str(tmp_path)!r})\n"
+        f"run.end_as_interrupted(); folder = Path({str(tmp_path)!r})\n"
         "sys.exit(go(folder, counting('a', folder), part('slow', SLEEPS.format(file=str(folder / 'child')))))"
     )
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(environments.ROOT)})
@@ -257,7 +258,7 @@ def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(tmp_path: Path) -> 
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
         assert time.monotonic() < deadline, "the slow part did not start"
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     assert process.wait(30) == 130
     assert gone(int((tmp_path / "child").read_text()))
     assert go(tmp_path, counting("a", tmp_path), part("slow")) == 0
