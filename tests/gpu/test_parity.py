@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from benchmarks.gpu.ranks import communicators, fake_gpus
+from benchmarks.gpu.ranks import fake_gpus
 from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
@@ -88,16 +88,6 @@ def test_nccl_says_which_groups_are_open() -> None:
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a CUDA build of PyTorch")
     assert callable(dist.ProcessGroupNCCL._is_initialized)
-
-
-def test_groups_are_counted_on_gloo_too() -> None:
-    assert run_ranks(count_groups, 2) == [(1, 2)] * 2
-
-
-def count_groups(rank: int, world_size: int) -> tuple[int, int]:
-    before = communicators()
-    dist.new_group([0, 1])
-    return before, communicators()
 
 
 def test_more_memory_than_the_plan_says_is_a_fault() -> None:
