@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from benchmarks import bench_orthogonalize as bench
+from benchmarks.gpu.links import matmul_rate
 from benchmarks.measure_kernels import measure_kernels, save_kernels
 from titan_muon.orthogonalize import Method
 from titan_muon.orthogonalize.dispatch import restarts
@@ -43,7 +44,7 @@ def main(words: Sequence[str]) -> int:
     device = torch.device(given.device)
     if device.type == "cuda":
         save_kernels(list(measure_kernels(device)), cache_file(device))
-    rate = bench.matmul_rate(device) if device.type == "cuda" else 1e12
+    rate = matmul_rate("bfloat16", device)
     measured = bench.Bench(device, REPEATS[device.type], rate, kernels_for("auto", device))
     published = (bench.real_shapes, bench.small_stacks)
     rows = [row for part in (published if device.type == "cuda" else (tiny_shapes,)) for row in part(measured)]

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed import device_mesh
-from torch.distributed.tensor import debug
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titan_muon import muon
@@ -77,6 +76,9 @@ def fake_gpus(rank: int, size: int) -> Iterator[torch.device]:
     Tensors have a shape, a dtype and a device, and no numbers: reading one, as a device sync does, raises. Collectives
     take their arguments and do nothing.
     """
+    # Here and not above: it imports numpy, which real ranks do without.
+    from torch.distributed.tensor import debug
+
     # DTensor keeps the specs of operations, with meshes whose groups were those of an earlier world.
     debug._clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
