@@ -3,6 +3,7 @@
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
 # make newest  the test suite on the newest PyTorch, in an environment of its own; on another one by TORCH=2.14.1
+# make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
 PYTHON ?= python3
@@ -20,8 +21,10 @@ NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
 NPROC ?= 2
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
+# An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
+PYTHON_GPU ?=
 
-.PHONY: venv train test check newest kernels lock lock-newest clean
+.PHONY: venv train test check newest gpu kernels lock lock-newest clean
 
 venv: $(STAMP)
 
@@ -53,6 +56,9 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	grep -vE '$(if $(filter $(NEWEST_TORCH),$(TORCH)),^$$,^(torch|triton|cuda-.*|nvidia-.*)==)' $(NEWEST_LOCK) > $(NEWEST)/constraints.txt
 	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev]'
 	touch $@
+
+gpu: $(if $(PYTHON_GPU),,$(NEWEST_STAMP))
+	$(if $(PYTHON_GPU),$(PYTHON_GPU),$(NEWEST)/bin/python) -m benchmarks.gpu.run $(ARGS)
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)

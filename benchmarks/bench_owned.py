@@ -1,7 +1,7 @@
 """Training with owned matrices beside FSDP2 alone: memory, traffic and time of the passes and of Muon's step.
 
-Each process has one thread and talks over gloo, on the CPU. Both train the same transformer; their timed steps take
-turns, so that whatever else the machine does hits both alike.
+Each process has one thread and talks over gloo, on the CPU; with `--device cuda` each has a GPU and talks over NCCL.
+Both train the same transformer; their timed steps take turns, so that whatever else the machine does hits both alike.
 """
 
 import json
@@ -9,12 +9,11 @@ import os
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 # Run as a script, a file finds only its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.bench_step import barrier, check_device, finish, start
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.memory_use import allocated
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, place
@@ -67,11 +67,13 @@ class Figures:
 class Trainee:
     """A model and the Muon of its matrices under one placement, after two steps."""
 
-    def __init__(self, name: str, rank: int, nproc: int, sizes: dict[str, int], reshard: bool) -> None:
-        self.rank, self.nproc = rank, nproc
+    def __init__(
+        self, name: str, rank: int, nproc: int, sizes: dict[str, int], reshard: bool, device: torch.device
+    ) -> None:
+        self.rank, self.nproc, self.device = rank, nproc, device
         setup = Setup(name, reshard=reshard, policy=POLICY)
-        self.model: Net = make(**sizes)
-        place(self.model, setup, data_mesh(nproc, setup, self.model))
+        self.model: Net = make(**sizes).to(device)
+        place(self.model, setup, data_mesh(nproc, setup, self.model, device.type))
         named = [(n, p) for n, p in self.model.named_parameters() if "layers" in n and p.ndim == 2]
         self.optimizer = Muon(named, lr=1e-3)
         self.stored = sum(p.to_local().nbytes for p in self.model.parameters())  # type: ignore[attr-defined]
@@ -91,7 +93,7 @@ class Trainee:
         peak = 0
         for step in range(PEAKS):
             self.model.zero_grad(set_to_none=True)
-            peak = max(peak, allocated(lambda step=step: self.passes(step))[1])  # type: ignore[misc]
+            peak = max(peak, allocated(lambda step=step: self.passes(step), self.device)[1])  # type: ignore[misc]
         self.model.zero_grad(set_to_none=True)
         with CollectiveCounter() as forward:
             loss = self.forward(2)
@@ -103,22 +105,25 @@ class Trainee:
         return [self.stored, peak, forward.sent, backward.sent, step.sent, calls, len(step.calls)]
 
     def times(self, step: int) -> tuple[float, float]:
-        return seconds(lambda: self.passes(step)), seconds(self.optimizer.step)
+        return seconds(lambda: self.passes(step), self.device), seconds(self.optimizer.step, self.device)
 
 
-def seconds(act: Callable[[], object]) -> float:
+def seconds(act: Callable[[], object], device: torch.device) -> float:
     """Time of the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
+    barrier(device)
+    begin = time.perf_counter()
     act()
-    taken = torch.tensor(time.perf_counter() - start)
+    finish(device)
+    taken = torch.tensor(time.perf_counter() - begin, device=device)
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return float(taken)
 
 
-def run(rank: int, nproc: int, sizes: dict[str, int], repeats: int, reshard: bool) -> list[Figures]:
+def run(
+    rank: int, nproc: int, sizes: dict[str, int], repeats: int, reshard: bool, device: torch.device
+) -> list[Figures]:
     """The figures of both placements, the same on every rank."""
-    trainees = {name: Trainee(name, rank, nproc, sizes, reshard) for name in PLACEMENTS}
+    trainees = {name: Trainee(name, rank, nproc, sizes, reshard, device) for name in PLACEMENTS}
     counted: dict[str, list[list[int]]] = {}
     for name, trainee in trainees.items():
         ranks: list[Any] = [None] * nproc
@@ -160,12 +165,9 @@ def table(rows: Sequence[Figures]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def worker(rank: int, nproc: int, folder: str, sizes: dict[str, int], repeats: int, reshard: bool) -> None:
+def worker(rank: int, nproc: int, folder: str, sizes: dict[str, int], repeats: int, reshard: bool, device: str) -> None:
     """One process; rank 0 leaves the rows in the folder."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=nproc)
-    rows = run(rank, nproc, sizes, repeats, reshard)
+    rows = run(rank, nproc, sizes, repeats, reshard, start(rank, nproc, folder, device))
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
@@ -174,8 +176,10 @@ def worker(rank: int, nproc: int, folder: str, sizes: dict[str, int], repeats: i
 
 @dataclass(frozen=True)
 class Arguments:
-    """Compare owned matrices with FSDP2 alone by training a few steps on the CPU."""
+    """Compare owned matrices with FSDP2 alone by training a few steps."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where. On CUDA each process has a GPU of this machine."""
     nproc: int = 4
     """Processes."""
     dim: int = 512
@@ -193,6 +197,7 @@ class Arguments:
         for name in ("nproc", "dim", "blocks", "repeats"):
             if getattr(self, name) < 1:
                 raise SystemExit(f"--{name} must be at least 1")
+        check_device(self.device, self.nproc)
         if self.json is not None and not self.json.parent.is_dir():
             raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
 
@@ -203,12 +208,18 @@ def main(arguments: Arguments) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     sizes = {"dim": arguments.dim, "hidden": 11 * arguments.dim // 4, "blocks": arguments.blocks}
     with tempfile.TemporaryDirectory() as folder:
-        given = (arguments.nproc, folder, sizes, arguments.repeats, arguments.reshard)
+        given = (arguments.nproc, folder, sizes, arguments.repeats, arguments.reshard, arguments.device)
         mp.spawn(worker, given, arguments.nproc)
         rows = [Figures(**row) for row in json.loads(Path(folder, "rows").read_text())]
     print(f"{sizes}, {arguments.nproc} ranks, medians of {arguments.repeats} steps, bytes\n\n{table(rows)}")
     if arguments.json is not None:
-        settings = {**sizes, "nproc": arguments.nproc, "repeats": arguments.repeats, "reshard": arguments.reshard}
+        settings = {
+            **sizes,
+            "nproc": arguments.nproc,
+            "device": arguments.device,
+            "repeats": arguments.repeats,
+            "reshard": arguments.reshard,
+        }
         arguments.json.write_text(json.dumps({**settings, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

@@ -1,7 +1,8 @@
-"""Time, traffic, work, memory and exactness of one optimizer step, side by side in one run on the CPU.
+"""Time, traffic, work, memory and exactness of one optimizer step, side by side in one run, on the CPU or on GPUs.
 
-Each process has one thread and talks over gloo. All optimizers step the same sharded parameters with the same
-gradients; their timed steps take turns, so that whatever else the machine does hits all of them alike.
+On the CPU each process has one thread and talks over gloo; with `--device cuda` each has a GPU and talks over NCCL. All
+optimizers step the same sharded parameters with the same gradients; their timed steps take turns, so that whatever else
+the machine does hits all of them alike.
 """
 
 import json
@@ -28,7 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.contenders import CONTENDERS, INITIAL, MODELS, Builder, Model, Parameters, Steps, sharded
+from benchmarks.contenders import INITIAL, MODELS, Builder, Model, Parameters, Steps, contenders, sharded
 from benchmarks.memory_use import allocated
 
 REFERENCE = "torch.optim.Muon, gathered"
@@ -62,7 +63,7 @@ class Row:
 
     Attributes:
         ms: median over the timed steps of the slowest rank's time.
-        ratios: medians of the time over that of each of BASES in the same turn.
+        ratios: medians of the time over that of each of BASES in the same turn; 0 where the base cannot run here.
         error: of the update after three steps against REFERENCE, relative, in the Frobenius norm.
     """
 
@@ -93,8 +94,9 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
         optimizer.step()
         return optimizer
 
-    optimizer, _, left = allocated(first)
-    _, new, _ = allocated(optimizer.step)
+    device = next(iter(params.values())).device
+    optimizer, _, left = allocated(first, device)
+    _, new, _ = allocated(optimizer.step, device)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         optimizer.step()
     agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= len(params)]
@@ -105,16 +107,30 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
     return Contender(name, params, optimizer, counts)
 
 
-def timed(contenders: Sequence[Contender], repeats: int) -> list[list[float]]:
+def finish(device: torch.device) -> None:
+    """Wait for all that this process has queued on its GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def barrier(device: torch.device) -> None:
+    """Have all processes go on together, with nothing left to do."""
+    finish(device)
+    dist.barrier()
+    finish(device)
+
+
+def timed(contenders: Sequence[Contender], repeats: int, device: torch.device) -> list[list[float]]:
     """Seconds of this rank's steps, by repetition and contender, who begin in turn."""
     seconds = []
     for repeat in range(repeats):
         row = [0.0] * len(contenders)
         for place in range(len(contenders)):
             index = (repeat + place) % len(contenders)
-            dist.barrier()
+            barrier(device)
             start = time.perf_counter()
             contenders[index].optimizer.step()
+            finish(device)
             row[index] = time.perf_counter() - start
         seconds.append(row)
     return seconds
@@ -124,31 +140,37 @@ def updates(contender: Contender, model: Model) -> Tensor:
     """All changes of the parameters in one vector; whole on every rank."""
     whole = model.full(INITIAL)
     with torch.no_grad():
-        parts = [param.full_tensor() - whole[name] for name, param in contender.params.items()]  # type: ignore[attr-defined]
+        parts = [param.full_tensor().cpu() - whole[name] for name, param in contender.params.items()]  # type: ignore[attr-defined]
     return torch.cat([part.flatten() for part in parts])
 
 
 def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
     """The table, the same on every rank."""
-    contenders = [prepare(name, build, model, mesh) for name, build in CONTENDERS.items()]
-    expected = updates(next(c for c in contenders if c.name == REFERENCE), model)
-    errors = [updates(contender, model) - expected for contender in contenders]
-    mine = (timed(contenders, repeats), [contender.counts for contender in contenders])
+    prepared = [prepare(name, build, model, mesh) for name, build in contenders().items()]
+    expected = updates(next(c for c in prepared if c.name == REFERENCE), model)
+    errors = [updates(contender, model) - expected for contender in prepared]
+    device = next(iter(prepared[0].params.values())).device
+    mine = (timed(prepared, repeats, device), [contender.counts for contender in prepared])
     ranks: list[Any] = [None] * mesh.size()
     dist.all_gather_object(ranks, mine)
     turns = [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*(r[0] for r in ranks), strict=True)]
-    bases = [list(CONTENDERS).index(base) for base in BASES]
+    names = [contender.name for contender in prepared]
     return [
         Row(
             name=contender.name,
             ms=1e3 * median(turn[index] for turn in turns),
-            ratios=tuple(median(turn[index] / turn[base] for turn in turns) for base in bases),
+            ratios=tuple(ratio(turns, index, names, base) for base in BASES),
             counts=Counts(*(max(values) for values in zip(*(astuple(r[1][index]) for r in ranks), strict=True))),
             error=float(errors[index].norm() / expected.norm()),
             bitwise=not errors[index].any(),
         )
-        for index, contender in enumerate(contenders)
+        for index, contender in enumerate(prepared)
     ]
+
+
+def ratio(turns: Sequence[Sequence[float]], index: int, names: Sequence[str], base: str) -> float:
+    """Median of a contender's time over that of a base in the same turn, 0 without the base."""
+    return median(turn[index] / turn[names.index(base)] for turn in turns) if base in names else 0.0
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -165,25 +187,44 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def worker(rank: int, nproc: int, folder: str, model: str, repeats: int) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
+def start(rank: int, nproc: int, folder: str, device: str) -> torch.device:
+    """Give this process its device and its process group."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=nproc)
-    rows = run(MODELS[model], init_device_mesh("cpu", (nproc,), mesh_dim_names=("shard",)), repeats)
+    mine = torch.device(device) if device == "cpu" else torch.device(device, rank)
+    if device == "cuda":
+        torch.cuda.set_device(mine)
+    backend, bound = ("gloo", None) if device == "cpu" else ("nccl", mine)
+    rendezvous = f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, init_method=rendezvous, rank=rank, world_size=nproc, device_id=bound)
+    return mine
+
+
+def worker(rank: int, nproc: int, folder: str, model: str, repeats: int, device: str) -> None:
+    """One process; rank 0 leaves the rows in the folder."""
+    start(rank, nproc, folder, device)
+    rows = run(MODELS[model], init_device_mesh(device, (nproc,), mesh_dim_names=("shard",)), repeats)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
     dist.barrier()
     dist.destroy_process_group()
 
 
+def check_device(device: str, nproc: int) -> None:
+    """Raise SystemExit for more processes than GPUs."""
+    if device == "cuda" and torch.cuda.device_count() < nproc:
+        raise SystemExit(f"--device cuda --nproc {nproc}: PyTorch finds {torch.cuda.device_count()} CUDA devices here")
+
+
 @dataclass(frozen=True)
 class Arguments:
-    """Compare optimizers by one step on the CPU."""
+    """Compare optimizers by one step."""
 
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where. On CUDA each process has a GPU of this machine."""
     nproc: int = 4
     """Processes; the parameters are cut in rows over them."""
-    model: Literal["peers", "dense12", "tiny"] = "peers"
+    model: Literal["peers", "dense12", "tiny", "gpu"] = "peers"
     """The matrices, see contenders.py."""
     repeats: int = 15
     """Timed steps of each optimizer."""
@@ -194,6 +235,7 @@ class Arguments:
         for name in ("nproc", "repeats"):
             if getattr(self, name) < 1:
                 raise SystemExit(f"--{name} must be at least 1")
+        check_device(self.device, self.nproc)
         if self.json is not None and not self.json.parent.is_dir():
             raise SystemExit(f"--json {self.json}: there is no folder {self.json.parent}")
 
@@ -203,12 +245,15 @@ def main(arguments: Arguments) -> None:
     # Otherwise the profiler of each process tells of each start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (arguments.nproc, folder, arguments.model, arguments.repeats), arguments.nproc)
+        mp.spawn(
+            worker, (arguments.nproc, folder, arguments.model, arguments.repeats, arguments.device), arguments.nproc
+        )
         figures = json.loads(Path(folder, "rows").read_text())
     rows = [Row(**{**row, "counts": Counts(**row["counts"])}) for row in figures]
     print(f"{arguments.model}, {arguments.nproc} ranks, medians of {arguments.repeats} steps\n\n{table(rows)}")
     if arguments.json is not None:
-        settings = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
+        shape = {"model": arguments.model, "nproc": arguments.nproc, "repeats": arguments.repeats}
+        settings = {**shape, "device": arguments.device}
         arguments.json.write_text(json.dumps({**settings, "rows": figures}, indent=1) + "\n")
 
 

@@ -1,6 +1,7 @@
-"""Optimizers that bench_step.py compares: torch.optim.Muon on gathered matrices, ours, and torchtitan's DistMuon."""
+"""Optimizers that bench_step.py compares: torch.optim.Muon on gathered matrices, ours, torchtitan's DistMuon, AdamW."""
 
 import contextlib
+import importlib.util
 import types
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,9 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
-from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as reshard_runtime
-from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
 from titan_muon import Muon
 
@@ -48,6 +46,8 @@ MODELS = {
     "peers": transformer(layers=4, width=256, kv=128, ffn=704),
     "dense12": transformer(layers=12, width=512, kv=128, ffn=1408),
     "tiny": transformer(layers=1, width=16, kv=8, ffn=40),
+    # 100 M parameters: all contenders together fit on a GPU of 16 GB.
+    "gpu": transformer(layers=4, width=1536, kv=512, ffn=4096),
 }
 
 
@@ -64,11 +64,15 @@ Builder = Callable[[Parameters, DeviceMesh], Steps]
 
 def sharded(model: Model, mesh: DeviceMesh) -> Parameters:
     """The model's parameters in rows over the mesh, with their gradients."""
+
+    def rows(whole: Tensor) -> Tensor:
+        return distribute_tensor(whole.to(mesh.device_type), mesh, [Shard(0)], src_data_rank=None)
+
     gradients = model.full(GRADIENT)
     params = {}
     for name, whole in model.full(INITIAL).items():
-        params[name] = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
-        params[name].grad = distribute_tensor(gradients[name], mesh, [Shard(0)], src_data_rank=None)
+        params[name] = nn.Parameter(rows(whole))
+        params[name].grad = rows(gradients[name])
     return params
 
 
@@ -98,24 +102,34 @@ def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
-def ours(exchange: str, params: Parameters, mesh: DeviceMesh) -> Muon:
-    """Titan Muon with one of its exchanges, in torch.optim.Muon's arithmetic as all contenders."""
-    return Muon(list(params.items()), exchange=exchange, orthogonalize="reference", **HYPERPARAMETERS)  # type: ignore[arg-type]
+def ours(exchange: str, params: Parameters, mesh: DeviceMesh, orthogonalize: str = "reference") -> Muon:
+    """Titan Muon with one of its exchanges, in torch.optim.Muon's arithmetic unless told otherwise."""
+    return Muon(list(params.items()), exchange=exchange, orthogonalize=orthogonalize, **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
-class CpuDistMuon(DistMuon):
-    """DistMuon without its test for CUDA."""
-
-    def _validate_parameter_storage(self) -> torch.device:
-        return torch.device("cpu")
+def adamw(params: Parameters, mesh: DeviceMesh) -> torch.optim.Optimizer:
+    """What a step takes that orthogonalizes nothing and sends nothing."""
+    return torch.optim.AdamW(params.values(), lr=0.02, weight_decay=0.1, fused=mesh.device_type == "cuda")
 
 
-def dist_muon(params: Parameters, mesh: DeviceMesh) -> DistMuon:
+def dist_muon(params: Parameters, mesh: DeviceMesh) -> Steps:
     """torchtitan's DistMuon, one layer in a bucket."""
-    replace_streams()
+    # Here and not above: the other contenders need PyTorch alone.
+    from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
+    from torchtitan.distributed.flex_shard.dist_muon import DistMuon
+
+    class CpuDistMuon(DistMuon):
+        """DistMuon without its test for CUDA."""
+
+        def _validate_parameter_storage(self) -> torch.device:
+            return torch.device("cpu")
+
+    on_cpu = mesh.device_type == "cpu"
+    if on_cpu:
+        replace_streams()
     layers = dict.fromkeys(name.rsplit(".", 1)[0] for name in params)
     (axis,) = mesh.mesh_dim_names or ()
-    return CpuDistMuon(
+    return (CpuDistMuon if on_cpu else DistMuon)(
         [{"params": list(params.values()), "param_names": list(params)}],
         compute_sharding_by_fqn={name: ComputeLayout({axis: Owned()}) for name in params},
         bucket_configs=[BucketConfig((f"{layer}.*",), layer) for layer in layers],
@@ -135,6 +149,8 @@ class NoStream:
 
 def replace_streams() -> None:
     """Give torchtitan's runtime, in this process, streams and events for the CPU, which PyTorch has none of."""
+    from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as reshard_runtime
+
     device = types.SimpleNamespace(
         Stream=NoStream,
         Event=NoStream,
@@ -153,4 +169,14 @@ CONTENDERS: Mapping[str, Builder] = {
     "all_to_all": partial(ours, "all_to_all"),
     "all_gather_reduce_scatter": partial(ours, "all_gather_reduce_scatter"),
     "DistMuon": dist_muon,
+    "all_to_all, auto": partial(ours, "all_to_all", orthogonalize="auto"),
+    "AdamW": adamw,
 }
+OTHER_ARITHMETIC = ("all_to_all, auto", "AdamW")
+"""Contenders that are compared by their time, and compute another update than torch.optim.Muon."""
+
+
+def contenders() -> Mapping[str, Builder]:
+    """Those that can run here: DistMuon needs torchtitan."""
+    there = importlib.util.find_spec("torchtitan") is not None
+    return {name: build for name, build in CONTENDERS.items() if there or name != "DistMuon"}

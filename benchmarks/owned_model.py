@@ -79,10 +79,10 @@ def make(seed: int = 0, **sizes: int) -> Net:
 COLUMNS, ROWS = ("wq", "wk", "wv", "w1"), ("wo", "w2")
 
 
-def data_mesh(world_size: int, setup: Setup, model: Net) -> DeviceMesh:
+def data_mesh(world_size: int, setup: Setup, model: Net, device: str = "cpu") -> DeviceMesh:
     """The mesh of FSDP or HSDP, once the blocks are cut over the tensor-parallel ranks, if there are any."""
     degrees = (setup.replicas, world_size // setup.replicas // setup.tensor, setup.tensor)
-    mesh = init_device_mesh("cpu", degrees, mesh_dim_names=("replicate", "shard", "tensor"))
+    mesh = init_device_mesh(device, degrees, mesh_dim_names=("replicate", "shard", "tensor"))
     if setup.tensor > 1:
         plan = {**dict.fromkeys(COLUMNS, ColwiseParallel()), **dict.fromkeys(ROWS, RowwiseParallel())}
         for layer in model.layers:
@@ -134,8 +134,9 @@ def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, share: int, shares: int, step: int, part: int = 0) -> Tensor:
-    """The loss of a share of a microbatch."""
-    x, y = (t.chunk(shares)[share] for t in batch(step, part))
+    """The loss of a share of a microbatch, on the model's device."""
+    device = next(model.parameters()).device
+    x, y = (t.chunk(shares)[share].to(device) for t in batch(step, part))
     return F.mse_loss(model(x).float(), y)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 
-def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7) -> Tensor:
-    """The quintic iteration with Keller Jordan's coefficients in bfloat16; matrix (m, n) -> (m, n)."""
-    x = matrix.bfloat16().clone()
+def newton_schulz(matrix: Tensor, steps: int = 5, eps: float = 1e-7, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """The quintic iteration with Keller Jordan's coefficients in a dtype; matrix (m, n) -> (m, n)."""
+    x = matrix.to(dtype, copy=True)
     if matrix.size(0) > matrix.size(1):
         x = x.T
     x.div_(x.norm().clamp(min=eps))
@@ -33,11 +33,12 @@ class ReferenceMuon:
         nesterov: bool = True,
         weight_decay: float = 0.1,
         lr_scale: str = "match_rms_adamw",
+        dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.params = dict(params)
         self.average = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.lr, self.momentum, self.nesterov = lr, momentum, nesterov
-        self.weight_decay, self.lr_scale = weight_decay, lr_scale
+        self.weight_decay, self.lr_scale, self.dtype = weight_decay, lr_scale, dtype
 
     def step(self, grads: Mapping[str, Tensor]) -> None:
         for name, param in self.params.items():
@@ -47,7 +48,7 @@ class ReferenceMuon:
             param.mul_(1 - self.lr * self.weight_decay)
             pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
             for target, matrix in pairs:
-                target.add_(newton_schulz(matrix), alpha=-self.lr * self.scale(*matrix.shape))
+                target.add_(newton_schulz(matrix, dtype=self.dtype), alpha=-self.lr * self.scale(*matrix.shape))
 
     def scale(self, rows: int, cols: int) -> float:
         if self.lr_scale == "match_rms_adamw":

@@ -1,4 +1,8 @@
-"""What a CUDA device computes is what the CPU does, to the rounding of the dtype."""
+"""What a CUDA device computes is what the CPU does, to the rounding of the dtype.
+
+Each test also runs on the CPU, and on fake CUDA tensors, which have no numbers: there it shows shapes, dtypes, devices,
+and that no step waits for the device.
+"""
 
 import importlib.util
 import math
@@ -8,16 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.accuracy import relative_error
+from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from titan_muon import Muon
 from titan_muon.orthogonalize import Method, iteration, orthogonalize, standard, zero_nonfinite_
 from titan_muon.orthogonalize.products import PLAIN
 from titan_muon.orthogonalize.symmetric import TritonProducts
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-DEVICE = torch.device("cuda")
 JORDAN = iteration("keller_jordan", 5, 1e-7)
 SHAPES = [(1, 256, 256), (3, 128, 512), (2, 512, 128), (1, 33, 70)]
 METHODS = [
@@ -35,56 +35,91 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+@on_every_device
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_orthogonalization_is_that_of_float64_on_the_cpu(shape: tuple[int, int, int], method: Method) -> None:
+def test_orthogonalization_is_that_of_float64_on_the_cpu(
+    shape: tuple[int, int, int], method: Method, target: Target
+) -> None:
     stack = random(*shape).bfloat16().float()
-    found = orthogonalize(stack.to(DEVICE), JORDAN, method)
-    expected = standard(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
-    assert found.device.type == DEVICE.type
-    assert relative_error(found.cpu(), expected).max() < TOLERANCES[method.dtype]
+    placed = target.placed(stack)
+    with target.active():
+        found = orthogonalize(placed, JORDAN, method)
+    dtype = torch.bfloat16 if method.algorithm == "reference" else torch.float32
+    assert (found.device.type, found.dtype, found.shape) == (target.device.type, dtype, shape)
+    if not target.fake:
+        expected = standard(stack.double(), JORDAN.steps, JORDAN.eps, torch.float64)
+        assert relative_error(found.cpu(), expected).max() < TOLERANCES[method.dtype]
 
 
+@on_every_device
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_what_is_not_finite_is_set_to_zero(dtype: torch.dtype) -> None:
-    stack = random(3, 8, 6).to(DEVICE, dtype)
+def test_what_is_not_finite_is_set_to_zero(dtype: torch.dtype, target: Target) -> None:
+    stack = random(3, 8, 6).to(dtype)
     stack[1, 2, 3] = math.nan
-    expected = stack.clone()
-    expected[1] = 0
-    assert zero_nonfinite_(stack).tolist() == [False, True, False]
-    assert torch.equal(stack, expected)
+    placed = target.placed(stack)
+    with target.active():
+        finite = zero_nonfinite_(placed)
+    assert (finite.device.type, finite.dtype, finite.shape) == (target.device.type, torch.bool, (3,))
+    if not target.fake:
+        stack[1] = 0
+        assert finite.tolist() == [False, True, False]
+        assert torch.equal(placed.cpu(), stack)
 
 
+@pytest.mark.parametrize("target", [CUDA_PARAM])
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(1, 256, 256), (3, 128, 512), (2, 512, 128), (2, 400, 272), (1, 16, 48)], ids=str)
 def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
-    shape: tuple[int, int, int], dtype: torch.dtype
+    shape: tuple[int, int, int], dtype: torch.dtype, target: Target
 ) -> None:
+    """On a GPU alone: a fake tensor has no address to give to a kernel."""
     count, rows, cols = shape
-    x = random(count, rows, cols).to(DEVICE, dtype) / cols**0.5
-    found, expected = (torch.empty(count, rows, rows, dtype=dtype, device=DEVICE) for _ in range(2))
+    x = random(count, rows, cols).to(target.device, dtype) / cols**0.5
+    found, expected = (torch.empty(count, rows, rows, dtype=dtype, device=target.device) for _ in range(2))
     TritonProducts().gram(x, found)
     PLAIN.gram(x, expected)
     assert relative_error(found, expected).max() < 0.01
     assert torch.equal(found, found.mT)
 
 
-def trained(device: torch.device, orthogonalize: str) -> dict[str, Tensor]:
+def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
     """Parameters and momenta after three steps of Muon in one process."""
     shapes = {"wide": (24, 60), "tall": (60, 24), "experts": (3, 16, 40)}
-    params = {name: nn.Parameter(random(*shape).to(device)) for name, shape in shapes.items()}
-    optimizer = Muon(params.items(), lr=0.02, orthogonalize=orthogonalize, ns_dtype="float32", wire_dtype="float32")
+    params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
+    options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
+    # Whether something was not finite is read on the host, one step later, and there is nothing to read.
+    options |= {"nonfinite": "propagate"} if target.fake else {}
+    with target.active(syncs=True):
+        optimizer = Muon(params.items(), lr=0.02, **options)  # type: ignore[arg-type]
     for step in range(3):
         for index, param in enumerate(params.values()):
-            param.grad = random(*param.shape, seed=10 * step + index + 1).to(device)
-        optimizer.step()
+            param.grad = target.placed(random(*param.shape, seed=10 * step + index + 1))
+        with target.active():
+            optimizer.step()
     momenta = {f"{name}: momentum": optimizer.state[param]["momentum_buffer"] for name, param in params.items()}
-    return {name: value.detach().cpu() for name, value in {**params, **momenta}.items()}
+    return {name: value.detach() for name, value in {**params, **momenta}.items()}
 
 
+@on_every_device
 @pytest.mark.parametrize("orthogonalize", ["standard", "gram", "auto"])
-def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str) -> None:
-    expected = trained(torch.device("cpu"), orthogonalize)
-    for name, found in trained(DEVICE, orthogonalize).items():
-        assert relative_error(found, expected[name]).max() < 1e-4, name
+def test_muon_in_one_process_is_that_of_the_cpu(orthogonalize: str, target: Target) -> None:
+    expected = trained(CPU, orthogonalize)
+    for name, found in trained(target, orthogonalize).items():
+        assert (found.device.type, found.dtype) == (target.device.type, torch.float32), name
+        assert found.shape == expected[name].shape, name
+        assert target.fake or relative_error(found.cpu(), expected[name]).max() < 1e-4, name
+
+
+@pytest.mark.parametrize("target", [pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name), CUDA_PARAM])
+def test_a_target_sees_that_the_host_waits(target: Target) -> None:
+    """Guards the tests above: a step that waited would be found by them."""
+    placed = target.placed(random(2, 2))
+    with target.active(), pytest.raises(RuntimeError):
+        placed.sum().item()
+
+
+def test_a_fake_target_holds_no_numbers_and_a_device_that_is_not_there() -> None:
+    assert (CPU.fake, FAKE.fake, CUDA.fake) == (False, True, False)
+    assert FAKE.device == CUDA.device

@@ -61,8 +61,15 @@ def test_ratios_are_to_all_gather_and_dist_muon(rows: dict[str, dict]) -> None:
     assert all(row["ms"] > 0 for row in rows.values())
 
 
-def test_all_compute_torchs_update_bit_for_bit(rows: dict[str, dict]) -> None:
-    assert {name: (row["bitwise"], row["error"]) for name, row in rows.items()} == dict.fromkeys(rows, (True, 0.0))
+def test_all_of_its_arithmetic_compute_torchs_update_bit_for_bit(rows: dict[str, dict]) -> None:
+    same = [name for name in rows if name not in contenders.OTHER_ARITHMETIC]
+    assert {name: (rows[name]["bitwise"], rows[name]["error"]) for name in same} == dict.fromkeys(same, (True, 0.0))
+    assert 0 < rows["all_to_all, auto"]["error"] < 0.05
+
+
+def test_adamw_sends_nothing_and_multiplies_no_matrices(rows: dict[str, dict]) -> None:
+    counts = rows["AdamW"]["counts"]
+    assert (counts["bytes_sent"], counts["calls"], counts["agreements"], counts["ns_flops"]) == (0, 0, 0, 0)
 
 
 def test_bytes_and_calls_are_those_of_each_scheme(rows: dict[str, dict]) -> None:
@@ -76,7 +83,7 @@ def test_bytes_and_calls_are_those_of_each_scheme(rows: dict[str, dict]) -> None
     assert counted["all_to_all"] == (share * others * 2, 2)
     assert counted["DistMuon"] == (share * others * 4, 2 * MODEL.layers)
     assert {name: row["counts"]["agreements"] for name, row in rows.items()} == {
-        name: int(name in OURS) for name in rows
+        name: int(name in (*OURS, "all_to_all, auto")) for name in rows
     }
 
 
@@ -114,6 +121,7 @@ def test_allocated_counts_what_is_freed_within_and_what_is_left() -> None:
         (("--nproc", "0"), "--nproc must be at least 1"),
         (("--repeats", "0"), "--repeats must be at least 1"),
         (("--model", "gpt5"), "gpt5"),
+        (("--device", "cuda", "--nproc", "99"), "--device cuda --nproc 99: PyTorch finds"),
         (("--json", "/no/such/folder/figures.json"), "/no/such/folder"),
     ],
 )

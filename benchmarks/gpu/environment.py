@@ -1,0 +1,121 @@
+"""What a result is of: the GPUs, the driver, PyTorch, the other packages, and the state of the source.
+
+`python -m benchmarks.gpu.environment` prints it as JSON. The runner asks a process of its own: one that has asked CUDA
+for a name holds some hundred MB of that GPU until it ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("torchtitan", "tyro", "pytest", "pytest_timeout", "matplotlib", "triton")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where parts run.
+
+    Attributes:
+        gpus: names of the CUDA devices; none for a rehearsal.
+        torch: version of PyTorch.
+        cuda: that it was built with, or nothing.
+        driver: version of the GPUs' driver, or nothing.
+        commit: of the source, with a digest of what was changed since; nothing without git.
+        packages: of PACKAGES, those that there are.
+        unused: why PyTorch uses none of the GPUs that the machine has, or nothing.
+    """
+
+    gpus: tuple[str, ...]
+    torch: str
+    cuda: str
+    driver: str
+    python: str
+    commit: str
+    packages: tuple[str, ...]
+    unused: str = ""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks to start: as many as GPUs, but a power of two, which meshes and batches can be cut by."""
+        return 1 << (len(self.gpus).bit_length() - 1) if self.gpus else 2
+
+    def same(self, other: Environment) -> bool:
+        """Whether results there hold here. Without git nobody knows."""
+        mine, theirs = ((each.gpus, each.torch, each.commit) for each in (self, other))
+        return mine == theirs and self.commit != ""
+
+
+def of(document: dict) -> Environment:
+    """An environment from its JSON."""
+    lists = {key: tuple(document[key]) for key in ("gpus", "packages")}
+    return Environment(**{**document, **lists})
+
+
+def ask(python: str = sys.executable) -> Environment:
+    """The environment of an interpreter. Raises ValueError if it cannot be asked."""
+    command = [python, "-m", "benchmarks.gpu.environment"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode != 0:
+        raise ValueError(f"{python} cannot run PyTorch: {done.stderr.strip()[-2000:]}")
+    return of(json.loads(done.stdout.splitlines()[-1]))
+
+
+def here() -> Environment:
+    """The environment of this process."""
+    import torch
+
+    there = torch.cuda.is_available()
+    gpus = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())) if there else ()
+    unused = "" if there else unused_gpus(Path("/dev"), torch.__version__, torch.version.cuda)
+    packages = tuple(name for name in PACKAGES if find_spec(name) is not None)
+    return Environment(
+        gpus,
+        torch.__version__,
+        torch.version.cuda or "",
+        _driver(),
+        platform.python_version(),
+        commit(),
+        packages,
+        unused,
+    )
+
+
+def unused_gpus(devices: Path, version: str, cuda: str | None) -> str:
+    """Why PyTorch finds none of the GPUs with a file in `devices`; nothing without one, or if they are hidden."""
+    # A rehearsal in place of the run would hide that PyTorch and the driver do not fit each other.
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(devices.glob("nvidia[0-9]*")):
+        return ""
+    built = f"CUDA {cuda}, for which the driver may be too old" if cuda else "no CUDA"
+    return f"this machine has a GPU, but torch {version} finds none; it was built with {built}"
+
+
+def commit() -> str:
+    """HEAD, and a digest of the changes since if there are any."""
+    head, changes = _output("git", "rev-parse", "HEAD"), _output("git", "diff", "HEAD")
+    return f"{head}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if head and changes else head
+
+
+def _driver() -> str:
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split("\n")[0]
+
+
+def _output(*command: str) -> str:
+    """What a command prints, nothing where it fails or is not installed."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(here())))

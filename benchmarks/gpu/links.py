@@ -1,0 +1,174 @@
+"""What the links between the GPUs of this machine and its matrix units can do: the machine file.
+
+    torchrun --nproc_per_node=8 -m benchmarks.gpu.links --device cuda --json links.json
+
+`machine` of the file, which `--machine FILE` also writes alone, is what a planner needs: bytes per second that a rank
+sends, seconds that a collective takes however little it carries, FLOP/s by dtype and bytes per second of its memory.
+`link` is the `[link]` table of a recipe.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.gpu.ranks import begin
+
+SMALLEST, LARGEST = 2**10, 2**28
+DTYPES = ("bfloat16", "float16", "float32")
+MATMUL_SIZES = {"cuda": 8192, "cpu": 256}
+COPIED = {"cuda": 2**30, "cpu": 2**20}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One collective at one size.
+
+    Attributes:
+        bytes: of the whole buffer on a rank: that it sends from in an all-to-all or a reduce-scatter, that it receives
+            in an all-gather.
+        us: median time on the slowest rank, in microseconds.
+        gb_s: gigabytes that each rank sends in a second.
+    """
+
+    collective: str
+    bytes: int
+    us: float
+    gb_s: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a planner needs of a machine.
+
+    Attributes:
+        gpu: name of one GPU.
+        ranks: that the links were measured between.
+        bandwidth: bytes per second that a rank sends to others of this machine; None of one rank alone.
+        latency: seconds that a collective takes however little it carries; None of one rank alone.
+        flops: FLOP/s of large plain products by dtype, float32 without TF32.
+        memory_bandwidth: bytes per second, read and written together.
+    """
+
+    gpu: str
+    ranks: int
+    bandwidth: float | None
+    latency: float | None
+    flops: dict[str, float]
+    memory_bandwidth: float
+
+
+def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median time of a call, all of the device's work included; two calls warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        wait(device)
+        start = time.perf_counter()
+        run()
+        wait(device)
+        times.append(time.perf_counter() - start)
+    return median(times[2:])
+
+
+def wait(device: torch.device) -> None:
+    """Wait for all that is queued on the device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def collectives(size: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """The collectives of the exchanges, on buffers of `size` bytes."""
+    world = dist.get_world_size()
+    whole = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    other, part = torch.empty_like(whole), torch.zeros(size // 2 // world, dtype=torch.bfloat16, device=device)
+    return {
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+    }
+
+
+def measure_links(device: torch.device, largest: int) -> list[Row]:
+    """Every collective at sizes from SMALLEST on, each four times the one before; the same on every rank."""
+    world, rows, size = dist.get_world_size(), [], SMALLEST
+    while size <= largest:
+        for name, run in collectives(size, device).items():
+            dist.barrier()
+            taken = torch.tensor(seconds(run, device, 20 if size < 2**24 else 5), device=device)
+            dist.all_reduce(taken, dist.ReduceOp.MAX)
+            slowest = taken.item()
+            rows.append(Row(name, size, 1e6 * slowest, size * (world - 1) / world / slowest / 1e9))
+        size *= 4
+    return rows
+
+
+def link_of(rows: Sequence[Row]) -> tuple[float, float]:
+    """Bytes per second and seconds of latency of an all-to-all: two sizes' difference, and the smallest one's time."""
+    # A time is latency plus bytes over bandwidth, so the largest two sizes give the bandwidth free of the latency.
+    mine = sorted((row for row in rows if row.collective == "all_to_all"), key=lambda row: row.bytes)
+    sent = [row.gb_s * row.us * 1e3 for row in mine]
+    longer = (mine[-1].us - mine[-2].us) * 1e-6 if len(mine) > 1 else 0.0
+    # Where noise has the larger one end first, its own rate is all there is.
+    bandwidth = (sent[-1] - sent[-2]) / longer if longer > 0 else mine[-1].gb_s * 1e9
+    return bandwidth, mine[0].us * 1e-6
+
+
+def matmul_rate(dtype: str, device: torch.device) -> float:
+    """FLOP/s of a large plain product."""
+    size = MATMUL_SIZES[device.type]
+    a, b = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
+    return 2 * size**3 / seconds(lambda: torch.mm(a, b), device, 7)
+
+
+def memory_rate(device: torch.device) -> float:
+    """Bytes per second of a large copy."""
+    source = torch.zeros(COPIED[device.type] // 2, dtype=torch.bfloat16, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(lambda: target.copy_(source), device, 7)
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure on this rank; rank 0 prints and writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    parser.add_argument("--largest", type=int, default=LARGEST, help="bytes")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--machine", type=Path, help="the machine file alone")
+    given = parser.parse_args(words)
+    device = begin(given.device)
+    world = dist.get_world_size()
+    rows = measure_links(device, given.largest) if world > 1 else []
+    if dist.get_rank() == 0:
+        bandwidth, latency = link_of(rows) if rows else (None, None)
+        flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        machine = Machine(name, world, bandwidth, latency, flops, memory_rate(device))
+        document = {"machine": asdict(machine), "link": recipe_table(machine), "rows": [asdict(row) for row in rows]}
+        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if given.machine is not None:
+            given.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
+        print(json.dumps({key: document[key] for key in ("machine", "link")}, indent=1))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+def recipe_table(machine: Machine) -> dict[str, float]:
+    """The `[link]` table of a recipe for this machine; without the links' keys where one rank has none."""
+    table = {"tflops": round(machine.flops["float16"] / 1e12, 1)}
+    if machine.bandwidth is not None and machine.latency is not None:
+        table |= {"bandwidth_gb": round(machine.bandwidth / 1e9, 1), "latency_us": round(machine.latency * 1e6, 1)}
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

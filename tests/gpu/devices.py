@@ -1,0 +1,64 @@
+"""The devices that a test of tests/gpu runs on: the CPU, GPUs that are not there, and GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks.gpu.ranks import no_sync, real_hosts
+
+# Tensors of two modes do not mix, so all tests have this one.
+FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A device, and whether its tensors are fake: with a shape, a dtype and a device, but without numbers."""
+
+    name: str
+    device: torch.device
+    fake: bool = False
+
+    def __str__(self) -> str:
+        return self.name
+
+    def placed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of the CPU on the target's device, without numbers if it is fake."""
+        if self.fake:
+            with FAKE_MODE:
+                return torch.empty_like(tensor, device=self.device)
+        return tensor.to(self.device, copy=True)
+
+    @contextmanager
+    def active(self, *, syncs: bool = False) -> Iterator[None]:
+        """Run what is inside on the target. Unless it `syncs`, the host must not wait for the device in it."""
+        if self.fake:
+            # A sync reads numbers, and there are none: that raises.
+            with real_hosts(), FAKE_MODE:
+                yield
+        elif syncs:
+            yield
+        else:
+            with no_sync(self.device):
+                yield
+
+
+CPU = Target("cpu", torch.device("cpu"))
+FAKE = Target("fake cuda", torch.device("cuda"), fake=True)
+CUDA = Target("cuda", torch.device("cuda"))
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
+)
+needs_gpu = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+FAKE_PARAM = pytest.param(FAKE, marks=needs_cuda_build, id=FAKE.name)
+CUDA_PARAM = pytest.param(CUDA, marks=needs_gpu, id=CUDA.name)
+EVERY = [pytest.param(CPU, id=CPU.name), FAKE_PARAM, CUDA_PARAM]
+on_every_device = pytest.mark.parametrize("target", EVERY)

@@ -1,0 +1,106 @@
+"""The checks that ranks on GPUs go through hold on the CPU and on fake GPUs, and they see what is wrong."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from benchmarks.gpu.ranks import fake_gpus
+from tests.dist.harness import run_ranks
+from tests.gpu import parity
+from tests.gpu.devices import needs_cuda_build
+from titan_muon import Muon
+from titan_muon.executor import Executor
+
+CPU = torch.device("cpu")
+
+
+def faults_on_cpu(rank: int, world_size: int) -> list[str]:
+    checks = parity.checks(CPU)
+    assert len(checks) == len(parity.EXCHANGES) + 5
+    return [f"{check.name}: {fault}" for check in checks for fault in check.faults]
+
+
+def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
+    assert run_ranks(faults_on_cpu, 2) == [[], []]
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(("rank", "world", "exchanges"), [(0, 1, ("auto",)), (5, 8, parity.EXCHANGES)])
+def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int, exchanges: tuple[str, ...]) -> None:
+    with fake_gpus(rank, world) as device:
+        for exchange in exchanges:
+            assert parity.check_exchange(exchange, parity.FLOAT32, device, has_values=False).faults == ()
+
+
+@needs_cuda_build
+def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Executor.begin
+
+    def waiting(executor: Executor) -> None:
+        begin(executor)
+        torch.ones(1, device="cuda").item()
+
+    monkeypatch.setattr(Executor, "begin", waiting)
+    with fake_gpus(0, 2) as device, pytest.raises(DataDependentOutputException):
+        parity.check_exchange("all_to_all", parity.FLOAT32, device, has_values=False)
+
+
+class Opening:
+    """An optimizer whose step makes a process group."""
+
+    def step(self) -> None:
+        dist.new_group([0, 1])
+
+
+def opened(rank: int, world_size: int) -> list[str]:
+    return parity.checked_step(Opening(), CPU)  # type: ignore[arg-type]
+
+
+def test_a_group_that_a_step_makes_is_a_fault() -> None:
+    assert run_ranks(opened, 2) == [["the step opened 1 communicators"]] * 2
+
+
+def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
+    apply = Executor.apply
+    Executor.apply = lambda executor, bucket, views: None if rank == 1 else apply(executor, bucket, views)  # type: ignore[method-assign]
+    return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
+
+
+def test_an_update_that_a_rank_loses_is_a_fault_there() -> None:
+    first, second = run_ranks(faults_of_a_lost_update, 2)
+    assert first == ()
+    assert any("FSDP: wide: off by 1" in fault for fault in second)
+
+
+@pytest.mark.parametrize(("world", "number"), [(1, 4), (2, 11), (3, 4), (4, 13), (8, 13)])
+def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None:
+    found = parity.cases(world)
+    assert len(found) == number
+    for case in found:
+        assert torch.Size(case.mesh).numel() == world
+        assert len(case.placements) == len(case.mesh)
+
+
+def test_nccl_says_which_groups_are_open() -> None:
+    """The one private name that counting communicators needs."""
+    if not hasattr(dist, "ProcessGroupNCCL"):
+        pytest.skip("needs a CUDA build of PyTorch")
+    assert callable(dist.ProcessGroupNCCL._is_initialized)
+
+
+def test_more_memory_than_the_plan_says_is_a_fault() -> None:
+    assert run_ranks(faults_of_hoarding, 2) == [True, True]
+
+
+def faults_of_hoarding(rank: int, world_size: int) -> bool:
+    step = Muon.step
+
+    def hoarding(optimizer: Muon) -> None:
+        hoard = nn.Parameter(torch.ones(1_000_000))
+        step(optimizer)
+        del hoard
+
+    Muon.step = hoarding  # type: ignore[method-assign, assignment]
+    return any("bytes, and the plan says" in fault for fault in parity.check_memory(CPU).faults)
