@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_training_layouts import TOLERANCES, train_on, write_corpus
-from titan_muon.titan import compat
+from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
 
 pytestmark = pytest.mark.skipif(
-    not compat.has_pipeline_parallel(), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
+    not has_torch(*PIPELINE_TORCH), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
 )
 
 STEPS = 3
