@@ -39,6 +39,7 @@ def config(folder: Path, world_size: int = 1, **values: object):
         ("comm.save_traces_file_prefix", "node0_"),
         ("debug.detect_anomaly", True),
         ("training.gc_debug", True),
+        ("metrics.save_tb_folder", "there"),
     ],
 )
 def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -> None:
@@ -78,6 +79,7 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
             },
         ),
         ("profiler.enable_memory_snapshot", {"profiler__enable_memory_snapshot": True}),
+        ("parallelism.enable_fsdp_symm_mem", {"parallelism__enable_fsdp_symm_mem": True}),
         ("checkpoint.async_mode", {"checkpoint__async_mode": "async_with_pinned_mem"}),
     ],
 )

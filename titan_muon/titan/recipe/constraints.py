@@ -167,6 +167,15 @@ RELATIONS = (
             or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),
+    # Emulated products are not for the compiler, and experts' have no emulation.
+    Relation(
+        "float8.emulate",
+        "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
+        lambda recipe: (
+            not recipe.float8.emulate
+            or (recipe.float8.linear and not recipe.float8.experts and not _compiles_the_model(recipe))
+        ),
+    ),
     Relation(
         "debug.deterministic_warn_only",
         "false only, because debug.deterministic = false",
