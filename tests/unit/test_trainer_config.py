@@ -1,5 +1,6 @@
 """What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +91,14 @@ def test_what_needs_gpus_is_refused_on_the_cpu_and_planned_for_gpus(
     with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
         refuse_on_cpu(tiny.recipe(tmp_path, **given))
     config(tmp_path, 2, **given)
+
+
+def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
+    absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
+    for each, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+        assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
 def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:

@@ -94,21 +94,21 @@ RELATIONS = (
     Relation(
         "lr_scheduler.total_steps",
         "training.steps or more (or absent, which is training.steps)",
-        lambda recipe: _scheduled_steps(recipe) >= recipe.training.steps,
+        lambda recipe: scheduled_steps(recipe) >= recipe.training.steps,
     ),
     # TorchTitan would shorten both, so that the rates are not those that the recipe names.
     Relation(
         "lr_scheduler.warmup_steps",
         "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
-        lambda recipe: recipe.lr_scheduler.warmup_steps <= _scheduled_steps(recipe),
+        lambda recipe: recipe.lr_scheduler.warmup_steps <= scheduled_steps(recipe),
     ),
     Relation(
         "lr_scheduler.decay_ratio",
         "a share that leaves room for lr_scheduler.warmup_steps in the schedule",
         lambda recipe: (
             recipe.lr_scheduler.decay_ratio is None
-            or round(_scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
-            <= _scheduled_steps(recipe)
+            or round(scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
+            <= scheduled_steps(recipe)
         ),
     ),
     # Muon would orthogonalize on the host what the dry run plans for the GPU.
@@ -217,7 +217,8 @@ RELATIONS = (
 )
 
 
-def _scheduled_steps(recipe: Recipe) -> int:
+def scheduled_steps(recipe: Recipe) -> int:
+    """Steps of the learning-rate schedule."""
     total = recipe.lr_scheduler.total_steps
     return recipe.training.steps if total is None else total
 

@@ -24,6 +24,7 @@ from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.constraints import scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size
 from titan_muon.titan.recipe.sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
@@ -130,7 +131,9 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default when there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    return RunCheckpoints.Config(**values, resume=run.checkpoint)
+    # With the length that an absent one stands for: a run that is extended decays otherwise.
+    schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
+    return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
 
 
 def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpointing.Config | None:
