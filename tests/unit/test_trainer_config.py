@@ -5,10 +5,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from tests import tiny
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.rules import Assignment
 
 compat.install()
 
@@ -122,3 +124,19 @@ def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp
     )
     said = job._batch(trainer)  # type: ignore[arg-type]
     assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+
+
+def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    whole = (Assignment("layers.0.w", (2, 3, 4), "muon", "", None), Assignment("layers.1.b", (8,), "adamw", "", None))
+    trainer = SimpleNamespace(optimizers=SimpleNamespace(whole=whole, assignments=whole[1:]))
+    parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]
+    job._say_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
+    counts = (
+        "32 parameters on 4 ranks\nadamw: 1 tensors, 25.0 % of parameters\nmuon: 2 matrices, 75.0 % of parameters\n"
+    )
+    assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
+    assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"

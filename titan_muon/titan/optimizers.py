@@ -61,6 +61,9 @@ class HybridOptimizers(OptimizersContainer):
         """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
     assignments: tuple[Assignment, ...]
+    """Who takes which of the parameters here."""
+    whole: tuple[Assignment, ...]
+    """Who takes which of the whole model's; pipeline ranks have but a part of them."""
     changes: tuple[str, ...] = ()
     """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
 
@@ -80,7 +83,8 @@ class HybridOptimizers(OptimizersContainer):
         self.assignments = assignments(config, shapes)
         # By the whole model: ranks build Muon together, and one that left it out, or a group of it, because its
         # pipeline stage has nothing for it would leave the others waiting.
-        every = grouped(config, assignments(config, shapes if config.model is None else config.model))
+        self.whole = assignments(config, shapes if config.model is None else config.model)
+        every = grouped(config, self.whole)
         self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
         self.optimizers: list[Optimizer] = [
             _build(name, groups, config.tables.get(name, {}), trained) for name, groups in self.groups.items()
