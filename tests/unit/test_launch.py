@@ -176,6 +176,15 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
 
 
+def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """It looks for late ranks itself, from another stage than those who wait for it."""
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
+        ahead.advance()
+        time.sleep(1.5)
+    assert capfd.readouterr().err.count("rank 1 (") == 1
+
+
 def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:
     """A save longer than the time-out, in which all ranks live, must neither be named nor ended."""
     store = dist.HashStore()

@@ -154,7 +154,8 @@ class Watchdog:
         signs, silent = self._look()
         self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
         late = late_ranks(signs, silent, self._world_size)
-        if late:
+        # A rank that is late and lives looks as well, from the stage where it is.
+        if late and self._store.add(f"named-{late}", 1) == 1:
             waited = time.monotonic() - self._moved
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
 

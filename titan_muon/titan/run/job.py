@@ -44,7 +44,8 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
-SECONDS_TO_EXIT = 5
+# The launcher ends after its last process, and has two of the five seconds that a job may take after a time-out.
+SECONDS_TO_EXIT = 3
 
 
 def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
