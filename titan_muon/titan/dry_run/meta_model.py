@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
 from titan_muon.titan.explain import stage_ranks
-from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
+from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.rules import Assignment
@@ -101,7 +101,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         assigned = assignments(optimizer, shapes)
         whole = assigned if optimizer.model is None else assignments(optimizer, optimizer.model)
         groups = grouped(optimizer, assigned)
-        plan = _plan(parameters, groups.get("muon", []), optimizer, this_device() if device is None else device)
+        table = held_tables(optimizer, whole, parameters).get("muon", {})
+        plan = _plan(parameters, groups.get("muon", []), table, this_device() if device is None else device)
         return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan)
 
 
@@ -155,13 +156,13 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
 
 
 def _plan(
-    parameters: dict[str, Tensor], groups: list[ParamGroup], config: HybridOptimizers.Config, device: str
+    parameters: dict[str, Tensor], groups: list[ParamGroup], table: Mapping[str, Any], device: str
 ) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
     try:
-        options = MuonOptions(**config.tables["muon"])
+        options = MuonOptions(**table)
         # A plan knows parameters and not their groups, which may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
