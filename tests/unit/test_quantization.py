@@ -1,5 +1,7 @@
 """Float8: what a recipe asks for reaches TorchTitan's converters, and what hardware lacks is refused with its key."""
 
+import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,7 @@ from torchtitan.components.quantization import Float8GroupedExpertsConverter, Fl
 from torchtitan.protocols.model import ModelConfigConverter  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
+from titan_muon.titan.model import quantization  # noqa: E402
 from titan_muon.titan.model.quantization import check_float8  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
@@ -60,6 +63,20 @@ def test_what_can_be_computed_is_taken(
     asked: dict[str, bool], capability: tuple[int, int] | None, amd: bool, torchao: bool
 ) -> None:
     check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)
+
+
+@pytest.mark.parametrize(("known", "found"), [({"from_recipe_name": None}, True), ({}, False)])
+def test_a_torchao_that_knows_no_recipes_is_none(
+    known: dict[str, None], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it TorchTitan warns, and trains without float8."""
+    monkeypatch.setattr(quantization, "Float8Linear", object)
+    module = types.SimpleNamespace(Float8LinearConfig=types.SimpleNamespace(**known))
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)  # type: ignore[arg-type]
+    assert quantization.has_torchao() == found
+    monkeypatch.setattr(quantization, "Float8Linear", None)
+    assert not quantization.has_torchao()
 
 
 def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Config, ...]:

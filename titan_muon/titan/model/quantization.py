@@ -1,9 +1,11 @@
 """Matrix products in float8: TorchTitan's converters of a model's configuration, and what they need."""
 
+import importlib
 from typing import Any
 
 from torchtitan.components.quantization import (
     Float8GroupedExpertsConverter,
+    Float8Linear,
     Float8LinearConverter,
     QuantizationConverter,
 )
@@ -18,6 +20,14 @@ NVIDIA, AMD = (8, 9), (9, 4)
 """Oldest compute capability with float8: Ada, and gfx942 (MI300)."""
 
 
+def has_torchao() -> bool:
+    """Whether torchao is installed, can be imported, and knows the recipes that TorchTitan names."""
+    # With an older one TorchTitan warns, and trains without float8.
+    if Float8Linear is None:
+        return False
+    return hasattr(importlib.import_module("torchao.float8").Float8LinearConfig, "from_recipe_name")
+
+
 def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bool, torchao: bool) -> None:
     """Raise RecipeError for float8 that cannot be computed here.
 
@@ -25,15 +35,15 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
         section: what the recipe asks for.
         capability: compute capability of the GPU, None without one.
         amd: whether it is AMD's.
-        torchao: whether torchao, which has the products, is installed.
+        torchao: whether there is a torchao to compute it.
     """
     asked = [key for key in ("linear", "experts") if getattr(section, key)]
     if not asked:
         return
-    # TorchTitan checks as well, but later and without the key; and some of what lacks it only warns of.
+    # TorchTitan checks as well, but later and without the key.
     key = f"float8.{asked[0]}"
     if not torchao:
-        raise RecipeError(f"{key} = true needs the package torchao, which is not installed; install it, or set false")
+        raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
     able = capability is not None and capability >= (AMD if amd else NVIDIA)
     if not able and not section.emulate:
         found = "the CPU" if capability is None else f"a GPU of compute capability {'.'.join(map(str, capability))}"

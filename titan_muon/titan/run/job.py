@@ -4,7 +4,6 @@
 """
 
 import gc
-import importlib.util
 import os
 import signal
 import traceback
@@ -35,7 +34,7 @@ from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, rem
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
-from titan_muon.titan.model.quantization import check_float8
+from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
@@ -109,8 +108,7 @@ def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | Non
     check_degrees(recipe, world)
     if compat.install():
         refuse_on_cpu(recipe)
-    torchao = importlib.util.find_spec("torchao") is not None
-    check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=torchao)
+    check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
