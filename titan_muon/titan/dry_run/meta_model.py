@@ -85,9 +85,15 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     cannot share: no plan depends on it.
     """
     check_layout(recipe, world_size)
+    stages = recipe.parallelism.pipeline_parallel_degree
+    if stages > 1:
+        # Each stage is a world of its own here, and under spmd_types FSDP finds meshes of the one before and refuses
+        # them. Parameters rest alike under both.
+        parallelism = replace(recipe.parallelism, spmd_backend="partial_dtensor")
+        recipe = replace(recipe, parallelism=parallelism)
     # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
-    ranks = stage_ranks(world_size, recipe.parallelism.pipeline_parallel_degree, stage)
+    ranks = stage_ranks(world_size, stages, stage)
     with _fake_world(world_size, ranks[0]):
         parameters: dict[str, Tensor] = {
             canonical_fqn(name): p
