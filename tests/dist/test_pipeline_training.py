@@ -1,6 +1,7 @@
 """A recipe trained in pipeline stages follows the same recipe on one rank, from its initial values on."""
 
 import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -8,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.dist.test_training_layouts import TOLERANCES, train_on, write_corpus
-from titan_muon.titan import compat
+from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
 
 pytestmark = pytest.mark.skipif(
-    not compat.has_pipeline_parallel(), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
+    not has_torch(*PIPELINE_TORCH), reason="pipeline parallelism needs torch 2.14, as TorchTitan 0.3.0 does"
 )
 
 STEPS = 3
@@ -52,6 +53,22 @@ def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: Callable[[s
     found = train_on(folder, world_size, model, {"training.steps": STEPS, **STAGES, **degrees}, layout)
     assert found[0] == pytest.approx(expected[0], abs=1e-5), "the stages start as the whole model does"
     assert found == pytest.approx(expected, abs=TOLERANCES[model])
+    said, alone = (told(folder, name) for name in (layout, model.replace("/", "_")))
+    assert taken(said) == taken(alone), "the counts are of the whole model"
+    size = world_size // 2
+    for rank in range(2):
+        where = f"rank {rank}" if size == 1 else f"ranks {rank * size} to {rank * size + size - 1}"
+        assert f"pipeline rank {rank} of 2, {where}: " in said
+
+
+def told(folder: Path, name: str) -> str:
+    """What a run says of its optimizers."""
+    (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
+    return file.read_text()
+
+
+def taken(text: str) -> list[str]:
+    return re.findall(r"^\w+: .* of parameters$", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

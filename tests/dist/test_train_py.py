@@ -15,14 +15,14 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
 
 
-def start(launcher: Sequence[str], file: Path, *words: str) -> subprocess.Popen[str]:
+def start(launcher: Sequence[str], file: Path, *words: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
     clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     return subprocess.Popen(
         [*launcher, "train.py", "--config", str(file), *words],
         cwd=ROOT,
         env=clean | {"OMP_NUM_THREADS": "1"},
         text=True,
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
     )
 

@@ -1,6 +1,7 @@
 """Every recipe that ships is accepted, and its dry run shows a plan in which each matrix is orthogonalized once."""
 
 import json
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ compat.install()
 
 from titan_muon.titan.dry_run.meta_model import build_meta_model, smallest_world  # noqa: E402
 from titan_muon.titan.dry_run.report import report  # noqa: E402
-from titan_muon.titan.recipe import Recipe, RecipeError, load, to_toml  # noqa: E402
+from titan_muon.titan.recipe import Recipe, RecipeError, degrees, load, to_toml  # noqa: E402
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = sorted(path.stem for path in CONFIGS.glob("*.toml"))
@@ -246,6 +247,35 @@ def test_a_plan_for_gpus_is_another_than_one_for_the_cpu(tmp_path: Path) -> None
     assert {work.method.split(";")[0] for work in cpu.works} == {"standard bfloat16"}
     assert "standard float16" in {work.method.split(";")[0] for work in gpu.works}
     assert cpu.digest() != gpu.digest()
+
+
+@pytest.mark.parametrize("placement", ["shard0", "owned"])
+def test_each_pipeline_rank_is_planned_on_its_own_ranks(
+    placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Counts must be of the whole model; tables, plans, owners and memory of each pipeline rank's part of it."""
+    # One mesh for both cases: TorchTitan's spmd_types does not let go of an equal one.
+    whole = dry_run("qwen_moe_muon", 2, tmp_path, "--parallelism.spmd_backend=partial_dtensor")
+    alone = capsys.readouterr().out
+    # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
+    monkeypatch.setattr(degrees, "has_torch", lambda *numbers: True)
+    cut = ("--parallelism.pipeline_parallel_degree=2", f"--placement.muon={placement}")
+    plan = dry_run("qwen_moe_muon", 4, tmp_path, *cut)
+    printed = capsys.readouterr().out
+    parts = plan["pipeline_ranks"]
+    assert sum(part["muon_matrices"] for part in parts) == whole["muon_matrices"]
+    assert sorted(p["fqn"] for part in parts for p in part["parameters"]) == sorted(
+        p["fqn"] for p in whole["parameters"]
+    )
+    assert [[cost["rank"] for cost in part["ranks"]] for part in parts] == [[0, 1], [2, 3]]
+    owners = [[owner["rank"] for owner in part["owners"]] for part in parts]
+    assert owners == ([[0, 1], [2, 3]] if placement == "owned" else [[], []])
+    assert all(part["memory"]["total"] < whole["memory"]["total"] for part in parts)
+    counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
+    assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
+    for rank in range(2):
+        # Above its table, and above its plan and memory.
+        assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 2
 
 
 def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from titan_muon.titan import compat
+from titan_muon.titan.recipe.degrees import has_torch
 
 cpu_only = pytest.mark.skipif(torch.accelerator.is_available(), reason="the gaps of the CPU")
 
@@ -70,7 +71,7 @@ def test_each_gap_exists_and_is_closed() -> None:
     result = _run(BEFORE_AND_AFTER)
     assert result.returncode == 0, result.stderr
     before, after = json.loads(result.stdout.splitlines()[-1])
-    has_set_timeout = torch.__version__ >= "2.14"
+    has_set_timeout = has_torch(2, 14)
     # CUDA builds of torch bring it.
     models_import = True if importlib.util.find_spec("triton") else "No module named 'triton'"
     assert before == {"device": "cuda", "set_timeout": has_set_timeout, "models": models_import}
@@ -156,14 +157,17 @@ def test_torchtitan_still_shards_decoders_by_one_function(family: str) -> None:
 
 
 def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
-    from torch.torch_version import TorchVersion
-
-    for version, backend in {"2.13.1": "partial_dtensor", "2.14.0+cu130": "spmd_types"}.items():
-        monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    backends = {
+        "2.13.1": "partial_dtensor",
+        "2.9.0": "partial_dtensor",
+        "2.14.0a0+git123": "spmd_types",
+        "2.14.0+cu130": "spmd_types",
+    }
+    for version, backend in backends.items():
+        monkeypatch.setattr(metadata, "version", lambda name, version=version: version)
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
         assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
-        assert compat.has_pipeline_parallel() == (backend == "spmd_types")
 
 
 def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None:

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -143,6 +145,44 @@ def test_a_silent_rank_is_named_once_and_ended(
     assert shown.count("rank 2 (process 102 on h) gives no sign of life") == 1
     assert "rank 0 (" not in shown
     assert set(killed) == {102}
+
+
+@pytest.mark.parametrize("failed", [RuntimeError, FloatingPointError, None])
+def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
+    failed: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It waits for no peer, so no collective fails on it, and SIGTERM only asks it to end after the step."""
+    ended: list[str] = []
+
+    def end(code: int) -> None:
+        ended.append(threading.current_thread().name)
+        raise RuntimeError
+
+    monkeypatch.setattr(watchdog_module.os, "_exit", end)
+    monkeypatch.setattr(watchdog_module, "GRACE_SECONDS", 0.1)
+    store = dist.HashStore()
+    ranks = [Watchdog(store, rank, 2, first_timeout=4, timeout=4) for rank in range(2)]
+    for rank, watchdog in enumerate(ranks):
+        watchdog._thread.name = f"rank {rank}"
+    with ranks[1]:
+        with pytest.raises(failed) if failed else nullcontext(), ranks[0]:
+            if failed:
+                raise failed
+        time.sleep(1)
+    for watchdog in ranks:
+        watchdog._closed.set()
+        watchdog._thread.join()
+    assert ended == (["rank 1"] if failed else [])
+    assert ("error: rank 1 ends: its peers are gone" in capfd.readouterr().err) == bool(failed)
+
+
+def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """It looks for late ranks itself, from another stage than those who wait for it."""
+    store = dist.HashStore()
+    with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
+        ahead.advance()
+        time.sleep(1.5)
+    assert capfd.readouterr().err.count("rank 1 (") == 1
 
 
 def test_ranks_that_wait_together_are_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

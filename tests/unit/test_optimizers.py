@@ -1,6 +1,7 @@
 """A recipe's optimizers: who takes which parameter, in which group, with which options, and what is refused."""
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_muon import Muon, registry
+from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
 
@@ -267,6 +269,20 @@ def test_rules_are_judged_by_the_whole_model() -> None:
     config = optimizer_config(recipe(rule("layers.7.*", "adamw"), stages=2), whole_model())
     with pytest.raises(RecipeError, match=r"'layers\.7\.\*' takes no parameter"):
         HybridOptimizers(config, model_parts=[stage])
+
+
+def test_splits_are_judged_by_the_whole_model() -> None:
+    """A split may be for the layers of one pipeline rank alone."""
+    of = recipe(stages=2)
+    of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", rows=(2,)),)))
+    config = optimizer_config(of, whole_model())
+    first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
+    plans = [HybridOptimizers(config, model_parts=[stage]).optimizers for stage in (first, second)]
+    found = [next(one for one in built if isinstance(one, Muon)).plan for built in plans]
+    assert [len(p.stack.matrices) > 1 for plan in found for p in plan.parameters] == [False, False, True, False]
+    unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", rows=(2,)),)))
+    with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
+        HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
 
 
 def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:

@@ -4,8 +4,6 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-import torch
-from torch.torch_version import TorchVersion
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.plan.cost import gram_flops, standard_flops
@@ -29,16 +27,6 @@ def test_owned_is_for_decoders_of_torchtitan() -> None:
     spec = dataclasses.replace(_spec(), parallelize_fn=lambda model, **_: model)
     with pytest.raises(RecipeError, match=r"placement\.muon = 'owned' knows TorchTitan's decoders.*use 'shard0'"):
         with_placement(spec, Recipe(placement=Placement(muon="owned")))
-
-
-def test_pipeline_parallelism_needs_torch_2_14(monkeypatch) -> None:
-    pipeline = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2))
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.13.0"))
-    with pytest.raises(RecipeError, match=r"parallelism\.pipeline_parallel_degree = 2 needs torch 2\.14"):
-        with_placement(_spec(), pipeline)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
-    spec = with_placement(_spec(), pipeline)
-    assert spec.pipelining_fn is not None
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.torch_version import TorchVersion
 
 import models  # noqa: F401 (registers the families)
 from titan_muon.titan.model.parallelize import with_placement
@@ -18,12 +17,6 @@ from titan_muon.titan.recipe.sections import Parallelism
 PARTS = (("tok_embeddings", "layers.0"), ("layers.1", "layers.2"), ("layers.3",), ("norm", "lm_head"))
 """Of a model with four layers."""
 SEED = 7
-
-
-@pytest.fixture
-def pipelining(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A version of torch that has it."""
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.14.0"))
 
 
 def refused(model: str = "qwen3", **degrees: object) -> str:
@@ -66,7 +59,6 @@ def test_every_stage_starts_as_in_the_whole_model(family: str, flavor: str) -> N
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.usefixtures("pipelining")
 def test_pipelining_gives_the_stages_these_values() -> None:
     spec, parts = model_spec("llama3", "tiny"), []
 
@@ -90,7 +82,6 @@ def test_pipelining_gives_the_stages_these_values() -> None:
     assert torch.equal(parts[0].lm_head.weight, alone.lm_head.weight)
 
 
-@pytest.mark.usefixtures("pipelining")
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
@@ -106,14 +97,12 @@ def test_a_schedule_that_cannot_be_run_is_refused(schedule: str, message: str) -
     assert re.search(message, refused(pipeline_parallel_schedule=schedule))
 
 
-@pytest.mark.usefixtures("pipelining")
 def test_a_schedule_file_must_be_there() -> None:
     assert "pipeline_parallel_schedule_csv = '/no/such.csv' is not a file" in refused(
         pipeline_parallel_schedule="PipelineScheduleMulti", pipeline_parallel_schedule_csv="/no/such.csv"
     )
 
 
-@pytest.mark.usefixtures("pipelining")
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
@@ -127,21 +116,18 @@ def test_parts_that_drop_or_reorder_modules_are_refused(parts: tuple[tuple[str, 
     assert message in refused(module_fqns_per_model_part=parts)
 
 
-@pytest.mark.usefixtures("pipelining")
 def test_parts_must_be_dealt_out_evenly() -> None:
     three = (PARTS[0], PARTS[1], PARTS[2] + PARTS[3])
     message = refused(module_fqns_per_model_part=three, pipeline_parallel_schedule="Interleaved1F1B")
     assert "takes a multiple of 2 parts" in message
 
 
-@pytest.mark.usefixtures("pipelining")
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble"])
 def test_schedules_are_taken(schedule: str) -> None:
     recipe = Recipe(parallelism=Parallelism(pipeline_parallel_degree=2, pipeline_parallel_schedule=schedule))
     with_placement(model_spec("llama3", "tiny"), recipe)
 
 
-@pytest.mark.usefixtures("pipelining")
 def test_every_pipeline_option_reaches_torchtitan(tmp_path: Path) -> None:
     from tests import tiny
     from titan_muon.titan.run.runs import Run

@@ -72,6 +72,15 @@ BAD_VALUES = [
         "compile.enable_async_tensor_parallel = true",
         "tensor parallelism",
     ),
+    ("[metrics]\nsave_tb_folder = '/tb'", 'metrics.save_tb_folder = "/tb"', "inside the run's folder"),
+    ("[float8]\nfilter_fqns = ['']", 'float8.filter_fqns = [""]', "not empty"),
+    ("[float8]\nemulate = true", "float8.emulate = true", "float8.linear = true"),
+    ("[float8]\nlinear = true\nexperts = true\nemulate = true", "float8.emulate = true", "float8.experts = false"),
+    (
+        "[float8]\nlinear = true\nemulate = true\n[compile]\nenable = true",
+        "float8.emulate = true",
+        "a model that is not compiled",
+    ),
     ("[debug]\ndeterministic_warn_only = true", "debug.deterministic_warn_only = true", "debug.deterministic = false"),
     (
         "[checkpoint]\nload_only = true\nenable_first_step_checkpoint = true",

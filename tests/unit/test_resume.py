@@ -1,7 +1,7 @@
 """A run that is continued trains with its recipe's hyperparameters, not the checkpoint's, and says what changed."""
 
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,7 @@ class Run:
             keep_latest_k=0,
             last_save_model_only=False,
             resume=None if resume is None else str(resume),
+            schedule=asdict(recipe.lr_scheduler),
             exclude_from_loading=["dataloader", *exclude],
         )
         self.checkpoints = config.build(
@@ -128,6 +129,35 @@ def test_every_option_is_the_recipes_from_the_first_step_and_its_change_is_said(
 def test_the_options_above_are_all_that_there_are() -> None:
     assert OTHER_MUON.keys() == {item.name for item in fields(Hyperparameters)}
     assert OTHER_ADAMW.keys() == {item.name for item in fields(sections.AdamW)}
+
+
+OTHER_SCHEDULE: dict[str, Any] = {
+    "warmup_steps": 1,
+    "total_steps": 9,
+    "decay_ratio": 0.5,
+    "decay_type": "cosine",
+    "min_lr_factor": 0.25,
+}
+
+
+@pytest.mark.parametrize("option", OTHER_SCHEDULE)
+def test_a_change_of_the_schedule_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    new = OTHER_SCHEDULE[option]
+    resumed(recipe(lr_scheduler=sections.LrScheduler(**{option: new})), checkpoint)
+    old = getattr(sections.LrScheduler(), option)
+    assert capsys.readouterr().out == f"changed since the checkpoint: lr_scheduler.{option}: {old} -> {new}\n"
+
+
+def test_the_options_of_the_schedule_are_all_that_there_are() -> None:
+    assert OTHER_SCHEDULE.keys() == {item.name for item in fields(sections.LrScheduler)}
+
+
+def test_a_checkpoint_that_knows_no_schedule_is_continued(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(recipe(), checkpoint.parents[1])
+    del run.checkpoints.states["schedule"]
+    run.checkpoints.save(STEPS + 1, last_step=True)
+    resumed(recipe(lr_scheduler=sections.LrScheduler(warmup_steps=1)), checkpoint.with_name(f"step-{STEPS + 1}"))
+    assert "changed" not in capsys.readouterr().out
 
 
 def test_a_resume_without_changes_says_nothing_and_keeps_states(

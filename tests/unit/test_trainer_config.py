@@ -1,13 +1,16 @@
 """What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from tests import tiny
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.rules import Assignment
 
 compat.install()
 
@@ -39,6 +42,7 @@ def config(folder: Path, world_size: int = 1, **values: object):
         ("comm.save_traces_file_prefix", "node0_"),
         ("debug.detect_anomaly", True),
         ("training.gc_debug", True),
+        ("metrics.save_tb_folder", "there"),
     ],
 )
 def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -> None:
@@ -78,6 +82,7 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
             },
         ),
         ("profiler.enable_memory_snapshot", {"profiler__enable_memory_snapshot": True}),
+        ("parallelism.enable_fsdp_symm_mem", {"parallelism__enable_fsdp_symm_mem": True}),
         ("checkpoint.async_mode", {"checkpoint__async_mode": "async_with_pinned_mem"}),
     ],
 )
@@ -88,6 +93,14 @@ def test_what_needs_gpus_is_refused_on_the_cpu_and_planned_for_gpus(
     with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
         refuse_on_cpu(tiny.recipe(tmp_path, **given))
     config(tmp_path, 2, **given)
+
+
+def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
+    absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
+    for each, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+        assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
 
 
 def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
@@ -111,3 +124,19 @@ def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp
     )
     said = job._batch(trainer)  # type: ignore[arg-type]
     assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+
+
+def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    whole = (Assignment("layers.0.w", (2, 3, 4), "muon", "", None), Assignment("layers.1.b", (8,), "adamw", "", None))
+    trainer = SimpleNamespace(optimizers=SimpleNamespace(whole=whole, assignments=whole[1:]))
+    parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]
+    job._say_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
+    counts = (
+        "32 parameters on 4 ranks\nadamw: 1 tensors, 25.0 % of parameters\nmuon: 2 matrices, 75.0 % of parameters\n"
+    )
+    assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
+    assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask
 
+from titan_muon.titan.recipe.degrees import has_torch
+
 TORCHTITAN_VERSION = "0.3.0"
 """The version of torchtitan whose gaps these are."""
 
@@ -267,11 +269,6 @@ def nonfinite_loss(error: RuntimeError) -> float | None:
     return None if found is None else float(found[1])
 
 
-def has_pipeline_parallel() -> bool:
-    """Whether torch's pipeline schedules take lists of microbatches, as torchtitan 0.3.0 needs: torch 2.14."""
-    return torch.__version__ >= "2.14"
-
-
 def spmd_backend(requested: str, *, owned: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
@@ -281,7 +278,7 @@ def spmd_backend(requested: str, *, owned: bool = False) -> str:
     """
     if requested != "auto":
         return requested
-    return "spmd_types" if torch.__version__ >= "2.14" and not owned else "partial_dtensor"
+    return "spmd_types" if has_torch(2, 14) and not owned else "partial_dtensor"
 
 
 def init_distributed(

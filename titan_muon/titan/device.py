@@ -19,6 +19,11 @@ def on_accelerator() -> bool:
     return torch.accelerator.is_available()
 
 
+def compute_capability() -> tuple[int, int] | None:
+    """Compute capability of this process's GPU, NVIDIA's or AMD's; None without one."""
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
 def loss_chunks(chosen: int | Literal["auto"], tokens: int) -> int:
     """Pieces that the loss takes a rank's `tokens` of a sequence in: `loss.chunks`, resolved. 1 is all at once."""
     if chosen != "auto":

@@ -11,6 +11,8 @@ from math import prod
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_muon.matrices import stack_of
+from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, holders
 from titan_muon.plan import Plan, Summary
@@ -74,15 +76,32 @@ def _placement(parameter: Tensor, full: bool) -> str:
     return ", ".join(parts) if parts else "whole"
 
 
-def optimizer_lines(assigned: Sequence[Assignment], plan: Plan | None, world_size: int) -> Iterable[str]:
-    """How much each optimizer takes."""
+def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
+    """How much of the whole model each optimizer takes."""
     total = sum(prod(a.shape) for a in assigned)
     yield f"{total:,} parameters on {world_size} ranks"
     for optimizer in sorted({a.optimizer for a in assigned}):
         taken = [a for a in assigned if a.optimizer == optimizer]
         share = 100 * sum(prod(a.shape) for a in taken) / total
-        what = f"{len(plan.matrices):,} matrices" if optimizer == "muon" and plan else f"{len(taken):,} tensors"
+        what = f"{len(taken):,} tensors"
+        if optimizer == "muon":
+            # Not from the plan, which is of one pipeline rank.
+            what = f"{sum(len(stack_of(a.fqn, a.shape, splits).matrices) for a in taken):,} matrices"
         yield f"{optimizer}: {what}, {share:.1f} % of parameters"
+
+
+def stage_ranks(world_size: int, stages: int, stage: int) -> range:
+    """The ranks that have pipeline stage `stage` of `stages`."""
+    # TorchTitan's meshes have the pipeline as their outermost axis.
+    size = world_size // stages
+    return range(stage * size, (stage + 1) * size)
+
+
+def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
+    """Which part of the model is on which ranks, as the head of what is said of that part alone."""
+    stage, held = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
 
 
 def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
@@ -117,8 +136,10 @@ def _method_lines(plan: Plan) -> Iterable[str]:
         yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
 
 
-def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world_size: int) -> dict[int, OwnedTotals]:
-    """What each rank owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
+def owner_loads(
+    parameters: Mapping[str, Tensor], summary: Summary | None, ranks: Iterable[int]
+) -> dict[int, OwnedTotals]:
+    """What each of the ranks owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     if summary is None or not owned:
         return {}
@@ -130,7 +151,7 @@ def owner_loads(parameters: Mapping[str, Tensor], summary: Summary | None, world
     # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
     # owned: a rank without an owned matrix may still have work.
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
-    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in range(world_size)}
+    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in ranks}
 
 
 def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:

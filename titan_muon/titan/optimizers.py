@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import fnmatch
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -14,6 +15,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
+from titan_muon.matrices import check_splits
 from titan_muon.muon import Muon
 from titan_muon.titan.device import adamw_implementation
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
@@ -61,6 +63,9 @@ class HybridOptimizers(OptimizersContainer):
         """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
     assignments: tuple[Assignment, ...]
+    """Who takes which of the parameters here."""
+    whole: tuple[Assignment, ...]
+    """Who takes which of the whole model's; pipeline ranks have but a part of them."""
     changes: tuple[str, ...] = ()
     """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
 
@@ -80,10 +85,12 @@ class HybridOptimizers(OptimizersContainer):
         self.assignments = assignments(config, shapes)
         # By the whole model: ranks build Muon together, and one that left it out, or a group of it, because its
         # pipeline stage has nothing for it would leave the others waiting.
-        every = grouped(config, assignments(config, shapes if config.model is None else config.model))
+        self.whole = assignments(config, shapes if config.model is None else config.model)
+        every = grouped(config, self.whole)
         self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
+        tables = held_tables(config, self.whole, trained)
         self.optimizers: list[Optimizer] = [
-            _build(name, groups, config.tables.get(name, {}), trained) for name, groups in self.groups.items()
+            _build(name, groups, tables.get(name, {}), trained) for name, groups in self.groups.items()
         ]
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
@@ -197,6 +204,27 @@ def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int,
             "(match = '*', optimizer = 'adamw'); if not, correct the rules"
         )
     return tuple(a for a in assigned if a.fqn in shapes)
+
+
+def held_tables(
+    config: HybridOptimizers.Config, whole: tuple[Assignment, ...], held: Collection[str]
+) -> Mapping[str, Mapping[str, Any]]:
+    """Options of all optimizers where a process holds the parameters `held`: without splits of other pipeline ranks'.
+
+    Raises RecipeError for a split that matches no Muon parameter of the whole model.
+    """
+    splits = config.tables.get("muon", {}).get("split", ())
+    # Muon refuses a split that matches nothing, and knows nothing of what other pipeline ranks have.
+    if config.model is None or not splits:
+        return config.tables
+    taken = [a.fqn for a in whole if a.optimizer == "muon"]
+    try:
+        check_splits(taken, splits)
+    except ValueError as error:
+        raise recipe_error(error) from error
+    here = [fqn for fqn in taken if fqn in held]
+    kept = tuple(split for split in splits if any(fnmatch.fnmatchcase(fqn, split.match) for fqn in here))
+    return {**config.tables, "muon": {**config.tables["muon"], "split": kept}}
 
 
 def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[ParamGroup]]:

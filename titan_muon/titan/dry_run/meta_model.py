@@ -1,10 +1,11 @@
-"""A recipe's model, sharded as in training, in one process without data: on the meta device, in a fake world."""
+"""A recipe's model or a stage of it, as training shards it, in one process without data: on meta, in a fake world."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from titan_muon.build import iteration_of, plan_step
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
-from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped
+from titan_muon.titan.explain import stage_ranks
+from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.rules import Assignment
@@ -28,21 +30,28 @@ from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
+MICROBATCHES = 8
+"""For each stage of a pipeline, in a schedule that is built and not run."""
+
 
 @dataclass(frozen=True)
 class MetaModel:
-    """What training a recipe on `world_size` ranks would set up.
+    """What training a recipe on `world_size` ranks would set up: the model, or one of its pipeline stages.
 
     Attributes:
-        parameters: trained parameters by name, as rank 0 would hold them; it holds the largest shards.
+        ranks: ranks that have this stage; all of them without pipeline parallelism.
+        parameters: trained parameters by name, as the first of these ranks would hold them; it has the largest shards.
         assigned: the optimizer of each, in the same order.
+        whole: the optimizer of each parameter of the whole model.
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
     """
 
     world_size: int
+    ranks: range
     parameters: dict[str, Tensor]
     assigned: tuple[Assignment, ...]
+    whole: tuple[Assignment, ...]
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
 
@@ -65,44 +74,58 @@ def this_device() -> str:
     return "cpu" if found is None else found.type
 
 
-def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None) -> MetaModel:
+def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
     """The model of a recipe on `world_size` ranks, and Muon's plan for it. Needs no data, no GPU and no other process.
 
-    `device` is the type of device that Newton-Schulz is planned for, by default this machine's.
+    `device` is the type of device that Newton-Schulz is planned for, by default this machine's. `stage` counts the
+    pipeline's ranks, which may have several parts of the model each; each plans its step alone.
 
     Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
     registered by others does not take, which are known once it is built, and for a global batch that `world_size` ranks
     cannot share: no plan depends on it.
     """
     check_layout(recipe, world_size)
+    stages = recipe.parallelism.pipeline_parallel_degree
+    if stages > 1:
+        # Each stage is a world of its own here, and under spmd_types FSDP finds meshes of the one before and refuses
+        # them. Parameters rest alike under both.
+        parallelism = replace(recipe.parallelism, spmd_backend="partial_dtensor")
+        recipe = replace(recipe, parallelism=parallelism)
     # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
-    with _fake_world(world_size):
-        model = _sharded_model(config, world_size)
+    ranks = stage_ranks(world_size, stages, stage)
+    with _fake_world(world_size, ranks[0]):
         parameters: dict[str, Tensor] = {
-            canonical_fqn(name): p for name, p in model.named_parameters() if p.requires_grad
+            canonical_fqn(name): p
+            for part in _sharded_parts(config, world_size)
+            for name, p in part.named_parameters()
+            if p.requires_grad
         }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        assigned = assignments(optimizer, {name: tuple(p.shape) for name, p in parameters.items()})
+        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
+        assigned = assignments(optimizer, shapes)
+        whole = assigned if optimizer.model is None else assignments(optimizer, optimizer.model)
         groups = grouped(optimizer, assigned)
-        plan = _plan(parameters, groups.get("muon", []), optimizer, this_device() if device is None else device)
-        return MetaModel(world_size, parameters, assigned, groups, plan)
+        table = held_tables(optimizer, whole, parameters).get("muon", {})
+        plan = _plan(parameters, groups.get("muon", []), table, this_device() if device is None else device)
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan)
 
 
 @contextmanager
-def _fake_world(world_size: int) -> Iterator[None]:
-    # Meshes of any size are made without a peer: the fake backend answers for all ranks, and this process is rank 0,
-    # which holds the largest shard of everything that does not divide.
+def _fake_world(world_size: int, rank: int) -> Iterator[None]:
+    # Meshes of any size are made without a peer: the fake backend answers for all ranks. This process is the first of
+    # its stage, which holds the largest shard of everything that does not divide.
     assert not dist.is_initialized(), "a dry run is a process of its own"
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
+def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Module]:
+    """The model, or its parts in this process's pipeline stage."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
     # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
@@ -113,25 +136,39 @@ def _sharded_model(config: MuonTrainer.Config, world_size: int) -> nn.Module:
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
-    return spec.parallelize_fn(
+    options: dict[str, Any] = {
+        "parallel_dims": parallel_dims,
+        "training": config.training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": config.activation_checkpoint,
+        "dump_folder": config.dump_folder,
+    }
+    if not parallel_dims.pp_enabled:
+        return [spec.parallelize_fn(model, **options)]
+    assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
+    # As many microbatches as any schedule asks for: no plan depends on the batch, which may not suit these ranks.
+    size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
+    options["training"] = replace(config.training, local_batch_size=size)
+    _, parts, _, _ = spec.pipelining_fn(
         model,
-        parallel_dims=parallel_dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
+        device=torch.device("meta"),
+        model_config=spec.model,
+        parallelize_fn=spec.parallelize_fn,
+        loss_fn=config.loss.build(compile_config=config.compile),
+        **options,
     )
+    return list(parts)
 
 
 def _plan(
-    parameters: dict[str, Tensor], groups: list[ParamGroup], config: HybridOptimizers.Config, device: str
+    parameters: dict[str, Tensor], groups: list[ParamGroup], table: Mapping[str, Any], device: str
 ) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:
         return None
     try:
-        options = MuonOptions(**config.tables["muon"])
+        options = MuonOptions(**table)
         # A plan knows parameters and not their groups, which may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))

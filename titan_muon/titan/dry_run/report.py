@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,7 +17,14 @@ from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
-from titan_muon.titan.explain import optimizer_lines, owner_lines, owner_loads, parameter_table, plan_lines
+from titan_muon.titan.explain import (
+    optimizer_lines,
+    owner_lines,
+    owner_loads,
+    parameter_table,
+    pipeline_line,
+    plan_lines,
+)
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.degrees import batch_problem
 
@@ -37,35 +44,47 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     world = smallest_world(recipe) if world_size is None else world_size
     # Who asks for a number of ranks plans a cluster, and mostly at a laptop, whose CPU says nothing of it.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
-    meta = build_meta_model(recipe, world, kind)
-    summary = None if meta.plan is None else summarize(meta.plan)
-    loads = owner_loads(meta.parameters, summary, world)
-    memory = memory_per_rank(meta, summary, loads, recipe.muon.state_dtype)
+    stages = range(recipe.parallelism.pipeline_parallel_degree)
+    parts = [_part(build_meta_model(recipe, world, kind, stage=stage), recipe) for stage in stages]
     # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
     print(to_toml(recipe))
-    print(parameter_table(meta.assigned, meta.parameters, meta.plan, full=full))
-    counts = optimizer_lines(meta.assigned, meta.plan, world)
-    print(
-        "\n".join(
-            [
-                "",
-                *counts,
-                f"planned for {KINDS.get(kind, kind)}",
-                "",
-                *plan_lines(meta.plan, summary),
-                "",
-                *_memory_lines(memory),
-            ]
-        )
-    )
-    if loads:
-        print("\n".join(["", *owner_lines(loads, full=full)]))
+    for part in parts:
+        print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
+    counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
+    print("\n".join(["", *counts, f"planned for {KINDS.get(kind, kind)}"]))
+    for part in parts:
+        lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
+        owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
+        print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
     problem = batch_problem(recipe, world)
     if problem is not None:
         print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
-        _write(Path(json), meta, summary, memory, loads)
+        _write(Path(json), parts)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The model, or what one pipeline rank has of it, with what its step and its memory cost."""
+
+    meta: MetaModel
+    summary: Summary | None
+    loads: Mapping[int, OwnedTotals]
+    memory: Memory
+
+
+def _part(meta: MetaModel, recipe: Recipe) -> Part:
+    summary = None if meta.plan is None else summarize(meta.plan)
+    loads = owner_loads(meta.parameters, summary, meta.ranks)
+    return Part(meta, summary, loads, memory_per_rank(meta, summary, loads, recipe.muon.state_dtype))
+
+
+def _headed(part: Part, text: str) -> str:
+    meta = part.meta
+    if len(meta.ranks) == meta.world_size:
+        return text
+    return f"{pipeline_line(meta.ranks, meta.world_size, meta.assigned)}\n{text}"
 
 
 @dataclass(frozen=True)
@@ -93,8 +112,8 @@ def memory_per_rank(
     meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], state_dtype: str
 ) -> Memory:
     """What stays in memory between steps, and a step's buffers. `state_dtype` is of Muon's momentum."""
-    # Rank 0 holds the largest shards of what is sharded. The fullest owner need not be rank 0: with its matrices added
-    # this is a bound that no rank exceeds.
+    # The first rank holds the largest shards of what is sharded. The fullest owner may be another: with its matrices
+    # added this is a bound that no rank exceeds.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
     sizes = {name: parameter.element_size() for name, parameter in meta.parameters.items()}
@@ -111,7 +130,7 @@ def memory_per_rank(
 
 
 def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements of a parameter on rank 0, or, if it is owned, on rank `owner`."""
+    """Elements of a parameter on the first of its ranks, or, if it is owned, on rank `owner`."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()
@@ -125,19 +144,23 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(
-    path: Path, meta: MetaModel, summary: Summary | None, memory: Memory, loads: Mapping[int, OwnedTotals]
-) -> None:
-    document = {
-        "world_size": meta.world_size,
-        "parameters": [asdict(assignment) for assignment in meta.assigned],
-        "memory": {**memory.sizes, "uncounted_optimizers": memory.uncounted},
-        "owners": [{"rank": rank, **asdict(load)} for rank, load in loads.items()],
-        **({} if summary is None else asdict(summary)),
-    }
+def _write(path: Path, parts: Sequence[Part]) -> None:
+    found = [_document(part) for part in parts]
+    world = parts[0].meta.world_size
+    document = found[0] if len(found) == 1 else {"world_size": world, "pipeline_ranks": found}
     try:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
         raise RecipeError(f"--json {path}: {problem}") from error
     print(f"\nwrote {path}")
+
+
+def _document(part: Part) -> dict[str, object]:
+    return {
+        "world_size": part.meta.world_size,
+        "parameters": [asdict(assignment) for assignment in part.meta.assigned],
+        "memory": {**part.memory.sizes, "uncounted_optimizers": part.memory.uncounted},
+        "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
+        **({} if part.summary is None else asdict(part.summary)),
+    }

@@ -4,6 +4,7 @@ Every rank tells the store, in the background, how far it has come. A collective
 process that is stopped, or whose peers are gone, may never end by itself.
 """
 
+import math
 import os
 import signal
 import socket
@@ -20,12 +21,16 @@ import torch.distributed as dist
 
 from titan_muon.titan.recipe import RecipeError
 
-LONGEST_INTERVAL = 5.0
-BEATS_TO_BE_SILENT = 3
+# Of the time-out a fortieth, and six of them to be silent: who is late is known before 98 % of it are over, and so is
+# ended by the peers' errors. All ranks of a cluster ask one store, hence not much more often.
+INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
+BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
 """Share of the time-out after which late ranks are named: before a collective raises, or NCCL ends the process."""
 GRACE_SECONDS = 2.0
-"""What a process has beyond the time-out to end by a collective's error, which says more than the watchdog's."""
+"""What a process has beyond the time-out, or a peer's failure, to end by an error: it says more than the watchdog's."""
+FAILED = "failed"
+"""Key that is there once a rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class Watchdog:
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
         self._stage, self._beat, self._moved, self._named = 0, 0, time.monotonic(), -1
+        self._failing, self._peer_failed = False, math.inf
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -90,6 +96,10 @@ class Watchdog:
     ) -> None:
         if self._world_size == 1:
             return
+        if error is not None:
+            self._failing = True
+            with suppress(RuntimeError):
+                self._store.set(FAILED, str(self._rank))
         if not (error is None or isinstance(error, RecipeError | FloatingPointError)):
             with suppress(RuntimeError):
                 self._end_silent()
@@ -112,7 +122,7 @@ class Watchdog:
 
     @property
     def _interval(self) -> float:
-        return min(LONGEST_INTERVAL, self.timeout / 20)
+        return min(LONGEST_INTERVAL, INTERVAL_SHARE * self.timeout)
 
     def _sign(self) -> Sign:
         return Sign(socket.gethostname(), os.getpid(), self._stage, self._beat)
@@ -129,7 +139,8 @@ class Watchdog:
                 if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
                     self._named = self._stage
                     self._name_late_ranks()
-                if waited > self.timeout + GRACE_SECONDS and self._end_silent():
+                gone = waited > self.timeout + GRACE_SECONDS and self._end_silent()
+                if gone or self._outlives_failure():
                     print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
                     os._exit(1)
         except RuntimeError:
@@ -143,9 +154,19 @@ class Watchdog:
         signs, silent = self._look()
         self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
         late = late_ranks(signs, silent, self._world_size)
-        if late:
+        # A rank that is late and lives looks as well, from the stage where it is.
+        if late and self._store.add(f"named-{late}", 1) == 1:
             waited = time.monotonic() - self._moved
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
+
+    def _outlives_failure(self) -> bool:
+        """Whether a peer has failed for so long that this rank, if it waited for it, would have failed as well."""
+        if self._failing or not self._store.check([FAILED]):
+            return False
+        # A rank that waits for something else than its peers knows nothing of it, and takes the launcher's SIGTERM for
+        # the wish to end after the step: the launcher would wait half a minute for it.
+        self._peer_failed = min(self._peer_failed, time.monotonic())
+        return time.monotonic() - self._peer_failed > GRACE_SECONDS
 
     @property
     def _silent_key(self) -> str:

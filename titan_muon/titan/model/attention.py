@@ -7,15 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
+from torchtitan.models.common.decoder import Decoder
 
-from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
-
-# torchtitan copies the device when it is imported, and this module may be the first of ours that anyone imports.
-compat.install()
-
-from torchtitan.models.common.attention import FlexAttention, VarlenAttention  # noqa: E402
-from torchtitan.models.common.decoder import Decoder  # noqa: E402
 
 
 @dataclass(frozen=True)

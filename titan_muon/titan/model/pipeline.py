@@ -16,21 +16,15 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from titan_muon.titan import compat
 from titan_muon.titan.device import forked_rng
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:
-    """Raise RecipeError for stages that this torch, the schedule or the `model`'s configuration cannot have."""
+    """Raise RecipeError for stages that the schedule or the `model`'s configuration cannot have."""
     if degrees.pipeline_parallel_degree == 1:
         return
-    if not compat.has_pipeline_parallel():
-        raise RecipeError(
-            f"parallelism.pipeline_parallel_degree = {degrees.pipeline_parallel_degree} needs torch 2.14 or newer; "
-            "set it to 1"
-        )
     schedule = _schedule(degrees)
     if degrees.module_fqns_per_model_part is not None:
         _check_parts(model, degrees.module_fqns_per_model_part)

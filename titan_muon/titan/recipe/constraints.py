@@ -94,21 +94,21 @@ RELATIONS = (
     Relation(
         "lr_scheduler.total_steps",
         "training.steps or more (or absent, which is training.steps)",
-        lambda recipe: _scheduled_steps(recipe) >= recipe.training.steps,
+        lambda recipe: scheduled_steps(recipe) >= recipe.training.steps,
     ),
     # TorchTitan would shorten both, so that the rates are not those that the recipe names.
     Relation(
         "lr_scheduler.warmup_steps",
         "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
-        lambda recipe: recipe.lr_scheduler.warmup_steps <= _scheduled_steps(recipe),
+        lambda recipe: recipe.lr_scheduler.warmup_steps <= scheduled_steps(recipe),
     ),
     Relation(
         "lr_scheduler.decay_ratio",
         "a share that leaves room for lr_scheduler.warmup_steps in the schedule",
         lambda recipe: (
             recipe.lr_scheduler.decay_ratio is None
-            or round(_scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
-            <= _scheduled_steps(recipe)
+            or round(scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
+            <= scheduled_steps(recipe)
         ),
     ),
     # Muon would orthogonalize on the host what the dry run plans for the GPU.
@@ -167,6 +167,15 @@ RELATIONS = (
             or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),
+    # Emulated products are not for the compiler, and experts' have no emulation.
+    Relation(
+        "float8.emulate",
+        "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
+        lambda recipe: (
+            not recipe.float8.emulate
+            or (recipe.float8.linear and not recipe.float8.experts and not _compiles_the_model(recipe))
+        ),
+    ),
     Relation(
         "debug.deterministic_warn_only",
         "false only, because debug.deterministic = false",
@@ -208,7 +217,8 @@ RELATIONS = (
 )
 
 
-def _scheduled_steps(recipe: Recipe) -> int:
+def scheduled_steps(recipe: Recipe) -> int:
+    """Steps of the learning-rate schedule."""
     total = recipe.lr_scheduler.total_steps
     return recipe.training.steps if total is None else total
 

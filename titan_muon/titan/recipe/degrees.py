@@ -28,14 +28,21 @@ def check_layout(recipe: Recipe, world_size: int) -> None:
     _check_sequence(training, parallelism)
 
 
+def has_torch(*numbers: int) -> bool:
+    """Whether the installed torch is of this version, a build on the way to it, or newer: `has_torch(2, 14)`."""
+    # By numbers, since as a text 2.9 comes after 2.14. Read from the installed package: importing torch takes seconds
+    # that a mistake in a recipe should not cost.
+    found = re.findall(r"\d+", importlib.metadata.version("torch"))
+    return tuple(int(number) for number in found[: len(numbers)]) >= numbers
+
+
 def _check_pipeline(degree: int) -> None:
-    # Read from the installed package: importing torch takes seconds that a mistake in a recipe should not cost.
-    version = importlib.metadata.version("torch")
-    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-    if degree > 1 and numbers < PIPELINE_TORCH:
+    # Older schedules of torch do not take the lists of microbatches that torchtitan 0.3.0 gives them.
+    if degree > 1 and not has_torch(*PIPELINE_TORCH):
+        needed, found = ".".join(map(str, PIPELINE_TORCH)), importlib.metadata.version("torch")
         raise RecipeError(
             f"parallelism.pipeline_parallel_degree = {degree} is not accepted; pipeline parallelism needs torch "
-            f"{'.'.join(map(str, PIPELINE_TORCH))} or newer, and torch {version} is installed."
+            f"{needed} or newer, and torch {found} is installed."
         )
 
 

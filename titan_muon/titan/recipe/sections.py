@@ -18,9 +18,9 @@ from titan_muon.options import (
     StepOptions,
     at_least,
     each,
+    from_to,
 )
 from titan_muon.titan.recipe.torchtitan_sections import (
-    ActivationCheckpoint,
     Checkpoint,
     Comm,
     Compile,
@@ -145,6 +145,54 @@ class Loss:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ActivationCheckpoint:
+    """What forward keeps for backward."""
+
+    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
+    """`selective` keeps matrix products and communication, `full` each block's input, `memory_budget` what fits."""
+
+    memory_budget: Annotated[float, from_to(0, 1)] = 0.5
+    """With `memory_budget`: 0 keeps as little as `full`, 1 all; the compiler chooses what lies between."""
+
+    visualize_memory_budget_pareto: bool = False
+    """With `memory_budget`: draw run time against memory for all budgets, in the run's memory_budget_pareto; slow."""
+
+    force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
+    """With `selective`: matrix products of these modules' shapes are computed again, not kept."""
+
+    preserve_rng_state: bool = True
+    """Draw the same random numbers when activations are computed again."""
+
+    determinism_check: Literal["default", "none"] = "default"
+    """Compare shapes and dtypes of what is computed again with the first time, or nothing."""
+
+    debug: bool = False
+    """Record where activations come from, to find what differs the second time: slow."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Float8:
+    """Matrix products of forward and backward in float8 (TorchTitan's converters; needs torchao and GPUs with it)."""
+
+    # Parameters, their gradients and the optimizer see nothing of it: weights are cast where they are multiplied.
+
+    linear: bool = False
+    """Linear layers, where both sizes are multiples of 16."""
+
+    experts: bool = False
+    """Experts' grouped products."""
+
+    recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    """Scales of linear layers: one a row, or with the products for the weights' gradients in higher precision."""
+
+    filter_fqns: Annotated[tuple[str, ...], each(TEXT)] = ("lm_head", "router.gate")
+    """Linear layers with one of these in their name are left out; `auto_filter_small_kn` leaves out slow sizes."""
+
+    emulate: bool = False
+    """Compute linear layers' float8 products by others: to try them where hardware has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamW:
     """Hyperparameters of AdamW."""
 
@@ -236,6 +284,7 @@ class Recipe:
     metrics: Metrics = field(default_factory=Metrics)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    float8: Float8 = field(default_factory=Float8)
     comm: Comm = field(default_factory=Comm)
     debug: Debug = field(default_factory=Debug)
     profiler: Profiler = field(default_factory=Profiler)

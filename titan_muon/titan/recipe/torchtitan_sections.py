@@ -114,6 +114,9 @@ class Parallelism:
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP frees gathered parameters after forward."""
 
+    enable_fsdp_symm_mem: bool = False
+    """Have FSDP communicate through symmetric memory; NVIDIA GPUs of compute capability 9.0 and newer."""
+
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
     """TorchTitan's SPMD backend. `auto` is `partial_dtensor` before torch 2.14 and `spmd_types` from it on."""
 
@@ -219,6 +222,9 @@ class Metrics:
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
 
+    save_tb_folder: Annotated[str, INSIDE_RUN] = "tb"
+    """Folder of those inside the run's folder."""
+
     enable_wandb: bool = False
     """Write to Weights & Biases."""
 
@@ -227,29 +233,6 @@ class Metrics:
 
     save_for_all_ranks: bool = False
     """Write metrics of every rank, not of one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ActivationCheckpoint:
-    """What forward keeps for backward."""
-
-    mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`selective` keeps matrix products and communication, `full` each block's input, `memory_budget` what fits."""
-
-    memory_budget: Annotated[float, from_to(0, 1)] = 0.5
-    """With `memory_budget`: 0 keeps as little as `full`, 1 all; the compiler chooses what lies between."""
-
-    force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
-    """With `selective`: matrix products of these modules' shapes are computed again, not kept."""
-
-    preserve_rng_state: bool = True
-    """Draw the same random numbers when activations are computed again."""
-
-    determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and dtypes of what is computed again with the first time, or nothing."""
-
-    debug: bool = False
-    """Record where activations come from, to find what differs the second time: slow."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,11 +4,12 @@ A checkpoint is whole when its `.metadata` is there, which PyTorch writes last, 
 at its full length.
 """
 
+import json
 import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from titan_muon.titan.run.console import say
 METADATA = ".metadata"
 STEP_FOLDER = re.compile(r"step-(\d+)")
 TRAINER_STEP = "train_state.step"
+SCHEDULE = "schedule"
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
@@ -70,6 +72,28 @@ def flaw(checkpoint: Path) -> str | None:
     return None
 
 
+class Schedule:
+    """What the recipe says of the learning-rate schedule: saved only to tell what a continued run changes of it."""
+
+    def __init__(self, recipe: Mapping[str, Any]) -> None:
+        self._recipe = recipe
+        self.changes: tuple[str, ...] = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The keys of `[lr_scheduler]` and their values as one text."""
+        # One entry, not one for each key: a checkpoint must load under a version that has a key more.
+        return {"recipe": json.dumps(dict(self._recipe))}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compare with what was saved."""
+        saved = json.loads(state_dict["recipe"])
+        self.changes = tuple(
+            f"lr_scheduler.{key}: {saved[key]} -> {value}"
+            for key, value in self._recipe.items()
+            if key in saved and saved[key] != value
+        )
+
+
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoints of one run, loaded from the checkpoint that was chosen for it."""
 
@@ -77,6 +101,9 @@ class RunCheckpoints(CheckpointManager):
     class Config(CheckpointManager.Config):
         resume: str | None = None
         """Checkpoint to continue from, already found whole; None for a new run."""
+
+        schedule: Mapping[str, Any] = field(default_factory=dict)
+        """What the recipe says of the learning-rate schedule."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
@@ -87,6 +114,9 @@ class RunCheckpoints(CheckpointManager):
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """What leaves saving out of the training's time; set by the trainer."""
         super().__init__(config, **kwargs)
+        self.schedule = Schedule(config.schedule)
+        if config.enable:
+            self.states[SCHEDULE] = self.schedule
         if config.enable and config.async_mode != "disabled":
             # Known by this, it keeps its own time-out: compat.time_out_all_groups says why.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
@@ -114,9 +144,14 @@ class RunCheckpoints(CheckpointManager):
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
         _use_scheduled_rates(self.states["lr_scheduler"])
-        for change in (*self.states["optimizer"].changes, *self._dtypes):
+        for change in (*self.states["optimizer"].changes, *self._dtypes, *self.schedule.changes):
             say(f"changed since the checkpoint: {change}")
         return True
+
+    def _states_to_load(self, model_only: bool) -> dict[str, Any]:
+        # Added again where the checkpoint is known to have it: those of earlier versions have not.
+        states: dict[str, Any] = super()._states_to_load(model_only)
+        return {name: state for name, state in states.items() if name != SCHEDULE}
 
     def _continue_from(self, checkpoint: str) -> None:
         states = self._states_to_load(model_only=False)
@@ -126,6 +161,8 @@ class RunCheckpoints(CheckpointManager):
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
+        if f"{SCHEDULE}.recipe" in saved:
+            states[SCHEDULE] = self.schedule
         self.dcp_load(states, checkpoint, from_hf=False, from_quantized=False)
 
 

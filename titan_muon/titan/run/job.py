@@ -7,9 +7,11 @@ import gc
 import os
 import signal
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
@@ -17,18 +19,22 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
+from titan_muon.titan.device import compute_capability
 from titan_muon.titan.explain import (
     optimizer_lines,
     owner_lines,
     owner_loads,
     owner_summary,
     parameter_table,
+    pipeline_line,
     plan_lines,
+    stage_ranks,
 )
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
+from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
@@ -37,7 +43,8 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
-SECONDS_TO_EXIT = 5
+# The launcher ends after its last process, and has two of the five seconds that a job may take after a time-out.
+SECONDS_TO_EXIT = 3
 
 
 def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
@@ -101,13 +108,14 @@ def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | Non
     check_degrees(recipe, world)
     if compat.install():
         refuse_on_cpu(recipe)
+    check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
     with FolderLock() as lock, _watchdog(recipe) as watchdog:
         run = agree(recipe, group, lock, given, interrupted_run(lasting))
-        trainer = _prepare(recipe, run)
+        trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
             remember_run(lasting, run.folder)
         # Muon and TorchTitan make groups of their own, which would have PyTorch's 30 minutes.
@@ -126,7 +134,7 @@ def _watchdog(recipe: Recipe) -> Watchdog:
     return Watchdog(store, dist.get_rank(), dist.get_world_size(), first_timeout=first, timeout=later)
 
 
-def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
+def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
     """The trainer of a run, with the run's checkpoint loaded."""
     trainer: MuonTrainer | None = None
     try:
@@ -143,10 +151,11 @@ def _prepare(recipe: Recipe, run: Run) -> MuonTrainer:
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
+    said = _gather_parts(trainer, group)
     # Only now: a run that was refused has written no recipe, and `latest` still names the last one that began.
     if dist.get_rank() == 0:
         begin(run, recipe)
-        _say_optimizers(trainer, run)
+        _say_optimizers(trainer, recipe, run, said)
         _say_start(trainer, run)
     return trainer
 
@@ -171,16 +180,44 @@ def _batch(trainer: MuonTrainer) -> str:
     return f"{sequences:,} sequences ({sequences * training.seq_len:,} tokens{accumulated})"
 
 
-def _say_optimizers(trainer: MuonTrainer, run: Run) -> None:
-    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
-    say(f"run {run.folder}")
+@dataclass(frozen=True)
+class PartInWords:
+    """What is said of the model's optimizers, or of one pipeline rank's: on the console, and in full."""
+
+    lines: str
+    full: str
+
+
+def _gather_parts(trainer: MuonTrainer, group: dist.ProcessGroup | None) -> list[PartInWords]:
+    """What is said of each pipeline rank, on rank 0; called on every rank, since each knows its own part alone."""
+    world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
+    ranks = stage_ranks(world, stages, rank * stages // world)
+    own = _in_words(trainer, ranks) if rank == ranks[0] else None
+    parts = [own]
+    if stages > 1:
+        parts = [None] * world
+        dist.gather_object(own, parts if rank == 0 else None, group=group)
+    return [part for part in parts if part is not None]
+
+
+def _in_words(trainer: MuonTrainer, ranks: range) -> PartInWords:
+    """Of the part of the model that is on these ranks."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plan = next((optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon)), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
-    loads = owner_loads(named, summary, world)
-    lines = [*optimizer_lines(assigned, plan, world), *plan_lines(plan, summary)]
-    say("\n".join([*lines, *owner_summary(loads)]))
+    loads = owner_loads(named, summary, ranks)
+    head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
+    lines = [*head, *plan_lines(plan, summary)]
     table = parameter_table(assigned, named, plan, full=True)
-    text = "\n".join([table, "", *lines, "", *owner_lines(loads, full=True)])
+    full = [*head, table, "", *plan_lines(plan, summary), "", *owner_lines(loads, full=True)]
+    return PartInWords("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
+
+
+def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[PartInWords]) -> None:
+    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
+    say(f"run {run.folder}")
+    counts = "\n".join(optimizer_lines(trainer.optimizers.whole, recipe.muon.split, dist.get_world_size()))
+    say("\n".join([counts, *(part.lines for part in parts if part.lines)]))
+    text = "\n\n".join([*(part.full for part in parts), counts])
     (Path(run.folder) / OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import decoder_vocab_size
+from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
 from titan_muon.titan import compat
@@ -38,6 +39,9 @@ class MuonTrainer(Trainer):
         clip: Literal["adamw", "all", "none"] = "adamw"
         """Whose gradients `training.max_norm` clips; `adamw` is all but Muon's."""
 
+        converters: tuple[ModelConfigConverter.Config, ...] = ()
+        """What changes the model's configuration before the model is made, in this order."""
+
     config: Config
     optimizers: HybridOptimizers
     checkpointer: RunCheckpoints
@@ -50,6 +54,11 @@ class MuonTrainer(Trainer):
     rates: dict[str, float]
 
     def __init__(self, config: Config) -> None:
+        # Here, and not where the model is chosen: a dry run plans float8 on machines that cannot compute it, since no
+        # parameter changes.
+        for converter in config.converters:
+            assert config.model_spec is not None, "the recipe names a model"
+            config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
         # Only now tokenizer and model are there to compare. An id beyond the embedding would be an index error of the
         # device, reported late and without a name.

@@ -18,19 +18,22 @@ from torchtitan.tools.profiler import Profiler
 from titan_muon.titan import compat
 from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
 from titan_muon.titan.data.validation import HeldOutValidator
-from titan_muon.titan.device import loss_chunks
+from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.constraints import scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size
-from titan_muon.titan.recipe.torchtitan_sections import ActivationCheckpoint
+from titan_muon.titan.recipe.sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.metrics import RunMetrics
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 
 ON_GPUS_ALONE = {
+    "parallelism.enable_fsdp_symm_mem": lambda recipe: recipe.parallelism.enable_fsdp_symm_mem,
     "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
     "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
@@ -59,6 +62,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
+        converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_assets(model.hf_assets_path),
         dump_folder=run.folder,
@@ -92,6 +96,8 @@ def _parallelism_config(recipe: Recipe) -> ParallelismConfig:
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
+        # TorchTitan refuses it on a machine without GPUs, also where a dry run plans for those of another.
+        enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
 
 
@@ -125,7 +131,9 @@ def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
     # TorchTitan warns about the default when there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    return RunCheckpoints.Config(**values, resume=run.checkpoint)
+    # With the length that an absent one stands for: a run that is extended decays otherwise.
+    schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
+    return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
 
 
 def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpointing.Config | None:

@@ -1,0 +1,148 @@
+"""Float8: what a recipe asks for reaches TorchTitan's converters, and what hardware lacks is refused with its key."""
+
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests import tiny
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Float8
+
+compat.install()
+
+from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter  # noqa: E402
+from torchtitan.protocols.model import ModelConfigConverter  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+from titan_muon.titan.model import quantization  # noqa: E402
+from titan_muon.titan.model.quantization import check_float8  # noqa: E402
+from titan_muon.titan.run import job  # noqa: E402
+from titan_muon.titan.run.runs import Run  # noqa: E402
+from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
+
+HOPPER, AMPERE, ADA, MI200, MI300 = (9, 0), (8, 0), (8, 9), (9, 0), (9, 4)
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "amd", "torchao", "message"),
+    [
+        ({"linear": True}, HOPPER, False, False, r"float8\.linear = true needs the package torchao"),
+        ({"linear": True, "emulate": True}, None, False, False, r"float8\.linear = true needs the package torchao"),
+        ({"experts": True}, HOPPER, False, False, r"float8\.experts = true needs the package torchao"),
+        ({"linear": True}, None, False, True, r"float8\.linear = true is not accepted on the CPU; .*float8\.emulate"),
+        ({"linear": True}, AMPERE, False, True, r"float8\.linear = true is not accepted on .* capability 8\.0; "),
+        ({"linear": True}, MI200, True, True, r"float8\.linear = true is not accepted on .* capability 9\.0; "),
+        ({"experts": True}, None, False, True, r"float8\.experts = true is not accepted on the CPU; .* false\.$"),
+        ({"linear": True, "experts": True}, AMPERE, False, True, r"float8\.linear = true is not .* false\.$"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused_with_its_key(
+    asked: dict[str, bool], capability: tuple[int, int] | None, amd: bool, torchao: bool, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "amd", "torchao"),
+    [
+        ({}, None, False, False),
+        ({"linear": True}, ADA, False, True),
+        ({"linear": True, "experts": True}, HOPPER, False, True),
+        ({"linear": True}, MI300, True, True),
+        ({"linear": True, "emulate": True}, None, False, True),
+    ],
+)
+def test_what_can_be_computed_is_taken(
+    asked: dict[str, bool], capability: tuple[int, int] | None, amd: bool, torchao: bool
+) -> None:
+    check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)
+
+
+@pytest.mark.parametrize(("known", "found"), [({"from_recipe_name": None}, True), ({}, False)])
+def test_a_torchao_that_knows_no_recipes_is_none(
+    known: dict[str, None], found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With it TorchTitan warns, and trains without float8."""
+    monkeypatch.setattr(quantization, "Float8Linear", object)
+    module = types.SimpleNamespace(Float8LinearConfig=types.SimpleNamespace(**known))
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", module)  # type: ignore[arg-type]
+    assert quantization.has_torchao() == found
+    monkeypatch.setattr(quantization, "Float8Linear", None)
+    assert not quantization.has_torchao()
+
+
+def converters(folder: Path, **values: object) -> tuple[ModelConfigConverter.Config, ...]:
+    return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), 1).converters
+
+
+def test_options_reach_torchtitans_converters(tmp_path: Path) -> None:
+    assert converters(tmp_path) == ()
+    asked = {"float8__recipe_name": "rowwise_with_gw_hp", "float8__filter_fqns": "wo", "compile__enable": True}
+    linear, experts = converters(tmp_path, float8__linear=True, float8__experts=True, **asked)
+    assert linear == Float8LinearConverter.Config(
+        recipe_name="rowwise_with_gw_hp", filter_fqns=["wo"], model_compile_enabled=True
+    )
+    assert experts == Float8GroupedExpertsConverter.Config(model_compile_enabled=True)
+    (emulated,) = converters(tmp_path, float8__linear=True, float8__emulate=True)
+    assert (emulated.emulate, emulated.model_compile_enabled) == (True, False)
+    assert emulated.filter_fqns == ["lm_head", "router.gate"]
+
+
+def test_float8_of_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"float8\.experts = true, but the model has no experts"):
+        converters(tmp_path, float8__experts=True, model__flavor="tiny")
+    # Of the head, 16 does not divide the 258 rows.
+    with pytest.raises(RecipeError, match=r"float8\.linear = true, but no linear layer outside float8\.filter_fqns"):
+        converters(tmp_path, float8__linear=True, float8__filter_fqns="layers")
+
+
+class Renamed(ModelConfigConverter):
+    """Puts a word in the model configuration's place."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        """Has no options."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def convert(self, model_config: object) -> object:
+        return "converted" if model_config != "converted" else "converted twice"
+
+
+def test_the_trainer_converts_the_model_before_it_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = trainer_config(tiny.recipe(tmp_path), Run(str(tmp_path)), 1)
+    config.converters = (Renamed.Config(), Renamed.Config())
+    seen = []
+
+    def init(trainer: object, config: Trainer.Config) -> None:
+        seen.append(config.model_spec.model)
+        raise NotImplementedError
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    with pytest.raises(NotImplementedError):
+        config.build()
+    assert seen == ["converted twice"]
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("world_of_one")
+def test_a_run_is_refused_before_it_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "compute_capability", lambda: AMPERE)
+    with pytest.raises(RecipeError, match=r"^float8\.linear = true"):
+        job.train(tiny.recipe(tmp_path, float8__linear=True))
+    assert not (tmp_path / "runs").exists()
