@@ -117,6 +117,7 @@ def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, s
 
 SETUPS = {
     "plain": Setup("owned"),
+    "freed": Setup("owned", reshard=True),
     "kept": Setup("owned", reshard=False),
     "sharded first": Setup("owned", shard_first=True),
     "checkpointed": Setup("owned", prepare=checkpointed),
