@@ -7,7 +7,9 @@ next is already on its way.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +37,8 @@ class HookContext:
         self.hooks: list[ModuleHooks] = []
         self._last_forward = -1
         self._backward: int | None = None
+        # Autograd alone has what it will call at the end, so that it is gone with a pass that raised.
+        self._end_of_backward: Callable[[], object] = lambda: None
 
     def enter_forward(self, index: int) -> None:
         """Before the forward of module `index`, free what others have left and nobody will use."""
@@ -74,9 +78,13 @@ class HookContext:
         """Have this backward pass, which has reached some module, tidied up at its end."""
         # By its number and not by a flag: one that raised never came to its end, and the flag would stay set.
         current = private.backward_pass()
-        if current != self._backward:
-            self._backward = current
-            private.at_end_of_backward(self._final_callback)
+        if current == self._backward:
+            return
+        if self._backward is not None and self._end_of_backward() is None:
+            self._forget_backward()
+        at_end = partial(self._final_callback)
+        self._backward, self._end_of_backward = current, weakref.ref(at_end)
+        private.at_end_of_backward(at_end)
 
     def _final_callback(self) -> None:
         self._backward = None
