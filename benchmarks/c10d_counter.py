@@ -24,13 +24,15 @@ class Call:
     """One collective of this rank, without the underscores of its operator's name, among global `ranks`.
 
     `payload` are the bytes of the tensors that it passes in. `sent` are those that have to leave it, whatever the
-    backend does: what others need of them, once for each of them; a ring's share for an all-reduce.
+    backend does: what others need of them, once for each of them; a ring's share for an all-reduce. `operations` are
+    those that NCCL runs it as.
     """
 
     name: str
     ranks: tuple[int, ...]
     payload: int
     sent: int
+    operations: int = 1
 
     @property
     def group_size(self) -> int:
@@ -97,7 +99,7 @@ def _call(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     group = _group(arguments)
     operator = Operator(arguments, dist.get_world_size(group), dist.get_rank(group))
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Call(plain, ranks, _bytes(operator.input), SENT[plain](operator))
+    return Call(plain, ranks, _bytes(operator.input), SENT[plain](operator), _operations(plain, operator))
 
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
@@ -105,6 +107,15 @@ def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     if isinstance(group, str):
         return dist.distributed_c10d._resolve_process_group(group)  # type: ignore[arg-type]
     return group if isinstance(group, dist.ProcessGroup) else dist.ProcessGroup.unbox(group)
+
+
+def _operations(name: str, operator: Operator) -> int:
+    """One, but for a list of unequal parts: NCCL runs a broadcast or a reduction for each of them."""
+    parts = {"allgather": "output_tensors", "reduce_scatter": "input_tensors"}.get(name)
+    if parts is None:
+        return 1
+    (each,) = operator.arguments[parts]
+    return len(each) if len({part.numel() for part in each}) > 1 else 1
 
 
 def _bytes(value: Any) -> int:

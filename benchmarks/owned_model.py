@@ -57,7 +57,7 @@ class Setup:
     """
 
     placement: str
-    reshard: bool = True
+    reshard: bool | None = None
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     prepare: Callable[[Net], None] | None = None
     replicas: int = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -117,6 +117,7 @@ def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, s
 
 SETUPS = {
     "plain": Setup("owned"),
+    "freed": Setup("owned", reshard=True),
     "kept": Setup("owned", reshard=False),
     "sharded first": Setup("owned", shard_first=True),
     "checkpointed": Setup("owned", prepare=checkpointed),
@@ -225,31 +226,58 @@ def fail_in_backward(*_: object) -> None:
     raise OutOfMemory
 
 
-def gradients_after_failure(rank: int, world_size: int, fails: bool) -> list[list[float]]:
-    """Gradients of one pass, after one that raised in the middle of its backward on every rank, or after none."""
+@dataclass(frozen=True)
+class Failure:
+    """A backward that raises when it comes to a module, before or after the forward of the pass that is compared."""
+
+    place: str
+    after_forward: bool = False
+
+
+FAILURES = [
+    None,
+    Failure("out"),
+    Failure("layers.2.w2"),
+    Failure("layers.1"),
+    Failure("layers.0.wq"),
+    Failure("layers.1", after_forward=True),
+]
+
+
+def gradients_after_failure(rank: int, world_size: int, failure: Failure | None) -> list[list[float]]:
+    """Gradients of one pass, after one that raised in its backward on every rank, or after none; and what is left."""
     model = make()
     owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
     for layer in model.layers:
         own(layer, owners=owners)
-    if fails:
-        handle = model.layers[1].register_full_backward_pre_hook(fail_in_backward)
+    loss = loss_of(model, rank, world_size, 1)
+    if failure is not None:
+        handle = model.get_submodule(failure.place).register_full_backward_pre_hook(fail_in_backward)
+        # A full hook is part of a forward.
+        failing = loss_of(model, rank, world_size, 0)
         with pytest.raises(OutOfMemory):
-            loss_of(model, rank, world_size, 0).backward()
+            failing.backward()
         handle.remove()
         model.zero_grad()
-    loss_of(model, rank, world_size, 1).backward()
-    return [local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None]
+        if not failure.after_forward:
+            loss = loss_of(model, rank, world_size, 1)
+    loss.backward()
+    left = owners.context.unsharded_bytes + len(owners.context.reductions.pending)
+    return [[float(left)], *(local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None)]
 
 
-def after_failure_and_not(rank: int, world_size: int) -> list[list[list[float]]]:
-    return [gradients_after_failure(rank, world_size, fails) for fails in (True, False)]
+def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
+    return [gradients_after_failure(rank, world_size, failure) for failure in FAILURES]
 
 
 def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
     """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
-    found = run_ranks(after_failure_and_not, 2)
-    assert sum(len(failed) for failed, _ in found) > 0
-    assert all(failed == alone for failed, alone in found)
+    found = run_ranks(after_failures, 2)
+    assert sum(len(alone) for alone, *_ in found) == 2 + len(matrices(make()))
+    for alone, *failed in found:
+        assert alone[0] == [0.0]
+        for failure, gradients in zip(FAILURES[1:], failed, strict=True):
+            assert gradients == alone, failure
 
 
 def stale(rank: int, world_size: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
 from titan_muon.owned.param import held_elements, holders, place_on_owner
 
@@ -103,3 +105,27 @@ def test_pytorch_finds_no_process_groups_where_none_are() -> None:
     owned = place_on_owner(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
     with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
         owned.device_mesh.get_group()
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_operations_are_coalesced_and_the_group_goes_on() -> None:
+    """By the fake group too, which does not say that it can."""
+    group, device = dist.group.WORLD, torch.device("cpu")
+    assert group is not None
+    assert not private.coalesces(group, device)
+    with CollectiveCounter() as counter:
+        with private.coalesced(group, device):
+            for rank in (1, 3):
+                dist.broadcast(torch.ones(2), group_src=rank, group=group)
+                dist.reduce(torch.ones(3), group_dst=rank, group=group)
+        assert not dist.distributed_c10d._world.pg_coalesce_state, "the group is closed"
+        dist.all_reduce(torch.ones(4), group=group)
+    assert [call.name for call in counter.calls] == ["broadcast", "reduce", "broadcast", "reduce", "allreduce"]
+
+
+def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    assert not private.coalesces(group, torch.device("cpu"))
+    dist.destroy_process_group()

@@ -7,7 +7,9 @@ next is already on its way.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +37,24 @@ class HookContext:
         self.hooks: list[ModuleHooks] = []
         self._last_forward = -1
         self._backward: int | None = None
+        # Autograd alone has what it will call at the end, so that it is gone with a pass that raised.
+        self._end_of_backward: Callable[[], object] = lambda: None
 
-    def enter_forward(self) -> None:
-        """Forget a backward pass that raised: what it left would be counted into the next one's gradients."""
+    def enter_forward(self, index: int) -> None:
+        """Before the forward of module `index`, free what others have left and nobody will use."""
         # No backward pass is running now. One that ended well has said so.
-        if self._backward is None:
-            return
+        if self._backward is not None:
+            self._forget_backward()
+        # An earlier forward that failed, or took another way, left a group on its way, and one whose backward did not
+        # come kept its last. A lower index than the last tells of a new forward, in which even the expected group may
+        # hold old weights.
+        new_forward, self._last_forward = index <= self._last_forward, index
+        for hooks in self.hooks:
+            if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index):
+                hooks.group.reshard()
+
+    def _forget_backward(self) -> None:
+        """After a backward pass that raised: what it left would be counted into the next one's gradients."""
         self._backward = None
         self.reductions.discard()
         for hooks in self.hooks:
@@ -52,12 +66,6 @@ class HookContext:
 
     def prefetch_forward(self, index: int) -> None:
         """Start unsharding what comes after module `index`."""
-        # An earlier forward that failed, or took another way, left a group on its way that nobody will use. A lower
-        # index than the last tells of a new forward, in which even the expected group may hold old weights.
-        new_forward, self._last_forward = index <= self._last_forward, index
-        for hooks in self.hooks:
-            if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index + 1):
-                hooks.group.reshard()
         if index + 1 < len(self.hooks):
             self.hooks[index + 1].group.unshard()
 
@@ -70,9 +78,13 @@ class HookContext:
         """Have this backward pass, which has reached some module, tidied up at its end."""
         # By its number and not by a flag: one that raised never came to its end, and the flag would stay set.
         current = private.backward_pass()
-        if current != self._backward:
-            self._backward = current
-            private.at_end_of_backward(self._final_callback)
+        if current == self._backward:
+            return
+        if self._backward is not None and self._end_of_backward() is None:
+            self._forget_backward()
+        at_end = partial(self._final_callback)
+        self._backward, self._end_of_backward = current, weakref.ref(at_end)
+        private.at_end_of_backward(at_end)
 
     def _final_callback(self) -> None:
         self._backward = None
@@ -101,7 +113,7 @@ class ModuleHooks:
         group: parameters of the module.
         context: what it shares with the modules before and after it.
         policy: dtypes, as FSDP2 takes them.
-        reshard_after_forward: whether the group is freed between forward and backward.
+        reshard_after_forward: whether the group is freed between forward and backward; None frees all but the last.
         divide_factor: number that sums of gradients are divided by.
 
     Attributes:
@@ -117,7 +129,7 @@ class ModuleHooks:
         context: HookContext,
         policy: MixedPrecisionPolicy,
         *,
-        reshard_after_forward: bool,
+        reshard_after_forward: bool | None,
         divide_factor: float,
     ) -> None:
         self.group, self.index = group, len(context.hooks)
@@ -135,7 +147,7 @@ class ModuleHooks:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if private.backward_pass() is None:
-            self._context.enter_forward()
+            self._context.enter_forward(self.index)
         self.group.unshard()
         self.group.wait_for_unshard()
         # A forward within backward is activation checkpointing: the way is backwards there, and what comes after this
@@ -166,7 +178,17 @@ class ModuleHooks:
             # With no backward to free it, a group that is kept would be stale after the next update.
             if self._reshard_after_forward or not differentiable:
                 self.group.reshard()
+            elif self._reshard_after_forward is None:
+                self._leave_for_backward()
         return _cast(output, self._policy.output_dtype)
+
+    def _leave_for_backward(self) -> None:
+        # The backward of the last module comes next: what is freed now would be gathered again at once, with nothing to
+        # compute meanwhile. Out of use, as every forward gathers the weights that there are then.
+        if self.index + 1 == len(self._context.hooks):
+            self.group.keep()
+        else:
+            self.group.reshard()
 
     @torch.compiler.disable
     def _pre_backward(self, gradient: Tensor) -> None:

@@ -28,7 +28,7 @@ def own(
     params: Iterable[nn.Parameter] | None = None,
     owners: Owners | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     offload_policy: OffloadPolicy | None = None,
     gradient_divide_factor: float | None = None,
 ) -> set[nn.Parameter]:
@@ -42,7 +42,8 @@ def own(
         params: parameters to own, see `Owners`.
         owners: owners of the whole model's parameters, instead of `mesh` and `params`.
         mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without one in `param_dtype`.
-        reshard_after_forward: whether the copies are freed between forward and backward.
+        reshard_after_forward: whether the copies are freed between forward and backward; by default all but those of
+            the last module that is owned, which would be gathered again at once.
         offload_policy: CPUOffloadPolicy keeps owned parameters, and their gradients, on the host.
         gradient_divide_factor: number that sums of gradients are divided by; by default the ranks, for the mean.
 

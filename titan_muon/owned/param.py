@@ -22,7 +22,7 @@ from .private import OwnerMesh, joint_mesh
 #   module between uses; optimizers and checkpoints see no other. Its mesh has a first axis, `owner`, of one rank; then
 #   the replicas of HSDP, if each has an owner; then the axes of tensor parallelism, whose pieces stay where they are.
 # - Unsharded buffer: flat, one for each param group, in the dtype of computing. Owners lie in it in order, so that
-#   each one's part is a single run of elements: its input to the all-gather, whose output is the buffer.
+#   each one's part is a single run of elements, which it broadcasts.
 # - Unsharded parameter: a view of the buffer, as a DTensor if the original parameter was one. It is on the module while
 #   that computes, on every rank; an autograd leaf.
 # - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients that are not reduced yet.
@@ -117,6 +117,11 @@ class OwnedParam:
             grad = grad.redistribute(placements=placements).to_local()
         total = self.unsharded_accumulated_grad
         self.unsharded_accumulated_grad = grad.to(dtype) if total is None else total.add_(grad)
+
+    def take_accumulated_grad(self) -> Tensor | None:
+        """The sum of gradients that are not reduced yet, if there is one; there is none afterwards."""
+        taken, self.unsharded_accumulated_grad = self.unsharded_accumulated_grad, None
+        return taken
 
     def discard_unsharded_grads(self) -> None:
         """Forget gradients that were not reduced yet, as those of a backward pass that raised."""

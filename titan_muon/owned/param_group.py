@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..dtensor import local
-from ..exchange import Collectives
 from . import private
+from .collectives import OwnerCollectives
 from .param import OwnedParam
+from .streams import Streams
 
 # [Note: one buffer for ever]
 # Autograd saves views of unsharded parameters for backward. So the buffer and the parameters on it are made once, and
@@ -29,15 +32,13 @@ class CommContext:
 
     Attributes:
         mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        collectives: what runs the all-gathers and reduce-scatters, and counts their traffic.
-        shard_group: process group whose ranks own the parameters.
+        collectives: what gathers from the owners and reduces to them, in the group whose ranks own the parameters.
         replicate_group: process group of the ranks that own copies of the same parameters, or None.
-        shard_rank: place of this rank in `shard_group`.
+        shard_rank: place of this rank among those that own the parameters.
     """
 
     mesh: DeviceMesh
-    collectives: Collectives
-    shard_group: dist.ProcessGroup
+    collectives: OwnerCollectives
     replicate_group: dist.ProcessGroup | None
     shard_rank: int
 
@@ -51,11 +52,17 @@ class CommContext:
             raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own parameters there nor use them")
         axis = mesh.ndim - 1
         replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
-        return cls(mesh, Collectives(), mesh.get_group(axis), replicate_group, mesh.get_local_rank(axis))
+        collectives = OwnerCollectives.of(mesh.get_group(axis), torch.device(mesh.device_type))
+        return cls(mesh, collectives, replicate_group, mesh.get_local_rank(axis))
 
     @property
     def shard_size(self) -> int:
-        return self.shard_group.size()
+        return self.collectives.group.size()
+
+    # At the first use: a model is also built where its device is not, as in a dry run.
+    @cached_property
+    def streams(self) -> Streams:
+        return Streams(self.mesh.device_type)
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +76,7 @@ class OwnedState(Enum):
     """Where the elements of a param group are."""
 
     OWNED = "on the owners alone"
-    UNSHARDING = "on their way to all ranks"
+    UNSHARDING = "on their way to all ranks, or there and not in use"
     UNSHARDED = "on all ranks"
 
 
@@ -87,12 +94,13 @@ class OwnedParamGroup:
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
     ) -> None:
         self.name, self.state = name, OwnedState.OWNED
-        # An all-gather concatenates by rank: in another order than the owners', views would have others' elements.
+        # Each owner's part is one run of elements: in another order, views would have others' elements.
         self.params = tuple(sorted(params, key=lambda param: param.owner))
         self._comm, self._param_dtype = comm, param_dtype
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._works: list[dist.Work] = []
+        self._gathered: Any = None
         self._unchanged: AbstractContextManager[None] = nullcontext()
         self._versions: list[int] = []
 
@@ -108,24 +116,26 @@ class OwnedParamGroup:
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start the all-gather, unless that was done. Ranks start those of different groups in the same order."""
+        """Start to gather, unless that was done. Ranks start those of different groups in the same order."""
         if self.state is not OwnedState.OWNED:
             return
-        buffer = self._resized_buffer()
-        splits = split_sizes(self.params, self._comm.shard_size)
+        buffer, streams = self._resized_buffer(), self._comm.streams
         # From before the first write to after the last: see [Note: one buffer for ever].
         self._unchanged = private.unchanged_version(buffer)
-        mine = self._comm.shard_rank
-        for param, view in zip(self.params, self._views, strict=True):
-            if param.owner == mine:
-                view.copy_(local(param.owned_param), non_blocking=True)
-        sent = buffer.split(splits)[mine]
-        self._works = self._comm.collectives.all_gather(buffer, splits, sent, self._comm.shard_group)
+        # See [Note: streams and memory].
+        streams.gather.wait_stream(streams.current)
+        with streams.within(streams.gather):
+            for param, view in zip(self.params, self._views, strict=True):
+                if param.owner == self._comm.shard_rank:
+                    view.copy_(local(param.owned_param), non_blocking=True)
+            parts = buffer.split(split_sizes(self.params, self._comm.shard_size))
+            self._works = self._comm.collectives.gather(parts)
+            self._gathered = streams.gather.record_event()
         self._versions = self._owned_versions()
         self.state = OwnedState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather and have the module compute with the unsharded parameters.
+        """Wait until they are gathered and have the module compute with the unsharded parameters.
 
         Raises RuntimeError on an owner whose parameters were changed since `unshard`.
         """
@@ -142,6 +152,13 @@ class OwnedParamGroup:
         for param in self.params:
             param.to_unsharded()
         self.state = OwnedState.UNSHARDED
+
+    def keep(self) -> None:
+        """Put the unsharded parameters out of use, and leave them where they are for the backward that is next."""
+        if self.state is OwnedState.UNSHARDED:
+            for param in self.params:
+                param.to_owned()
+            self.state = OwnedState.UNSHARDING
 
     def reshard(self) -> None:
         """Free the unsharded parameters."""
@@ -162,6 +179,7 @@ class OwnedParamGroup:
         with self._unchanged:
             for work in self._works:
                 work.wait()
+        self._comm.streams.current.wait_event(self._gathered)
         self._works = []
 
     def _owned_versions(self) -> list[int]:
@@ -186,8 +204,12 @@ class OwnedParamGroup:
                 raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
         own_dtype = self.params[0].owned_param.dtype
         dtype = own_dtype if self._param_dtype is None else self._param_dtype
-        numel = sum(param.unsharded_size.numel() for param in self.params)
-        return torch.empty(numel, dtype=dtype, device=self._comm.device)
+        return torch.empty(numel(self.params), dtype=dtype, device=self._comm.device)
+
+
+def numel(params: Sequence[OwnedParam]) -> int:
+    """Elements of these parameters when they are unsharded."""
+    return sum(param.unsharded_size.numel() for param in params)
 
 
 def split_sizes(params: Sequence[OwnedParam], ranks: int) -> list[int]:

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 
 class OwnerMesh(DeviceMesh):
@@ -70,3 +72,16 @@ def backward_pass() -> int | None:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Have `callback` called when the backward pass that is running is over."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def coalesces(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group's backend for a device launches several operations as one."""
+    return bool(group._get_backend(device).supports_coalescing)
+
+
+def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
+    """A context whose operations on a group are launched as one at its end, and must not raise.
+
+    Without a device only some kinds of operations would be, broadcasts and reductions not among them.
+    """
+    return _coalescing_manager(group, device)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .param import OwnedParam
-from .param_group import CommContext, OwnedParamGroup, split_sizes, views
+from .param_group import CommContext, OwnedParamGroup, numel, split_sizes, views
 
 
 class Reduction:
-    """The gradients of one param group: reduce-scattered to the owners, and then summed over replicas.
+    """The gradients of one param group: reduced to the owners, and then summed over replicas.
+
+    See [Note: streams and memory].
 
     Args:
         params: trained parameters of the group, at least one, in the order of their owners.
@@ -26,54 +28,83 @@ class Reduction:
     def __init__(
         self, params: Sequence[OwnedParam], comm: CommContext, dtype: torch.dtype, divide_factor: float
     ) -> None:
-        splits = split_sizes(params, comm.shard_size)
+        self._comm, self._divide_factor = comm, divide_factor
         self._mine = [param for param in params if param.owner == comm.shard_rank]
-        self._replicate_group, self._divide_factor = comm.replicate_group, divide_factor
-        device = params[0].unsharded_param.device
-        self._input: Tensor | None = torch.empty(sum(splits), dtype=dtype, device=device)
-        self._sum = torch.empty(splits[comm.shard_rank], dtype=dtype, device=device)
-        for param, part in zip(params, views(self._input, params), strict=True):
+        theirs = [param for param in params if param.owner != comm.shard_rank]
+        self._gradients = {param: param.take_accumulated_grad() for param in params}
+        self._summed: Any = None
+        device, streams = params[0].unsharded_param.device, comm.streams
+        # What computes goes on at once, and does not copy.
+        streams.reduce.wait_stream(streams.current)
+        with streams.within(streams.reduce):
+            self._sum = torch.empty(numel(self._mine), dtype=dtype, device=device)
+            self._input: Tensor | None = torch.empty(numel(theirs), dtype=dtype, device=device)
+            self._copy_in(self._mine, self._sum)
+            self._copy_in(theirs, self._input)
+            self._copied = streams.reduce.record_event()
+            parts = list(self._input.split(split_sizes(theirs, comm.shard_size)))
+            # Of its own part, an owner has no other copy: the sum comes in its place.
+            parts[comm.shard_rank] = self._sum
+            self._works = comm.collectives.reduce(parts)
+        if self._copied is None:
+            self._gradients = {}
+
+    def _copy_in(self, params: Sequence[OwnedParam], flat: Tensor) -> None:
+        for param, place in zip(params, views(flat, params), strict=True):
+            gradient = self._gradients[param]
             # What this rank did not use counts as zero. To leave it out would change the sizes on this rank alone, and
             # the collective would hang, or pair elements of different parameters.
-            if param.unsharded_accumulated_grad is None:
-                part.zero_()
+            if gradient is None:
+                place.zero_()
             else:
-                part.copy_(param.unsharded_accumulated_grad)
-                param.unsharded_accumulated_grad = None
-        self._works = comm.collectives.reduce_scatter(self._sum, splits, self._input, comm.shard_group)
+                place.copy_(gradient)
 
     def advance(self) -> None:
-        """Once the reduce-scatter is done, free its input, and start the sum over replicas, if there are any."""
+        """Once the gradients are at their owners, free what they came from, and start the sum over replicas, if any."""
         if self._input is None:
             return
-        self._wait()
-        self._input = None
+        self._release()
         # A rank without parameters of this group has the same owner in each replica, which has none either: all of the
         # replicate group leave the collective out.
-        if self._replicate_group is not None and self._sum.numel() > 0:
-            work = dist.all_reduce(self._sum, group=self._replicate_group, async_op=True)
-            assert work is not None, "an asynchronous collective returns what there is to wait for"
-            self._works = [work]
+        group, streams = self._comm.replicate_group, self._comm.streams
+        if group is not None and self._sum.numel() > 0:
+            streams.all_reduce.wait_stream(streams.reduce)
+            with streams.within(streams.all_reduce):
+                self._works = self._comm.collectives.all_reduce(self._sum, group)
+                self._summed = streams.all_reduce.record_event()
 
     def finish(self) -> None:
         """Give the owned parameters their gradients."""
         self.advance()
         self._wait()
-        # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
-        if self._divide_factor != 1:
-            self._sum.div_(self._divide_factor)
-        for param, part in zip(self._mine, views(self._sum, self._mine), strict=True):
-            param.add_reduced_grad(part)
+        with self._comm.streams.within(self._comm.streams.reduce):
+            # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
+            if self._divide_factor != 1:
+                self._sum.div_(self._divide_factor)
+            for param, part in zip(self._mine, views(self._sum, self._mine), strict=True):
+                param.add_reduced_grad(part)
 
     def discard(self) -> None:
         """End without a result."""
         # Waited for all the same: freed under a collective, the memory would be another tensor's.
+        self._release()
+
+    def _release(self) -> None:
+        """Free the gradients and what those of others were copied into."""
         self._wait()
+        self._comm.streams.current.wait_event(self._copied)
+        self._gradients, self._input = {}, None
 
     def _wait(self) -> None:
-        for work in self._works:
-            work.wait()
+        """Have the reduce stream go on after this reduction's last collective."""
+        streams = self._comm.streams
+        with streams.within(streams.reduce):
+            for work in self._works:
+                work.wait()
         self._works = []
+        if self._summed is not None:
+            # This sum alone and not its stream, where the next group's may have been started.
+            streams.reduce.wait_event(self._summed)
 
 
 class Reductions:
@@ -81,11 +112,14 @@ class Reductions:
 
     One group's gradients travel in the shard group, and with replicas those of the group before it between them, while
     the next are made. Every rank starts them in the order of its backward pass, which is the same on all of them.
+
+    Attributes:
+        pending: those under way.
     """
 
     def __init__(self, comm: CommContext) -> None:
         self._comm = comm
-        self._pending: deque[Reduction] = deque()
+        self.pending: deque[Reduction] = deque()
 
     @torch.no_grad()
     def start(self, group: OwnedParamGroup, dtype: torch.dtype | None, divide_factor: float) -> None:
@@ -97,23 +131,24 @@ class Reductions:
         # stays under way, without its input: it is in its all-reduce while this one is in its reduce-scatter.
         self._finish_but(0 if self._comm.replicate_group is None else 1)
         chosen = params[0].unsharded_param.dtype if dtype is None else dtype
-        self._pending.append(Reduction(params, self._comm, chosen, divide_factor))
+        self.pending.append(Reduction(params, self._comm, chosen, divide_factor))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all that are under way."""
+        """Wait for all that are under way: from here on what computes sees the owners' gradients."""
         self._finish_but(0)
+        self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 
     def discard(self) -> None:
         """Forget those that are under way, which a backward pass that raised has left."""
-        for reduction in self._pending:
+        for reduction in self.pending:
             reduction.discard()
-        self._pending.clear()
+        self.pending.clear()
 
     def _finish_but(self, left: int) -> None:
         # All-reduces start at this point of the backward pass, and not whenever a reduce-scatter happens to be done:
         # that differs between ranks, and would mix up the order of their collectives.
-        for reduction in self._pending:
+        for reduction in self.pending:
             reduction.advance()
-        while len(self._pending) > left:
-            self._pending.popleft().finish()
+        while len(self.pending) > left:
+            self.pending.popleft().finish()

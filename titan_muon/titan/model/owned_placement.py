@@ -75,7 +75,11 @@ def _own_layers(
         return
     owners = Owners(model, mesh=mesh, params=params, split=config.tables["muon"]["split"], flops=flops)
     precision = MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False)
-    reshard = get_fsdp_reshard_after_forward_policy(options["reshard_after_forward_policy"], options["pp_enabled"])
+    policy = options["reshard_after_forward_policy"]
+    reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
+    if reshard and policy == "default":
+        # Without "always", the last layer need not be gathered again just after it was used.
+        reshard = None
     for layer in layers:
         if owners.within(layer):
             own(

@@ -1,0 +1,176 @@
+"""Streams on a machine that has none: an operation that does not wait for what it needs on another stream raises.
+
+The CPU's null streams are replaced by ones with vector clocks. Each operation belongs to the stream that is current,
+and reads and writes storages. Two accesses of a storage, one of them a write, have to be in order, and so do the
+accesses of what was freed and of what its stream allocates afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Clock = dict[str, int]
+"""For each stream the number of its operations that are over."""
+
+
+def advance(clock: Clock, other: Clock) -> None:
+    for name, time in other.items():
+        clock[name] = max(clock.get(name, 0), time)
+
+
+class Stream:
+    """A stream of torch.cpu, which says in which order things happen."""
+
+    made = 0
+
+    def __init__(self, priority: int = 0) -> None:
+        Stream.made += 1
+        self.name, self.priority, self.clock = f"stream {Stream.made}", priority, {}
+
+    def record_event(self) -> Clock:
+        return dict(self.clock)
+
+    def wait_event(self, event: Clock) -> None:
+        advance(self.clock, event)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+
+@dataclass
+class Memory:
+    """A storage: the stream it is of, what was done with it, and what was done before with its memory."""
+
+    storage: StorageWeakRef
+    stream: Stream
+    freed_before: Clock
+    reads: Clock = field(default_factory=dict)
+    writes: Clock = field(default_factory=dict)
+
+
+class StreamOrder(TorchDispatchMode):
+    """While active, raises AssertionError for an access that does not wait for an earlier one.
+
+    Attributes:
+        compute: stream that is current at first.
+        log: stream and name of every operation that reads or writes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = self.compute = Stream()
+        self.log: list[tuple[Stream, str]] = []
+        self._memory: dict[int, Memory] = {}
+        self._freed: dict[str, Clock] = {}
+
+    @contextmanager
+    def within(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        self._collect()
+        result = func(*args, **kwargs)
+        returned = [r.alias_info for r in func._schema.returns]
+        if any(alias is not None and not alias.is_write for alias in returned):
+            return result
+        self._access(func, args, kwargs, result)
+        return result
+
+    def _access(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Check what an operation reads and writes, and remember it."""
+        name, schema = func._schema.name, func._schema.arguments
+        given = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+        everything = func.namespace == "c10d"
+        changed = {a.name for a in schema if everything or (a.alias_info is not None and a.alias_info.is_write)}
+        writes = [t for n in changed if n in given for t in tensors(given[n])]
+        reads = [t for n in given if n not in changed for t in tensors(given[n])]
+        # Before its first access, which an operation that only allocates is not.
+        for tensor in (*reads, *writes, *tensors(result)):
+            self._known(tensor)
+        if "empty" in name:
+            return
+        self.log.append((self.current, name))
+        clock = self.current.clock
+        for tensor in (*writes, *(() if everything else tensors(result))):
+            self._check(name, tensor, self._known(tensor), write=True)
+        for tensor in reads:
+            self._check(name, tensor, self._known(tensor), write=False)
+        clock[self.current.name] = now = clock.get(self.current.name, 0) + 1
+        for tensor in (*writes, *(() if everything else tensors(result))):
+            self._known(tensor).writes[self.current.name] = now
+        for tensor in reads:
+            self._known(tensor).reads[self.current.name] = now
+
+    def _known(self, tensor: Tensor) -> Memory:
+        return self._first_known(StorageWeakRef(tensor.untyped_storage()))
+
+    def _first_known(self, storage: StorageWeakRef) -> Memory:
+        if storage.cdata not in self._memory:
+            self._memory[storage.cdata] = Memory(storage, self.current, self._freed_by(self.current))
+        return self._memory[storage.cdata]
+
+    def _check(self, name: str, tensor: Tensor, memory: Memory, *, write: bool) -> None:
+        before = [("was freed", memory.freed_before), ("is written", memory.writes)]
+        for what, times in [*before, *([("is read", memory.reads)] if write else [])]:
+            for stream, time in times.items():
+                assert self.current.clock.get(stream, 0) >= time, (
+                    f"{name} on {self.current.name} does not wait for {stream}, where its memory "
+                    f"{tuple(tensor.shape)} {what}"
+                )
+
+    def _collect(self) -> None:
+        for key in [key for key, memory in self._memory.items() if memory.storage.expired()]:
+            self._free(self._memory.pop(key))
+
+    def _free(self, memory: Memory) -> None:
+        freed = self._freed.setdefault(memory.stream.name, {})
+        for times in (memory.freed_before, memory.reads, memory.writes):
+            advance(freed, times)
+
+    def _freed_by(self, stream: Stream) -> Clock:
+        return dict(self._freed.get(stream.name, {}))
+
+    def resized(self, storage: torch.UntypedStorage, size: int) -> None:
+        """A storage is given up, or has memory again."""
+        self._collect()
+        reference = StorageWeakRef(storage)
+        if size == 0 and reference.cdata in self._memory:
+            self._free(self._memory.pop(reference.cdata))
+        elif size > 0:
+            self._first_known(reference)
+
+
+@pytest.fixture
+def stream_order(monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
+    """The order of what runs on torch.cpu's streams, once it is entered."""
+    order, resize = StreamOrder(), torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        order.resized(storage, size)
+        return resize(storage, size)
+
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_)
+    monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    monkeypatch.setattr(torch.cpu, "stream", order.within)
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda: order.current)
+    return order
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -1,0 +1,113 @@
+"""How many operations a layer's parameters and gradients take, in a world of any size that is not there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.c10d_counter import CollectiveCounter
+from benchmarks.owned_model import BLOCKS, Net, loss_of, make, matrices
+from titan_muon import Owners, own
+from titan_muon.owned import is_owned, private
+
+OWNERS = 6
+"""Of the six matrices of a layer, when there are as many ranks."""
+
+
+@contextmanager
+def owned_model(world_size: int, reshard: bool | None = None) -> Iterator[tuple[Net, Owners]]:
+    """A model on rank 0."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    net = make()
+    owners = Owners(net, mesh=init_device_mesh("cpu", (world_size,)), params=matrices(net))
+    for layer in net.layers:
+        own(layer, owners=owners, reshard_after_forward=reshard)
+    try:
+        yield net, owners
+    finally:
+        dist.destroy_process_group()
+
+
+def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
+    """What a backend runs in a forward and in its backward, by kind."""
+    with CollectiveCounter() as forward:
+        loss = loss_of(net, 0, 8, 0)
+    with CollectiveCounter() as backward:
+        loss.backward()
+    return tuple(count_operations(counter) for counter in (forward, backward))  # type: ignore[return-value]
+
+
+def count_operations(counter: CollectiveCounter) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for call in counter.calls:
+        found[call.name] += call.operations
+    return found
+
+
+@pytest.mark.parametrize("coalesced", [False, True], ids=["gloo", "nccl"])
+@pytest.mark.parametrize("world_size", [64, 512])
+def test_a_layer_takes_an_operation_for_each_owner_whatever_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, world_size: int, coalesced: bool
+) -> None:
+    monkeypatch.setattr(private, "coalesces", lambda group, device: coalesced)
+    with owned_model(world_size) as (net, _):
+        forward, backward = operations(net)
+    assert forward == {"broadcast": OWNERS * BLOCKS}
+    # The last layer's weights are there from forward.
+    assert backward == {"broadcast": OWNERS * (BLOCKS - 1), "reduce": OWNERS * BLOCKS}
+
+
+@pytest.mark.parametrize(("reshard", "gathered"), [(True, BLOCKS), (None, BLOCKS - 1), (False, 0)])
+def test_layers_are_gathered_again_for_backward_as_asked(reshard: bool | None, gathered: int) -> None:
+    """By default all but the last, which backward begins with."""
+    with owned_model(64, reshard) as (net, _):
+        for _ in range(2):
+            forward, backward = operations(net)
+            assert forward["broadcast"] == OWNERS * BLOCKS
+            assert backward["broadcast"] == OWNERS * gathered
+
+
+@pytest.mark.parametrize("world_size", [1, 64])
+def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
+    """On a backend that can: as many groups as gathers and reductions, and no operation outside of one."""
+    groups: list[int] = []
+    coalesced = private.coalesced
+
+    @contextmanager
+    def counted(group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
+        with CollectiveCounter() as counter, coalesced(group, device):
+            yield
+        groups.append(len(counter.calls))
+
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    monkeypatch.setattr(private, "coalesced", counted)
+    with owned_model(world_size) as (net, _), CollectiveCounter() as every:
+        loss_of(net, 0, 8, 0).backward()
+    gathers, reductions = 2 * BLOCKS - 1, BLOCKS
+    assert groups == [min(OWNERS, world_size)] * (gathers + reductions)
+    assert len(every.calls) == sum(groups)
+
+
+def test_what_a_forward_keeps_is_never_used_by_another() -> None:
+    """The last layer's copies serve its own backward: a forward without one, and then an update, leave nothing old."""
+    for blocks in (1, 3):
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+        net = make(blocks=blocks)
+        owners = Owners(net, mesh=init_device_mesh("cpu", (1,)), params=matrices(net))
+        for layer in net.layers:
+            own(layer, owners=owners)
+        before = loss_of(net, 0, 1, 0)
+        weight = net.layers[-1].w2.weight
+        assert is_owned(weight), "between uses a module has its owned parameters, for zero_grad and the like"
+        with torch.no_grad():
+            weight.zero_()
+        assert loss_of(net, 0, 1, 0).item() != before.item()
+        assert net.layers[-1].w2.weight is weight
+        dist.destroy_process_group()
