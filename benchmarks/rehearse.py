@@ -3,10 +3,10 @@
     make rehearse                                           # all of them; needs a CUDA build of PyTorch and no GPU
     python -m benchmarks.rehearse --only llama3_8b --worlds 8 --ranks 2
 
-For each recipe and number of ranks, one rank takes two training steps at full size: TorchTitan's forward, loss, backward
-and clipping, and the optimizers' step. It fails if the host waits for the device in the optimizer step, if memory is not
-what the dry run says, if buffers stay that should not, if process groups are made after construction, or if two ranks
-see other collectives. docs/rehearsal.md says what cannot be rehearsed.
+For each recipe and number of ranks, one rank takes two training steps at full size: TorchTitan's forward, loss,
+backward and clipping, and the optimizers' step. It fails if the host waits for the device in the optimizer step, if
+memory is not what the dry run says, if buffers stay that should not, if process groups are made after construction, or
+if two ranks see other collectives. docs/rehearsal.md says what cannot be rehearsed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def rehearsed(case: Case, ranks: int) -> Outcome:
         if problem:
             return Outcome(case, None, (), (f"the dry run failed: {problem}",))
         expected = Expected.of(json.loads(plan.read_text(encoding="utf-8")))
-        seen = []
+        seen: list[Seen] = []
         for rank in _ranks(expected.fullest, case.world, ranks):
             file = Path(folder, f"{rank}.json")
             where = ["--world-size", str(case.world), "--rank", str(rank), "--json", str(file)]

@@ -168,11 +168,11 @@ class FakeStream:
     def wait_event(self, event: FakeEvent) -> None:
         """A stream waits, not the host."""
 
-    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+    def record_event(self, event: Any = None) -> Any:
         """Record an event, by default a new one."""
-        event = torch.cuda.Event() if event is None else event
-        event.record()
-        return event
+        recorded = torch.cuda.Event() if event is None else event
+        recorded.record()
+        return recorded
 
     def query(self) -> bool:
         """Whether the device is there."""
