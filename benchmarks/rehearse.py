@@ -46,10 +46,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8"),
-    "qwen3_8b": ("FSDP", "owned", "TP 8"),
+    "qwen3_8b": ("FSDP", "HSDP 8, owned", "TP 8"),
     "llama3_8b": ("TP 8", "HSDP 8", "owned"),
-    "llama3_70b": ("FSDP", "TP 8, owned", "TP 8"),
-    "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "EP 64"),
+    "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
+    "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 8, EP 8"),
     "moonlight": ("EP 8, owned", "EP 8", "EP 64"),
     "deepseek_v3": ("EP 8", "EP 64", "EP 64"),
     "kimi_k2": ("EP 8", "EP 64", "EP 64"),

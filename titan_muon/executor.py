@@ -196,13 +196,16 @@ class Executor:
                 for place, matrix in enumerate(batch.matrices)
                 for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
             )
-            result = self._newton_schulz(batch, views)
-            self._update(
-                piece
-                for place, matrix in enumerate(batch.matrices)
-                for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
-            )
+            # Not a variable, as in `orthogonalize`.
+            self._apply_home(batch, self._newton_schulz(batch, views), views)
         self._release(self._home_spans, views, HOME)
+
+    def _apply_home(self, batch: Batch, result: Tensor, views: Views) -> None:
+        self._update(
+            piece
+            for place, matrix in enumerate(batch.matrices)
+            for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
+        )
 
     def finish(self) -> None:
         """Stage 7: start telling the host what was not finite.

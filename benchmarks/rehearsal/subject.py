@@ -20,9 +20,6 @@ from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
-NODE = 8
-"""GPUs of a node."""
-
 
 class NoTokenizer(BaseTokenizer):
     """Stands in for the tokenizer, whose file a rehearsal need not have."""
@@ -87,15 +84,10 @@ class _NeverStops:
 @contextmanager
 def fake_rank(world_size: int, rank: int) -> Iterator[None]:
     """Be one rank of a job: its environment, and the default process group, which answers for all others."""
-    ours = {
-        "RANK": rank,
-        "WORLD_SIZE": world_size,
-        "LOCAL_RANK": rank % NODE,
-        "LOCAL_WORLD_SIZE": min(NODE, world_size),
-    }
+    # The one fake GPU is that of the process, as where each process sees its own GPU alone.
+    ours = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update({name: str(value) for name, value in ours.items()})
-    # Threads: the group's store of another rank in the same process would otherwise be the old one.
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -5,10 +5,14 @@ themselves (`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`), and g
 """
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from typing import Literal
 
 import torch
+
+_planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 
 LOSS_CHUNKS = 8
 """Pieces of the sequence whose logits exist at one time on a GPU; TorchTitan's own number."""
@@ -22,6 +26,21 @@ def on_accelerator() -> bool:
 def compute_capability() -> tuple[int, int] | None:
     """Compute capability of this process's GPU, NVIDIA's or AMD's; None without one."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+
+
+@contextmanager
+def planning_for(device: str) -> Iterator[None]:
+    """Meanwhile plan for a type of device that this machine need not have, as a dry run does."""
+    token = _planned.set(device)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
+def planned_device(found: str) -> str:
+    """The type of device that is planned for: the one that was `found`, but in a dry run."""
+    return _planned.get() or found
 
 
 def loss_chunks(chosen: int | Literal["auto"], tokens: int) -> int:

@@ -21,6 +21,7 @@ from titan_muon.build import iteration_of, plan_step
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
+from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.recipe import Recipe, recipe_error
@@ -94,7 +95,9 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
-    with _fake_world(world_size, ranks[0]):
+    kind = this_device() if device is None else device
+    # Owners are balanced by what Newton-Schulz costs on the device, so another kind's would be other owners.
+    with _fake_world(world_size, ranks[0]), planning_for(kind):
         parameters: dict[str, Tensor] = {
             canonical_fqn(name): p
             for part in _sharded_parts(config, world_size)
@@ -108,7 +111,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         whole = assigned if optimizer.model is None else assignments(optimizer, optimizer.model)
         groups = grouped(optimizer, assigned)
         table = held_tables(optimizer, whole, parameters).get("muon", {})
-        plan = _plan(parameters, groups.get("muon", []), table, this_device() if device is None else device)
+        plan = _plan(parameters, groups.get("muon", []), table, kind)
         return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan)
 
 

@@ -19,6 +19,7 @@ from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
 from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
+from titan_muon.titan.device import planned_device
 from titan_muon.titan.optimizers import HybridOptimizers, optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.rules import assign
@@ -69,7 +70,7 @@ def _layers(model: Any) -> list[nn.Module]:
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    config, flops = optimizer_config(recipe), _flops(recipe, mesh.device_type)
+    config, flops = optimizer_config(recipe), _flops(recipe, planned_device(mesh.device_type))
     params = _matrices(recipe, config, model, layers)
     if not params:
         return

@@ -1,0 +1,92 @@
+"""Rehearses a tiny recipe with faults put in on purpose, one after the other, and prints what is said of each as JSON.
+
+A process of its own: TorchTitan takes its device when it is imported. Usage: python -m tests.rehearsed_faults FOLDER
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu
+from tests import tiny
+
+WORLD = 8
+# FSDP takes spmd_types for one world of a process alone.
+COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "bytes"}
+
+
+def main(folder: Path) -> dict[str, list[str]]:
+    """What is said of each fault; nothing of the step without one."""
+    with fake_gpu() as gpu:
+        from titan_muon.titan import compat
+
+        compat.install()
+        from torchtitan.components.loss import ChunkedLossWrapper
+
+        from benchmarks.rehearsal.checks import Expected, collective_faults, faults
+        from benchmarks.rehearsal.seen import Bytes
+        from benchmarks.rehearsal.training import rehearse
+        from titan_muon.exchange import Exchange
+        from titan_muon.executor import Executor
+
+        kept: list[torch.Tensor] = []
+        wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Executor.finish
+
+        def item(self: Executor) -> None:
+            self._exchange.buckets[0].stored[0].view.sum().item()
+            finish(self)
+
+        def keeps(self: Exchange, index: int) -> None:
+            wait(self, index)
+            kept.append(torch.empty(2**25, device="cuda"))
+
+        def skips(self: Exchange, index: int) -> None:
+            if index:
+                gather(self, index)
+
+        def mixes(self: Any, *args: Any, **kwargs: Any) -> Any:
+            weight = self.lm_head.weight
+            weight + torch.zeros(weight.shape[-1], device="cuda")
+            return call(self, *args, **kwargs)
+
+        def seen(rank: int = 0, patch: AbstractContextManager[Any] | None = None, **values: object) -> Any:
+            recipe = tiny.recipe(folder, **COMMON, **values)
+            with nullcontext() if patch is None else patch:
+                return rehearse(recipe, WORLD, rank, gpu, str(folder))
+
+        def said(patch: AbstractContextManager[Any], **values: object) -> list[str]:
+            try:
+                found = seen(0, patch, **values)
+            except (DeviceSync, RuntimeError) as error:
+                return [f"{type(error).__name__}: {error}"]
+            return list(faults(found, expected))
+
+        right = seen()
+        # What is right here is what this very step takes: another step is held against it.
+        taken = right.step_peak.rest - right.step_start.rest + right.step_peak.orthogonalization
+        held = {name: getattr(right.step_peak, name) for name in ("parameters", "gradients", "optimizer_states")}
+        planned = Bytes(**held, exchange_buffers=right.step_peak.exchange_buffers, orthogonalization=taken, rest=0)
+        expected = Expected(0, planned)
+        tensor_parallel: Callable[[Any], list[str]] = lambda patch: said(  # noqa: E731
+            patch, parallelism__tensor_parallel_degree=2, loss__chunks=8
+        )
+        return {
+            "none": list(faults(right, expected)),
+            "owned": list(faults(seen(placement__muon="owned"), expected))[5:],
+            "item": said(mock.patch.object(Executor, "finish", item)),
+            "kept": said(mock.patch.object(Exchange, "wait", keeps)),
+            "skipped": list(collective_faults([right, seen(4, mock.patch.object(Exchange, "gather", skips))])),
+            "same": list(collective_faults([right, seen(4)])),
+            "tensor parallel": tensor_parallel(mock.patch.object(ChunkedLossWrapper, "__call__", mixes)),
+            "tensor parallel, right": [text for text in tensor_parallel(nullcontext()) if "Error" in text],
+        }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(Path(sys.argv[1]))))

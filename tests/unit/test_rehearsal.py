@@ -1,0 +1,142 @@
+"""A rehearsal sees what it is for: waits, memory, collectives; on fake GPUs with faults put in on purpose."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from benchmarks.rehearsal.checks import Expected, collective_faults, faults
+from benchmarks.rehearsal.seen import Bytes, Collective, Seen
+from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
+
+ROOT = Path(__file__).parents[2]
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
+)
+PLANNED = Bytes(100 << 20, 100 << 20, 200 << 20, 50 << 20, 80 << 20, 0)
+CALLS = (Collective("allgather_base", (0, 1), 64), Collective("alltoall_base", (0, 1), None))
+RIGHT = Seen(
+    rank=0,
+    matrices=8,
+    orthogonalized=4,
+    operations={"bmm": 40},
+    growing={},
+    training_peak=replace(PLANNED, rest=1 << 30),
+    step_start=replace(PLANNED, orthogonalization=20 << 20, rest=30 << 20),
+    step_peak=replace(PLANNED, orthogonalization=20 << 20, rest=90 << 20),
+    constant=30 << 20,
+    at_rest=(400 << 20, 400 << 20),
+    training=CALLS,
+    step=CALLS[1:],
+    groups_made=0,
+    reads=2,
+)
+
+
+def test_what_the_dry_run_says_has_no_fault() -> None:
+    assert list(faults(RIGHT, Expected(0, PLANNED))) == []
+    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1)])) == []
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
+def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
+    more = replace(RIGHT.step_peak, **{what: getattr(PLANNED, what) + 1})
+    (fault,) = faults(replace(RIGHT, step_peak=more), Expected(0, PLANNED))
+    assert fault.startswith(what.replace("_", " "))
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
+        (replace(RIGHT, at_rest=(400 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
+        (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
+    ],
+)
+def test_what_is_wrong_is_said(seen: Seen, said: str) -> None:
+    (fault,) = faults(seen, Expected(0, PLANNED))
+    assert fault.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (CALLS[:1], "alltoall_base of None bytes on rank 0 and absent on rank 1"),
+        (CALLS[::-1], "allgather_base of 64 bytes on rank 0 and alltoall_base of None bytes on rank 1"),
+        ((replace(CALLS[0], payload=32), CALLS[1]), "allgather_base of 64 bytes on rank 0 and allgather_base of 32"),
+    ],
+)
+def test_ranks_that_see_other_collectives_are_named(training: tuple[Collective, ...], said: str) -> None:
+    (fault,) = collective_faults([RIGHT, replace(RIGHT, rank=1, training=training)])
+    assert said in fault
+
+
+def test_collectives_of_other_groups_are_not_compared() -> None:
+    alone = Collective("allgather_base", (1, 3), 64)
+    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1, training=(alone, *CALLS))])) == []
+
+
+def test_what_is_seen_is_read_back(tmp_path: Path) -> None:
+    RIGHT.write(tmp_path / "seen.json")
+    assert Seen.read(tmp_path / "seen.json") == RIGHT
+
+
+def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
+    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3}
+    ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
+    owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
+    shared = {"memory": memory, "ranks": ranks}
+    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0))
+    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0))
+    assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
+
+
+def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
+    full = {
+        path.stem.removesuffix("_muon")
+        for path in (ROOT / "configs").glob("*.toml")
+        if "cluster.toml" in path.read_text()
+    }
+    assert set(REHEARSED) == full
+    assert {layout for layouts in REHEARSED.values() for layout in layouts} == set(LAYOUTS)
+    for name, layouts in REHEARSED.items():
+        assert len(layouts) == len(WORLDS)
+        assert Path(Case(name, 8, layouts[0]).arguments()[1]).is_file()
+
+
+@cache
+def rehearsed() -> dict[str, list[str]]:
+    with TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.rehearsed_faults", folder],
+            capture_output=True, text=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("step", ["none", "owned", "same", "tensor parallel, right"])
+def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
+    assert rehearsed()[step] == []
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
+        ("kept", "bytes are alive after a step"),
+        ("skipped", "absent on rank 4"),
+        ("tensor parallel", "mixed torch.Tensor and DTensor"),
+    ],
+)
+def test_a_fault_is_caught(fault: str, said: str) -> None:
+    assert any(said in text for text in rehearsed()[fault]), rehearsed()[fault]
