@@ -30,7 +30,8 @@ class Expected:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Expected:
-        """From the JSON of a dry run."""
+        """From the JSON of a dry run, of a pipeline's first ranks if there are stages."""
+        document = document.get("pipeline_ranks", [document])[0]
         owners, ranks, memory = document["owners"], document.get("ranks", []), document["memory"]
         fullest = max(owners, key=lambda owner: owner["bytes"])["rank"] if owners else 0
         cost = next((each for each in ranks if each["rank"] == fullest), {"buffer_bytes": 0, "work_bytes": 0})

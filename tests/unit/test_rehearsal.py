@@ -95,6 +95,8 @@ def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
     shared = {"memory": memory, "ranks": ranks}
     assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0))
     assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0))
+    stages = [{**shared, "owners": []}, {**shared, "owners": owners}]
+    assert Expected.of({"pipeline_ranks": stages}).fullest == 0, "rank 0 is of the first stage"
     assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
 
 
