@@ -2,7 +2,8 @@
 # make train   the main job: the MoE recipe on 2 ranks
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
-# make newest  the test suite on the newest PyTorch, in an environment of its own; on another one by TORCH=2.14.1
+# make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
+# make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
@@ -24,7 +25,7 @@ ARGS ?=
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: venv train test check newest gpu kernels lock lock-newest clean
+.PHONY: venv train test check newest gpu kernels lock lock-newest clean rehearse
 
 venv: $(STAMP)
 
@@ -47,6 +48,10 @@ test: check
 
 newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m pytest $(ARGS)
+	$(NEWEST)/bin/python -m benchmarks.rehearse
+
+rehearse: $(NEWEST_STAMP)
+	$(NEWEST)/bin/python -m benchmarks.rehearse $(ARGS)
 
 # Every version of torch pins CUDA packages and a Triton of its own, so for another than the locked one these are free.
 $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)

@@ -1,12 +1,15 @@
 """What cannot run is refused when the model is put together, with the key and what to do."""
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import models  # noqa: F401 (registers the families)
+from tests import tiny
 from titan_muon.plan.cost import gram_flops, standard_flops
+from titan_muon.titan.model import owned_placement
 from titan_muon.titan.model.owned_placement import _flops
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.spec import model_spec
@@ -67,3 +70,17 @@ def test_owners_are_weighed_by_the_algorithm_that_runs() -> None:
     flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
     assert flops["cpu"] == standard_flops(1024, 8192, 5)
     assert flops["cuda"] == gram_flops(1024, 8192, 5, restarts=1) < flops["cpu"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The Gram iteration is worth it elsewhere on GPUs, and other costs make other owners."""
+    # After `titan.model`, which prepares TorchTitan for the CPU.
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+
+    asked = []
+    monkeypatch.setattr(owned_placement, "_flops", lambda recipe, kind: asked.append(kind) or (lambda rows, cols: 1))
+    build_meta_model(tiny.recipe(tmp_path, placement__muon="owned"), 2, device)
+    assert asked == [device]
