@@ -76,8 +76,9 @@ class _Rehearsal:
         watched = self._watched(trainer.optimizers.step)
         with mock.patch.object(trainer.optimizers, "step", watched), CollectiveCounter() as self.counter:
             if trainer.parallel_dims.pp_enabled:
-                # Stages ask each other for shapes, and the fake group cannot answer: the optimizer step alone.
+                # Stages ask each other for shapes, and the fake group cannot answer: clipping and the step alone.
                 give_gradients(p for part in trainer.model_parts for p in part.parameters())
+                trainer._clip_gradients()
                 trainer.optimizers.step()
             else:
                 trainer.train_step(batches)

@@ -34,7 +34,7 @@ def own(
 ) -> set[nn.Parameter]:
     """Have matrices of a module stored whole on one rank each, so that a Muon step needs no communication.
 
-    Call it in the order of the forward pass. A parameter may be used only within the forward of its module.
+    Call it in the order of the forward pass. A parameter is used within the forward of its module alone.
 
     Args:
         module: plain module, or one that is already given to `fully_shard` with the same parameters ignored.

@@ -49,7 +49,8 @@ def longest_path(buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Ma
     clock = _Clock(buckets, matrices, load)
     for act, number in schedule(len(by_round), slots):
         if act is Act.HOME:
-            clock.work_at_home(load)
+            for rank, flops in load.items():
+                clock.now[rank] += flops
         else:
             for index in by_round[number]:
                 clock.advance(act, index)
@@ -64,10 +65,6 @@ class _Clock:
         self._groups = [bucket.group for bucket in buckets]
         self._flops = [_flops(bucket, matrices) for bucket in buckets]
         self._launched, self._returned = [0] * len(buckets), [0] * len(buckets)
-
-    def work_at_home(self, load: Mapping[int, int]) -> None:
-        for rank, flops in load.items():
-            self.now[rank] += flops
 
     def advance(self, act: Act, index: int) -> None:
         now, group, flops = self.now, self._groups[index], self._flops[index]

@@ -48,19 +48,13 @@ def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., 
         _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
-        if compat.install():
-            reduce_by_plain_sum(model)
+        for module in model.modules() if compat.install() else ():
+            # By sum, and divided apart: FSDP2 would reduce with PREMUL_SUM, which gloo does not have.
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
         return model
 
     return parallelize
-
-
-def reduce_by_plain_sum(model: nn.Module) -> None:
-    """Have FSDP reduce gradients by sum and divide apart."""
-    # FSDP2 would otherwise reduce with PREMUL_SUM, which gloo does not have.
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.Parallelize]:
