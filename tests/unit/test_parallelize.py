@@ -84,3 +84,12 @@ def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
     monkeypatch.setattr(owned_placement, "_flops", lambda recipe, kind: asked.append(kind) or (lambda rows, cols: 1))
     build_meta_model(tiny.recipe(tmp_path, placement__muon="owned"), 2, device)
     assert asked == [device]
+
+
+def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:
+    """Sharding makes two parameters of it under spmd_types, which torch from 2.14 on takes by itself."""
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+
+    tied = tiny.recipe(tmp_path, model__flavor="0.6B")
+    names = [name for name in build_meta_model(tied, 2, "cuda").parameters if "embedding" in name or "head" in name]
+    assert len(names) == 1

@@ -148,7 +148,11 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
         "dump_folder": config.dump_folder,
     }
     if not parallel_dims.pp_enabled:
-        return [spec.parallelize_fn(model, **options)]
+        sharded: Any = spec.parallelize_fn(model, **options)
+        if getattr(sharded, "enable_weight_tying", False):
+            # As TorchTitan does before it fills parameters: under spmd_types, sharding makes two of a tied one.
+            sharded.tok_embeddings.weight = sharded.lm_head.weight
+        return [sharded]
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # As many microbatches as any schedule asks for: no plan depends on the batch, which may not suit these ranks.
     size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
