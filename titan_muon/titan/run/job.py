@@ -203,7 +203,9 @@ def _gather_parts(trainer: MuonTrainer, group: dist.ProcessGroup | None) -> list
 def _in_words(trainer: MuonTrainer, ranks: range) -> PartInWords:
     """Of the part of the model that is on these ranks."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
-    plan = next((optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon)), None)
+    plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
+    # A stage may have no matrix of Muon, and an optimizer all the same, for what all ranks agree on.
+    plan = next((plan for plan in plans if plan.matrices), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
     loads = owner_loads(named, summary, ranks)
