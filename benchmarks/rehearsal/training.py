@@ -49,6 +49,8 @@ class _Rehearsal:
         self.memory.reset()
         constant = _bytes(self.memory.largest(), self._held()).rest
         first, second = self._train(), self._train()
+        # Before another optimizer is built for `growing`, with groups of its own.
+        made = len(dist.distributed_c10d._world.pg_map) - made
         return Seen(
             rank=rank,
             matrices=0 if self.muon is None else len(self.muon.plan.matrices),
@@ -62,7 +64,7 @@ class _Rehearsal:
             at_rest=(first, second),
             training=self.training,
             step=self.step,
-            groups_made=len(dist.distributed_c10d._world.pg_map) - made,
+            groups_made=made,
             reads=len(self.gpu.syncs),
         )
 
