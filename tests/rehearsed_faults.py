@@ -5,8 +5,8 @@ A process of its own: TorchTitan takes its device when it is imported. Usage: py
 
 import json
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,10 +30,10 @@ def main(folder: Path) -> dict[str, list[str]]:
         from torchtitan.components.loss import ChunkedLossWrapper
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
-        from benchmarks.rehearsal.seen import Bytes
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.exchange import Exchange
         from titan_muon.executor import Executor
+        from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
         wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Executor.finish
@@ -67,24 +67,28 @@ def main(folder: Path) -> dict[str, list[str]]:
                 return [f"{type(error).__name__}: {error}"]
             return list(faults(found, expected))
 
-        right = seen()
-        # What is right here is what this very step takes: another step is held against it.
-        taken = right.step_peak.rest - right.step_start.rest + right.step_peak.orthogonalization
-        held = {name: getattr(right.step_peak, name) for name in ("parameters", "gradients", "optimizer_states")}
-        planned = Bytes(**held, exchange_buffers=right.step_peak.exchange_buffers, orthogonalization=taken, rest=0)
-        expected = Expected(0, planned)
-        tensor_parallel: Callable[[Any], list[str]] = lambda patch: said(  # noqa: E731
-            patch, parallelism__tensor_parallel_degree=2, loss__chunks=8
-        )
+        def expect(**values: object) -> Expected:
+            file = folder / "plan.json"
+            gpu.has_meta_tensors = True
+            with redirect_stdout(StringIO()):
+                report(tiny.recipe(folder, **COMMON, **values), WORLD, full=False, json=str(file), device="cuda")
+            return Expected.of(json.loads(file.read_text()))
+
+        def right(rank: int | None = None, **values: object) -> list[str]:
+            plan = expect(**values)
+            return list(faults(seen(plan.fullest if rank is None else rank, **values), plan))
+
+        expected, first = expect(), seen()
+        parallel = {"parallelism__tensor_parallel_degree": 2, "loss__chunks": 8}
         return {
-            "none": list(faults(right, expected)),
-            "owned": list(faults(seen(placement__muon="owned"), expected))[5:],
+            "none": list(faults(first, expected)),
+            "owned": right(placement__muon="owned"),
+            "tensor parallel": right(**parallel),
+            "same": list(collective_faults([first, seen(4)])),
             "item": said(mock.patch.object(Executor, "finish", item)),
             "kept": said(mock.patch.object(Exchange, "wait", keeps)),
-            "skipped": list(collective_faults([right, seen(4, mock.patch.object(Exchange, "gather", skips))])),
-            "same": list(collective_faults([right, seen(4)])),
-            "tensor parallel": tensor_parallel(mock.patch.object(ChunkedLossWrapper, "__call__", mixes)),
-            "tensor parallel, right": [text for text in tensor_parallel(nullcontext()) if "Error" in text],
+            "skipped": list(collective_faults([first, seen(4, mock.patch.object(Exchange, "gather", skips))])),
+            "mixed": said(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),
         }
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torchtitan.components.dataloader import BaseDataLoader
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from benchmarks.rehearsal.fake_gpu import FakeGpu
 from titan_muon.titan.recipe import Recipe
@@ -21,53 +19,34 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
 
-class NoTokenizer(BaseTokenizer):
-    """Stands in for the tokenizer, whose file a rehearsal need not have."""
+@dataclass(frozen=True)
+class NoTokenizer:
+    """Stands in for the tokenizer and its configuration: a rehearsal need not have its file."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        """No options."""
-
-    def __init__(self, config: Config, **kwargs: Any) -> None:
-        super().__init__()
-
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        """No tokens."""
-        return []
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        """No text."""
-        return ""
+    def build(self, **kwargs: Any) -> NoTokenizer:
+        """Itself."""
+        return self
 
     def get_vocab_size(self) -> int:
         """Fits into any embedding."""
         return 0
 
 
-class NoData(BaseDataLoader):
-    """Batches of zeros, of one document each."""
+@dataclass(frozen=True)
+class NoData:
+    """Stands in for the data and their configuration: batches of zeros, of one document each."""
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseDataLoader.Config):
-        """No options."""
+    shape: tuple[int, int] = (0, 0)
 
-    def __init__(self, config: Config, *, seq_len: int, local_batch_size: int, **kwargs: Any) -> None:
-        self._shape = (local_batch_size, seq_len)
+    def build(self, *, seq_len: int, local_batch_size: int, **kwargs: Any) -> NoData:
+        """Batches of this size."""
+        return NoData((local_batch_size, seq_len))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         while True:
-            positions = torch.arange(self._shape[1]).expand(self._shape).contiguous()
-            yield (
-                {"input": torch.zeros(self._shape, dtype=torch.int64), "positions": positions},
-                torch.zeros(self._shape, dtype=torch.int64),
-            )
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing to save."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""
+            zeros = torch.zeros(self.shape, dtype=torch.int64)
+            positions = torch.arange(self.shape[1]).expand(self.shape).contiguous()
+            yield {"input": zeros, "positions": positions}, zeros.clone()
 
 
 class _NeverStops:
@@ -111,7 +90,7 @@ def without_files(recipe: Recipe) -> Recipe:
 def build_trainer(recipe: Recipe, world_size: int, gpu: FakeGpu, folder: str) -> MuonTrainer:
     """The trainer of a recipe from `without_files`, on the rank that this process is."""
     config = trainer_config(recipe, Run(folder=folder), world_size)
-    config.tokenizer, config.dataloader = NoTokenizer.Config(), NoData.Config()
+    config.tokenizer, config.dataloader = NoTokenizer(), NoData()
     gpu.has_meta_tensors = True
     trainer = config.build()
     gpu.has_meta_tensors = False

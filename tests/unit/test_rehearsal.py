@@ -125,7 +125,7 @@ def rehearsed() -> dict[str, list[str]]:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("step", ["none", "owned", "same", "tensor parallel, right"])
+@pytest.mark.parametrize("step", ["none", "owned", "tensor parallel", "same"])
 def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 
@@ -137,7 +137,7 @@ def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
         ("skipped", "absent on rank 4"),
-        ("tensor parallel", "mixed torch.Tensor and DTensor"),
+        ("mixed", "mixed torch.Tensor and DTensor"),
     ],
 )
 def test_a_fault_is_caught(fault: str, said: str) -> None:
