@@ -15,6 +15,8 @@ WITHIN = 0.1
 SMALL = 2**24
 """Bytes that may be alive beside what is planned: counters, scalars, lists of pointers."""
 
+MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
 
 @dataclass(frozen=True)
 class Expected:
@@ -46,13 +48,16 @@ def faults(seen: Seen, expected: Expected) -> Iterator[str]:
         found, said = getattr(step, what), getattr(planned, what)
         if found != said:
             yield f"{what.replace('_', ' ')} take {found:,} bytes, and the dry run says {said:,}"
-    # Not the states: AdamW makes them in its first step.
+    # Not the states: AdamW makes them in its first step. Too little is wrong as well: what is not on the device is on
+    # the host.
     taken = step.rest - seen.step_start.rest + step.orthogonalization
-    if taken > planned.orthogonalization * (1 + WITHIN) + SMALL:
+    if abs(taken - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
         yield f"the step takes {taken:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
     kept = planned.parameters + planned.optimizer_states + planned.exchange_buffers + step.orthogonalization
     if seen.at_rest[1] > kept + seen.constant + SMALL:
         yield f"{seen.at_rest[1]:,} bytes are alive after a step, and {kept + seen.constant:,} should be"
+    if seen.orthogonalized and not MATRIX_PRODUCTS & seen.operations.keys():
+        yield f"{seen.orthogonalized} matrices are orthogonalized, and no matrix product is on the device"
     if seen.groups_made:
         yield f"{seen.groups_made} process groups were made after construction"
 

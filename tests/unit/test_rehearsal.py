@@ -56,6 +56,11 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
     ("seen", "said"),
     [
         (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
+        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
+        (
+            replace(RIGHT, operations={"copy_": 8}),
+            "4 matrices are orthogonalized, and no matrix product is on the device",
+        ),
         (replace(RIGHT, at_rest=(400 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
@@ -125,7 +130,7 @@ def rehearsed() -> dict[str, list[str]]:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("step", ["none", "owned", "tensor parallel", "same"])
+@pytest.mark.parametrize("step", ["none", "owned", "owners of others", "tensor parallel", "same"])
 def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 
