@@ -12,9 +12,10 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from benchmarks.rehearsal.checks import Expected, collective_faults, faults
+from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_faults, faults
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
+from tests.tiny import write_recipe
 
 ROOT = Path(__file__).parents[2]
 needs_cuda_build = pytest.mark.skipif(
@@ -130,7 +131,7 @@ def rehearsed() -> dict[str, list[str]]:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("step", ["none", "owned", "owners of others", "tensor parallel", "same"])
+@pytest.mark.parametrize("step", ["none", "owned", "tensor parallel", "same"])
 def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 
@@ -147,3 +148,17 @@ def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
 )
 def test_a_fault_is_caught(fault: str, said: str) -> None:
     assert any(said in text for text in rehearsed()[fault]), rehearsed()[fault]
+
+
+@needs_cuda_build
+def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
+    """There DTensor makes the local tensor of the first matrix on the CPU, whatever its mesh is of."""
+    words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
+    file = tmp_path / "seen.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.rehearsal", "--config", str(write_recipe(tmp_path)), *words, "--json", file],
+        check=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    seen = Seen.read(file)
+    assert seen.orthogonalized > 0
+    assert MATRIX_PRODUCTS & seen.operations.keys()
