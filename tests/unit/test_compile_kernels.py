@@ -3,9 +3,11 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from benchmarks.compile_kernels import Case
@@ -104,6 +106,19 @@ def test_the_tile_is_the_one_whose_programs_end_first() -> None:
     assert found == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
     assert [tile.programs(4096) for tile in (wide, narrow)] == [272, 528]
     assert [tile.programs(300) for tile in (wide, narrow)] == [6, 6]
+
+
+@needs_triton
+def test_a_gpu_has_the_tiles_of_its_architecture_or_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_muon.orthogonalize.symmetric_kernel import TILES, tile_on
+
+    # 4,096 rows on 132 processors end first in the second tile, where there are two.
+    expected = {8: TILES[8][0], 9: TILES[9][1], 10: TILES[10][1], 12: TILES[8][0]}
+    for major, tile in expected.items():
+        gpu = SimpleNamespace(major=major, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+        assert tile_on(torch.device("cuda"), 4096, 1) == tile
+    assert tile_on(torch.device("cpu"), 4096, 1) == TILES[8][0]
 
 
 def test_all_triton_kernels_are_in_the_file_that_is_compiled() -> None:

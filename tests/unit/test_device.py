@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_muon.titan import device
 
@@ -42,3 +43,10 @@ def test_auto_is_the_devices_choice_and_anything_else_the_recipes(monkeypatch: p
         "foreach",
         "for-loop",
     }
+
+
+@pytest.mark.parametrize("gpu", [None, (9, 0)])
+def test_a_capability_is_the_gpus_or_none(monkeypatch: pytest.MonkeyPatch, gpu: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
+    assert device.compute_capability() == gpu
