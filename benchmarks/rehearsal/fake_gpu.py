@@ -6,6 +6,7 @@ program would read from a GPU raises where reading is forbidden, and is made up 
 
 from __future__ import annotations
 
+import os
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,11 +16,13 @@ from unittest import mock
 import torch
 import torch._dynamo
 import torch._dynamo.polyfills.loader
+import torch.distributed as dist
 import torch.nn.attention.flex_attention as flex
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 GPU = torch.device("cuda:0")
@@ -29,7 +32,7 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
 
 
-class DeviceSync(AssertionError):
+class DeviceSync(RuntimeError):
     """The host waited for the device where it must not."""
 
 
@@ -55,12 +58,21 @@ class FakeGpu(FakeTensorMode):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Meanwhile the host may neither read from the device nor wait for what was queued since the beginning."""
-        before, self._forbids = self._forbids, True
-        self._moment += 1
+        before = self.sync_debug_mode()
+        self.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            self._forbids = before
+            self.set_sync_debug_mode(before)
+
+    def sync_debug_mode(self) -> int:
+        """What torch.cuda.get_sync_debug_mode says."""
+        return 2 if self._forbids else 0
+
+    def set_sync_debug_mode(self, mode: int | str) -> None:
+        """Forbid the host to wait if `mode` is "error" or 2: torch.cuda.set_sync_debug_mode."""
+        self._forbids = mode in ("error", 2)
+        self._moment += int(self._forbids)
 
     def sync(self, what: str, moment: int | None = None) -> None:
         """Note that the host waits, for all that is queued or for what was queued at an earlier `moment`.
@@ -184,14 +196,15 @@ class FakeStream:
 
 
 @contextmanager
-def fake_gpu() -> Iterator[FakeGpu]:
+def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     """Stand in for a machine with 8 GPUs, in this process, until the end of the block.
 
-    Raises RuntimeError unless PyTorch was built with CUDA.
+    Tensors of one `gpu` and of another do not mix; by default it is a new one. Raises RuntimeError unless PyTorch was
+    built with CUDA.
     """
     if not torch.backends.cuda.is_built():
         raise RuntimeError("a rehearsal needs a CUDA build of PyTorch, with or without a GPU: make newest")
-    gpu = FakeGpu()
+    gpu = FakeGpu() if gpu is None else gpu
     with ExitStack() as stack:
         for module, replaced in _replaced(gpu):
             for name, value in replaced.items():
@@ -201,6 +214,22 @@ def fake_gpu() -> Iterator[FakeGpu]:
             hop.python_key_table[FakeGpu] = hop.python_key_table[FakeTensorMode]
         stack.enter_context(gpu)
         yield gpu
+
+
+@contextmanager
+def fake_rank(world_size: int, rank: int) -> Iterator[None]:
+    """Be one rank of a job: its environment, and the default process group, which answers for all others."""
+    # The one fake GPU is that of the process, as where each process sees its own GPU alone.
+    ours = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    before = {name: os.environ.get(name) for name in ours}
+    os.environ.update({name: str(value) for name, value in ours.items()})
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
@@ -250,6 +279,8 @@ def _cuda(gpu: FakeGpu, event: type, stream: type) -> dict[str, object]:
         "default_stream": lambda device=None: current,
         "stream": _current,
         "synchronize": lambda device=None: gpu.sync("cuda.synchronize"),
+        "get_sync_debug_mode": gpu.sync_debug_mode,
+        "set_sync_debug_mode": gpu.set_sync_debug_mode,
         "empty_cache": lambda: None,
         "memory_stats": lambda device=None: {},
         "reset_peak_memory_stats": lambda device=None: None,

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.rehearsal.fake_gpu import FakeGpu
 from titan_muon.titan.recipe import Recipe
@@ -58,22 +54,6 @@ class _NeverStops:
     def stop_after_step(self) -> bool:
         """Nobody asked to stop."""
         return False
-
-
-@contextmanager
-def fake_rank(world_size: int, rank: int) -> Iterator[None]:
-    """Be one rank of a job: its environment, and the default process group, which answers for all others."""
-    # The one fake GPU is that of the process, as where each process sees its own GPU alone.
-    ours = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    before = {name: os.environ.get(name) for name in ours}
-    os.environ.update({name: str(value) for name, value in ours.items()})
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def without_files(recipe: Recipe) -> Recipe:

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.c10d_counter import CollectiveCounter
-from benchmarks.rehearsal.fake_gpu import FakeGpu
+from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_rank
 from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
-from benchmarks.rehearsal.subject import build_trainer, fake_rank, without_files
+from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks.gpu.ranks import no_sync, real_hosts
+from benchmarks.gpu.ranks import no_sync
+from benchmarks.rehearsal.fake_gpu import FakeGpu, fake_gpu
 
-# Tensors of two modes do not mix, so all tests have this one.
-FAKE_MODE = FakeTensorMode(allow_non_fake_inputs=True)
+# Tensors of two fake GPUs do not mix, so all tests have this one.
+FAKE_GPU = FakeGpu()
 
 
 @dataclass(frozen=True)
@@ -30,22 +30,15 @@ class Target:
     def placed(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy of a tensor of the CPU on the target's device, without numbers if it is fake."""
         if self.fake:
-            with FAKE_MODE:
+            with fake_gpu(FAKE_GPU):
                 return torch.empty_like(tensor, device=self.device)
         return tensor.to(self.device, copy=True)
 
     @contextmanager
     def active(self, *, syncs: bool = False) -> Iterator[None]:
         """Run what is inside on the target. Unless it `syncs`, the host must not wait for the device in it."""
-        if self.fake:
-            # A sync reads numbers, and there are none: that raises.
-            with real_hosts(), FAKE_MODE:
-                yield
-        elif syncs:
+        with fake_gpu(FAKE_GPU) if self.fake else nullcontext(), nullcontext() if syncs else no_sync(self.device):
             yield
-        else:
-            with no_sync(self.device):
-                yield
 
 
 CPU = Target("cpu", torch.device("cpu"))

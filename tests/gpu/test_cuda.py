@@ -87,15 +87,14 @@ def test_the_triton_kernel_makes_the_products_of_the_matrix_library(
 def trained(target: Target, orthogonalize: str) -> dict[str, Tensor]:
     """Parameters and momenta after three steps of Muon in one process."""
     shapes = {"wide": (24, 60), "tall": (60, 24), "experts": (3, 16, 40)}
-    params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
     options = {"orthogonalize": orthogonalize, "ns_dtype": "float32", "wire_dtype": "float32"}
-    # Whether something was not finite is read on the host, one step later, and there is nothing to read.
-    options |= {"nonfinite": "propagate"} if target.fake else {}
     with target.active(syncs=True):
+        params = {name: nn.Parameter(target.placed(random(*shape))) for name, shape in shapes.items()}
         optimizer = Muon(params.items(), lr=0.02, **options)  # type: ignore[arg-type]
     for step in range(3):
-        for index, param in enumerate(params.values()):
-            param.grad = target.placed(random(*param.shape, seed=10 * step + index + 1))
+        with target.active(syncs=True):
+            for index, param in enumerate(params.values()):
+                param.grad = target.placed(random(*param.shape, seed=10 * step + index + 1))
         with target.active():
             optimizer.step()
     momenta = {f"{name}: momentum": optimizer.state[param]["momentum_buffer"] for name, param in params.items()}

@@ -4,16 +4,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from benchmarks.gpu.ranks import fake_gpus
+from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu, fake_rank
 from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
 from titan_muon.executor import Executor
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def faults_on_cpu(rank: int, world_size: int) -> list[str]:
@@ -29,9 +28,9 @@ def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
 @needs_cuda_build
 @pytest.mark.parametrize(("rank", "world", "exchanges"), [(0, 1, ("auto",)), (5, 8, parity.EXCHANGES)])
 def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int, exchanges: tuple[str, ...]) -> None:
-    with fake_gpus(rank, world) as device:
+    with fake_gpu(), fake_rank(world, rank):
         for exchange in exchanges:
-            assert parity.check_exchange(exchange, parity.FLOAT32, device, has_values=False).faults == ()
+            assert parity.check_exchange(exchange, parity.FLOAT32, CUDA, has_values=False).faults == ()
 
 
 @needs_cuda_build
@@ -43,8 +42,8 @@ def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPat
         torch.ones(1, device="cuda").item()
 
     monkeypatch.setattr(Executor, "begin", waiting)
-    with fake_gpus(0, 2) as device, pytest.raises(DataDependentOutputException):
-        parity.check_exchange("all_to_all", parity.FLOAT32, device, has_values=False)
+    with fake_gpu(), fake_rank(2, 0), pytest.raises(DeviceSync):
+        parity.check_exchange("all_to_all", parity.FLOAT32, CUDA, has_values=False)
 
 
 class Opening:
