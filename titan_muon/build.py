@@ -17,7 +17,7 @@ from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import NonfiniteCounter
 from .matrices import check_splits, planned
-from .options import MuonOptions
+from .options import Hyperparameters, MuonOptions, check
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work
@@ -104,6 +104,16 @@ def iteration_of(group: Mapping[str, Any]) -> Iteration:
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a group has names and hyperparameters in range."""
+    if "param_names" not in group:
+        raise ValueError(
+            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
+        )
+    check(Hyperparameters, group)
+    iteration_of(group)
+
+
 def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> PlanReport:
     """What the ranks that made this plan have to agree on with the others before the first step."""
     plan = planned.plan
@@ -164,7 +174,8 @@ def executor_of(
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
-    return Executor(planned, exchange, counter, releases=options.release_grads, dtype=dtype)
+    offloaded = options.offload == "state"
+    return Executor(planned, exchange, counter, releases=options.release_grads, offloaded=offloaded, dtype=dtype)
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:

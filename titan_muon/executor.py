@@ -12,11 +12,13 @@ from torch import Tensor
 from . import update
 from .exchange import BucketBuffers, Exchange
 from .faults import NonfiniteCounter
+from .momentum import Momentum, OffloadedMomentum, Use, Views, uses_of
 from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
-from .params import LocalViews, TrainedParam
+from .params import TrainedParam
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
+from .plan.schedule import Act
 from .plan.types import Plan
 
 TOGETHER_BYTES = 2**25
@@ -24,9 +26,6 @@ TOGETHER_BYTES = 2**25
 
 HOME = -1
 """In place of a bucket's number: the matrices that are whole on this rank."""
-
-Views = list[LocalViews | None]
-"""Storage of each parameter in the plan's order; None for those that are left alone in this step."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,7 @@ class Executor:
         exchange: buffers and collectives of that part.
         counter: counter of matrices that are not finite, whose update is then zero; None to let them be.
         releases: whether to drop each gradient once its last piece is packed.
+        offloaded: whether the momentum is on the host.
         dtype: dtype in which matrices are made whole.
     """
 
@@ -120,6 +120,7 @@ class Executor:
         counter: NonfiniteCounter | None,
         *,
         releases: bool,
+        offloaded: bool,
         dtype: torch.dtype,
     ) -> None:
         self._planned, self._exchange, self._counter, self._releases = planned, exchange, counter, releases
@@ -137,6 +138,7 @@ class Executor:
         self.bucket_batches = tuple(tuple(self._batch(chosen, workspace) for chosen in run) for run in in_buckets)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
+        self.momentum = OffloadedMomentum(tuple(self._uses()), planned.device) if offloaded else Momentum()
 
     def _numel(self, chosen: Sequence[int]) -> int:
         return len(chosen) * self._matrices[chosen[0]].numel
@@ -156,18 +158,33 @@ class Executor:
             for piece in buffers.stored
         }
 
-    def begin(self) -> None:
-        """Start counting what this step orthogonalizes."""
+    def _uses(self) -> Iterator[tuple[Use, ...]]:
+        """What momentum is advanced together, in the order of the step."""
+        for act, number in self._planned.program.turns:
+            if act is Act.HOME:
+                for batch in self.home_batches:
+                    yield uses_of([(self._matrices[m].parameter, self._home_spans[m]) for m in batch.matrices])
+            elif act is Act.GATHER:
+                for bucket in self._planned.program.rounds[number]:
+                    stored = self._exchange.buckets[bucket].stored
+                    yield uses_of([(self._matrices[piece.matrix].parameter, piece.spans) for piece in stored])
+
+    def begin(self, views: Views) -> None:
+        """Start counting what this step orthogonalizes, and bring its first momentum if that is on the host."""
         self.orthogonalized = 0
+        self.momentum.begin(views)
 
     def advance_momentum(self, bucket: int, views: Views) -> None:
         """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
         buffers = self._exchange.buckets[bucket]
-        self._advance(
-            piece
-            for stored in buffers.stored
-            for piece in self._momentum_pieces(stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views)
-        )
+        with self.momentum.there():
+            self._advance(
+                piece
+                for stored in buffers.stored
+                for piece in self._momentum_pieces(
+                    stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views
+                )
+            )
         self._release((stored.matrix for stored in buffers.stored), views, bucket)
 
     def orthogonalize(self, bucket: int, views: Views) -> None:
@@ -191,11 +208,12 @@ class Executor:
     def step_home(self, views: Views) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
         for batch in self.home_batches:
-            self._advance(
-                piece
-                for place, matrix in enumerate(batch.matrices)
-                for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
-            )
+            with self.momentum.there():
+                self._advance(
+                    piece
+                    for place, matrix in enumerate(batch.matrices)
+                    for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
+                )
             # Not a variable, as in `orthogonalize`.
             self._apply_home(batch, self._newton_schulz(batch, views), views)
         self._release(self._home_spans, views, HOME)
@@ -208,10 +226,11 @@ class Executor:
         )
 
     def finish(self) -> None:
-        """Stage 7: start telling the host what was not finite.
+        """Stage 7: start telling the host what was not finite, behind the last momentum that goes back to it.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
+        self.momentum.end()
         if self._counter is not None:
             self._counter.send()
         if self.orthogonalized != self.planned:
@@ -227,7 +246,8 @@ class Executor:
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in places:
             target = None if packed is None else packed[span.piece]
-            yield MomentumPiece(group, stored.average[span.local], stored.grad[span.local], target)
+            average = self.momentum.rectangle(index, stored, span)
+            yield MomentumPiece(group, average, stored.grad[span.local], target)
 
     def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
         for alike in _grouped(pieces, self._together):

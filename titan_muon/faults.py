@@ -21,6 +21,7 @@ class Fault(IntEnum):
     GRADIENT_ELSEWHERE = 3
     RESHARDED = 4
     NEWTON_SCHULZ_CHANGED = 5
+    STATE_REPLACED = 6
 
 
 REMEDIES: Mapping[Fault, str] = {
@@ -33,17 +34,22 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was "
     "built; build it anew",
+    Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
+    "the old one; load it with load_state_dict, or move it with offload() and reload()",
 }
 
 
-def fault_of(trained: TrainedParam) -> Fault:
-    """What is wrong with a parameter on this rank now."""
+def fault_of(trained: TrainedParam, average: Tensor | None) -> Fault:
+    """What is wrong with a parameter on this rank now, and with `average`, which the optimizer has as its momentum."""
     grad = trained.param.grad
     # A rank outside of the mesh gets no gradient in backward, and needs none.
     if not trained.here:
         return Fault.NONE
     if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
         return Fault.RESHARDED
+    # The step goes on with the tensor that it was built for: it would train one, and checkpoints save another.
+    if average is not trained.average or local(average).device.type != trained.average_device:
+        return Fault.STATE_REPLACED
     if grad is None:
         return Fault.NO_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE

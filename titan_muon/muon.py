@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +18,17 @@ from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement
-from .build import Built, build, iteration_of, plan_rank, rebuild, report_of, storage_faults
-from .dtensor import layout_of, mesh_groups
+from .build import Built, build, check_group, iteration_of, plan_rank, rebuild, report_of, storage_faults
+from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import Fault, check_faults, fault_of, names_with
-from .options import HYPERPARAMETERS, Hyperparameters, Link, MuonOptions, Split, check
+from .offload import moved_state, new_state
+from .options import HYPERPARAMETERS, Link, MuonOptions, Offload, Split
 from .orthogonalize import DTYPES, Iteration
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
+from .saved import SavedAverage, saved_averages
 
 
 class Muon(Optimizer):
@@ -78,6 +80,7 @@ class Muon(Optimizer):
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
         link: Link = MuonOptions.link,
+        offload: Offload = "none",
     ) -> None:
         given = locals()
         options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
@@ -129,7 +132,7 @@ class Muon(Optimizer):
         executor, exchange, program = built.executor, built.exchange, built.planned.program
         # Stage 1, check: what is missing on one rank is an error on all, or skipped on all, before anything changes.
         views = self._check_gradients()
-        executor.begin()
+        executor.begin(views)
         # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
         # is orthogonalized the next ones are being gathered, and earlier ones return.
         for act, number in program.turns:
@@ -139,7 +142,8 @@ class Muon(Optimizer):
                 continue
             for bucket in program.rounds[number]:
                 if act is Act.GATHER:
-                    # Stage 2, momentum: on the parameter's own storage. Stage 3, gather: pieces to their owners.
+                    # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before it and goes back
+                    # behind it. Stage 3, gather: pieces to their owners.
                     executor.advance_momentum(bucket, views)
                     exchange.gather(bucket)
                 elif act is Act.ORTHOGONALIZE:
@@ -159,7 +163,9 @@ class Muon(Optimizer):
         """The views of each parameter, None for those that every rank skips. Raises ValueError on all ranks alike."""
         built, planned = self._built, self._built.planned
         found = [
-            Fault.NEWTON_SCHULZ_CHANGED if _changed(trained.group, iteration) else fault_of(trained)
+            Fault.NEWTON_SCHULZ_CHANGED
+            if _changed(trained.group, iteration)
+            else fault_of(trained, self.state.get(trained.param, {}).get("momentum_buffer"))
             for trained, iteration in zip(planned.params, planned.iterations, strict=True)
         ]
         if built.counter is not None:
@@ -191,19 +197,23 @@ class Muon(Optimizer):
         Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
         parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        averages: dict[Tensor, Tensor] = {}
+        saved: dict[Any, SavedAverage] = {}
         fault: ValueError | None = None
         try:
-            averages = dict(self._saved_averages(state_dict))
+            saved = {each.key: each for each in saved_averages(self.param_groups, state_dict)}
         except ValueError as error:
             fault = error
         self._agreement.raise_together(fault)
-        super().load_state_dict(state_dict)
-        dtype = DTYPES[self._options.state_dtype]
-        for parameter, average in averages.items():
-            # Optimizer.load_state_dict rounds state to the parameter's dtype, and a checkpoint may be on the host.
-            loaded = average.detach().to(device=parameter.device, dtype=dtype, copy=True)
-            self.state[parameter]["momentum_buffer"] = loaded
+        self._synchronize()
+        current = {trained.param: trained.average for trained in self._built.planned.params}
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
+        others = {key: state for key, state in state_dict["state"].items() if key not in saved}
+        super().load_state_dict({**state_dict, "state": others})
+        for each in saved.values():
+            # In place, since there may not be room for all of it twice; what was frozen had none.
+            average = current[each.param] if each.param in current else self._new_average(each.param)
+            local(average).copy_(local(each.average))
+            self.state[each.param]["momentum_buffer"] = average
         self._resume()
 
     def _resume(self) -> None:
@@ -218,29 +228,36 @@ class Muon(Optimizer):
         else:
             self._build = rebuild(self._built, params, self._options)
 
-    def _saved_averages(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each trained parameter with its momentum in a state dict."""
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state dict has {len(groups)} parameter groups, and this Muon {len(self.param_groups)}"
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            missing = [name for name in HYPERPARAMETERS if name not in saved]
-            if missing:
-                said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
-                raise ValueError(f"{said}; add them to load its momentum")
-            _check_group({**saved, "param_names": group["param_names"]})
-            names = group["param_names"]
-            if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
-                raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")
-            for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=True):
-                if not parameter.requires_grad:
-                    continue
-                average = state_dict["state"].get(key, {}).get("momentum_buffer")
-                if average is None or placement_key(average) != placement_key(parameter):
-                    raise ValueError(f"{fqn}: the state dict has no momentum with the parameter's mesh and placements")
-                yield parameter, average
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host."""
+        self._synchronize()
+        return super().state_dict()
+
+    def offload(self) -> None:
+        """Keep the momentum on the host from now on: pinned, and brought to the device bucket by bucket in a step."""
+        self._move("state")
+
+    def reload(self) -> None:
+        """Keep the momentum on the device from now on."""
+        self._move("none")
+
+    def _move(self, to: Offload) -> None:
+        if self._options.offload == to:
+            return
+        self._synchronize()
+        self._options = replace(self._options, offload=to)
+        params = []
+        for trained in self._built.planned.params:
+            state = self.state[trained.param]
+            average = moved_state(state["momentum_buffer"], trained.param, on_host=to == "state")
+            state["momentum_buffer"] = average
+            params.append(replace(trained, average=average, average_device=local(average).device.type))
+        self._build = rebuild(self._built, params, self._options)
+
+    def _synchronize(self) -> None:
+        """Have the host wait for the momentum that is on its way to it."""
+        if self._build is not None:
+            self._build.executor.momentum.synchronize()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
@@ -264,7 +281,7 @@ class Muon(Optimizer):
         fault: ValueError | None = None
         try:
             for group in self.param_groups:
-                _check_group(group)
+                check_group(group)
             planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
             report = report_of(planned, self._options, self.param_groups)
             fault = next((ValueError(text) for text in storage_faults(planned)), None)
@@ -294,10 +311,14 @@ class Muon(Optimizer):
             raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            # Placed as the parameter is, so that a checkpoint reshards both alike.
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=DTYPES[self._options.state_dtype])
+            state["momentum_buffer"] = self._new_average(parameter)
         here = self._rank in layout_of(fqn, parameter).mesh.ranks
-        return TrainedParam(fqn, parameter, state["momentum_buffer"], group, placement_key(parameter), here)
+        average: Tensor = state["momentum_buffer"]
+        device = local(average).device.type
+        return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, device)
+
+    def _new_average(self, parameter: Tensor) -> Tensor:
+        return new_state(parameter, DTYPES[self._options.state_dtype], on_host=self._options.offload == "state")
 
 
 def _changed(group: Mapping[str, Any], planned: Iteration) -> bool:
@@ -306,13 +327,3 @@ def _changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return iteration_of(group) != planned
     except ValueError:
         return True
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError unless a group has names and hyperparameters in range."""
-    if "param_names" not in group:
-        raise ValueError(
-            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
-        )
-    check(Hyperparameters, group)
-    iteration_of(group)

@@ -111,6 +111,10 @@ class Link:
         return flops / (self.tflops * 1e12)
 
 
+Offload = Literal["none", "state"]
+"""Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """What each parameter group may have for itself."""
@@ -186,7 +190,8 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(StepOptions, Hyperparameters):
-    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, and `[link]` for `link`.
+    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, `[link]` for `link`, and has one
+    `[optimizer] offload` for all optimizers.
 
     Raises OptionError for a value out of range, or not among the choices.
     """
@@ -196,6 +201,9 @@ class MuonOptions(StepOptions, Hyperparameters):
 
     link: Link = Link()
     """What communication costs, for choices of `auto`."""
+
+    offload: Offload = "none"
+    """Where the momentum is between steps. `state`: on the host; a step brings it to the device bucket by bucket."""
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))

@@ -26,6 +26,7 @@ class TrainedParam:
         group: hyperparameters of its parameter group, which a scheduler may change between steps.
         key: its placement when the step was planned.
         here: whether this rank is on its mesh, and so has a gradient of it.
+        average_device: type of the device that stores its momentum.
     """
 
     fqn: str
@@ -34,6 +35,7 @@ class TrainedParam:
     group: Mapping[str, Any]
     key: object
     here: bool
+    average_device: str
 
 
 @dataclass(frozen=True)
