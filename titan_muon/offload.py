@@ -112,6 +112,11 @@ def _carved(slot: Tensor, load: Sequence[Tensor]) -> Iterator[Tensor]:
         start += tensor.nbytes
 
 
+def pinned_bytes(size: int) -> int:
+    """What `size` bytes of a tensor take in pinned memory: PyTorch allocates it in powers of two."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
 def new_state(parameter: Tensor, dtype: torch.dtype, *, on_host: bool) -> Tensor:
     """A state of zeros, placed as its parameter is, so that a checkpoint reshards both alike; pinned on the host."""
     # Made where it stays: all states at once may be more than the device has room for.

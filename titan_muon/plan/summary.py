@@ -15,7 +15,10 @@ from .types import Plan
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks."""
+    """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks.
+
+    Momentum is advanced in `loads`, of `load_elements` at most: what offloaded momentum comes to the device in.
+    """
 
     rank: int
     matrices: int
@@ -25,6 +28,8 @@ class RankCost:
     buffer_bytes: int
     work_bytes: int
     collectives: int
+    loads: int
+    load_elements: int
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,10 @@ def _rank_cost(rank: int, totals: Totals, plan: Plan) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     parts = [totals.home[rank], *(bucket.matrices for bucket in buckets)]
     mine = [plan.matrices[matrix] for part in parts for matrix in part]
+    at_home = batches(totals.home[rank], plan.matrices, plan.works)
+    # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
+    loads = [len(batch) * plan.matrices[batch[0]].numel for batch in at_home]
+    loads += [bucket.buffers[0] for bucket in buckets]
     return RankCost(
         rank=rank,
         matrices=len(mine),
@@ -91,6 +100,8 @@ def _rank_cost(rank: int, totals: Totals, plan: Plan) -> RankCost:
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
         work_bytes=_work_bytes(parts, plan),
         collectives=sum(bucket.collectives for bucket in buckets),
+        loads=len(loads),
+        load_elements=max(loads, default=0),
     )
 
 

@@ -15,6 +15,8 @@ from titan_muon.options import (
     Constraint,
     Hyperparameters,
     Link,
+    Offload,
+    StateDtype,
     StepOptions,
     at_least,
     each,
@@ -209,6 +211,9 @@ class AdamW:
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay, scaled by the learning rate."""
 
+    state_dtype: StateDtype = "parameter"
+    """Dtype of both averages: their parameter's, or `bfloat16`, for betas up to 0.99; float32 computes either."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(AdamW):
@@ -242,6 +247,9 @@ class Optimizer:
 
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
+
+    offload: Offload = "none"
+    """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
 
     # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
