@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from .dtensor import local, storage_device
@@ -32,8 +31,14 @@ class Part:
 
     param: Tensor
     grad: Tensor
-    averages: tuple[Tensor, Tensor]
+    average: Tensor
+    square_average: Tensor
     step: Tensor
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of both averages."""
+        return self.average.nbytes + self.square_average.nbytes
 
 
 @dataclass(frozen=True)
@@ -45,8 +50,8 @@ class Batch:
 
     @property
     def states(self) -> list[Tensor]:
-        """Their averages, all of the gradients first."""
-        return [part.averages[which] for which in (0, 1) for part in self.parts]
+        """Their averages, those of the gradients first."""
+        return [part.average for part in self.parts] + [part.square_average for part in self.parts]
 
 
 class _InBatches(torch.optim.Adam):
@@ -113,7 +118,7 @@ class _InBatches(torch.optim.Adam):
             waiting: dict[torch.dtype, list[Part]] = {}
             sizes: dict[torch.dtype, int] = {}
             for part in self._parts(group, BATCH_BYTES if bounded else None):
-                kind, size = part.param.dtype, sum(average.nbytes for average in part.averages)
+                kind, size = part.param.dtype, part.state_bytes
                 if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
                     yield Batch(group, tuple(waiting.pop(kind)))
                 sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
@@ -122,23 +127,14 @@ class _InBatches(torch.optim.Adam):
 
     def _parts(self, group: Mapping[str, Any], most: int | None) -> Iterator[Part]:
         """The parts of a group's parameters, of at most `most` bytes of states each."""
-        for parameter in group["params"]:
+        names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
+        for fqn, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)
-            whole = [local(tensor) for tensor in (parameter, _grad_of(parameter), *(state[name] for name in AVERAGES))]
-            numel = whole[0].numel()
-            held = sum(average.element_size() for average in whole[2:])
-            size = numel if most is None else max(VECTOR, most // held // VECTOR * VECTOR)
-            if size >= numel:
-                yield Part(whole[0], whole[1], (whole[2], whole[3]), state["step"])
-                continue
-            flat = [tensor.view(-1) if index != 1 else tensor.reshape(-1) for index, tensor in enumerate(whole)]
-            for start in range(0, numel, size):
-                param, grad, *averages = (tensor[start : start + size] for tensor in flat)
-                # A step counts once: all parts but the last count in a copy.
-                count = state["step"] if start + size >= numel else state["step"].clone()
-                yield Part(param, grad, (averages[0], averages[1]), count)
+            average, square = (local(state[name]) for name in AVERAGES)
+            whole = Part(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
+            yield from [whole] if most is None else _cut(whole, most)
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
@@ -229,13 +225,29 @@ class _InBatches(torch.optim.Adam):
             self._window.synchronize()
 
 
-def _grad_of(parameter: Tensor) -> Tensor:
+def _cut(whole: Part, most: int) -> Iterator[Part]:
+    """A parameter in parts of at most `most` bytes of states."""
+    numel = whole.param.numel()
+    size = max(VECTOR, most // (whole.average.element_size() + whole.square_average.element_size()) // VECTOR * VECTOR)
+    if size >= numel:
+        yield whole
+        return
+    # view() for what is updated, since an update of a copy would be lost; the gradient is only read.
+    param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.average, whole.square_average))
+    grad = whole.grad.reshape(-1)
+    for start in range(0, numel, size):
+        part = slice(start, start + size)
+        # A step counts once: all parts but the last count in a copy.
+        step = whole.step if part.stop >= numel else whole.step.clone()
+        yield Part(param[part], grad[part], average[part], square[part], step)
+
+
+def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
     grad = parameter.grad
-    assert grad is not None, "a parameter without a gradient has no part"
-    # torch's step on DTensors does this in each of its operations.
-    if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and placement_key(grad) != placement_key(parameter):
-        return grad.redistribute(parameter.device_mesh, parameter.placements)
-    return grad
+    assert grad is not None, f"{fqn}: without a gradient, it has no part"
+    if placement_key(grad) != placement_key(parameter):
+        raise ValueError(f"{fqn}: the gradient's mesh or placements differ from the parameter's; redistribute it")
+    return local(grad)
 
 
 class AdamW(_InBatches, torch.optim.AdamW):

@@ -6,7 +6,7 @@ Imported under `fake_gpu` alone: TorchTitan takes its device when it is imported
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from unittest import mock
@@ -21,6 +21,7 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
+from titan_muon.offload import Window
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
@@ -91,18 +92,25 @@ class _Rehearsal:
         """The optimizer step, seen apart from what comes before it."""
 
         def watched() -> None:
-            held = self._held()
+            held, window = self._held(), dict[int, int]()
+            begin = Window.begin
+
+            def begins(opened: Window, loads: Sequence[Sequence[Tensor]]) -> None:
+                begin(opened, loads)
+                window.update(storages(opened.slots))
+
             self.training_peak = _bytes(self.memory.largest(), held)
             self.training = _collectives(self.counter)
             self.counter.calls.clear()
             self.memory.reset()
             self.step_start = _bytes(self.memory.largest(), held)
-            with self.gpu.no_sync(), Operations() as operations:
+            with mock.patch.object(Window, "begin", begins), self.gpu.no_sync(), Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
-            # States are there once the first step was taken.
-            self.step_peak = _bytes(self.memory.largest(), {**held, **self._states()})
+            # States are there once the first step was taken. Of those on the host the device has a window.
+            states = {"optimizer_states": {**self._states()["optimizer_states"], **window}}
+            self.step_peak = _bytes(self.memory.largest(), {**held, **states})
 
         return watched
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_muon import Muon, registry
+from titan_muon.adam import AdamW
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -71,7 +72,7 @@ def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
 def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
     optimizers = container(recipe())
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
-    assert {type(optimizer) for optimizer in optimizers} == {Muon, torch.optim.AdamW}
+    assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
     assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
 
 
