@@ -15,7 +15,7 @@ from .agreement import Agreement, PlanReport
 from .dtensor import mesh_axes, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
-from .faults import NonfiniteCounter
+from .faults import FaultReport
 from .matrices import check_splits, planned
 from .options import Hyperparameters, MuonOptions, check
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
@@ -34,7 +34,7 @@ class Built:
 
     planned: RankPlan
     exchange: Exchange
-    counter: NonfiniteCounter | None
+    faults: FaultReport
     executor: Executor
 
 
@@ -129,11 +129,10 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
     # those outside of a mesh too.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     there = {world, *(axis for trained in planned.params for axis in mesh_axes(trained.param))}
-    wanted = buckets if dist.is_initialized() and dist.get_backend() == "nccl" else (*buckets, *sharing)
     return PlanReport(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
-        groups=tuple(sorted(set(wanted) - there)),
+        groups=tuple(sorted({*buckets, *sharing} - there)),
         sharing=sharing,
         signature=f"{plan.digest()} {options.wire_dtype} {options.missing_grad} {options.nonfinite} {hyperparameters}",
     )
@@ -161,25 +160,24 @@ def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agr
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
-    counter = None
-    if options.nonfinite != "propagate":
-        counter = NonfiniteCounter(len(planned.params), planned.device)
-    return Built(planned, exchange, counter, executor_of(planned, exchange, counter, options))
+    faults = FaultReport(len(planned.params), planned.device, agreement.peers)
+    return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
 
 
-def executor_of(
-    planned: RankPlan, exchange: Exchange, counter: NonfiniteCounter | None, options: MuonOptions
-) -> Executor:
+def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, options: MuonOptions) -> Executor:
     """The executor of a plan."""
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
     offloaded = options.offload == "state"
-    return Executor(planned, exchange, counter, releases=options.release_grads, offloaded=offloaded, dtype=dtype)
+    zeroes = options.nonfinite != "propagate"
+    return Executor(
+        planned, exchange, faults, zeroes=zeroes, releases=options.release_grads, offloaded=offloaded, dtype=dtype
+    )
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:
     """The same plan and buffers for parameters whose state or hyperparameters were replaced."""
     planned = replace(built.planned, params=tuple(params))
-    executor = executor_of(planned, built.exchange, built.counter, options)
+    executor = executor_of(planned, built.exchange, built.faults, options)
     return replace(built, planned=planned, executor=executor)

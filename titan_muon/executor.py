@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from . import update
 from .exchange import BucketBuffers, Exchange
-from .faults import NonfiniteCounter
+from .faults import FaultReport
 from .momentum import Momentum, OffloadedMomentum, Use, Views, uses_of
 from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
 from .params import TrainedParam
@@ -107,7 +108,8 @@ class Executor:
     Args:
         planned: plan of the step, and this rank's part in it.
         exchange: buffers and collectives of that part.
-        counter: counter of matrices that are not finite, whose update is then zero; None to let them be.
+        report: where matrices that are not finite are noted.
+        zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
         offloaded: whether the momentum is on the host.
         dtype: dtype in which matrices are made whole.
@@ -117,13 +119,15 @@ class Executor:
         self,
         planned: RankPlan,
         exchange: Exchange,
-        counter: NonfiniteCounter | None,
+        report: FaultReport,
         *,
+        zeroes: bool,
         releases: bool,
         offloaded: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._planned, self._exchange, self._counter, self._releases = planned, exchange, counter, releases
+        self._planned, self._exchange, self._report = planned, exchange, report
+        self._zeroes, self._releases = zeroes, releases
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
         # The CPU's caches like one piece at a time; an accelerator likes few launches.
@@ -226,13 +230,12 @@ class Executor:
         )
 
     def finish(self) -> None:
-        """Stage 7: start telling the host what was not finite, behind the last momentum that goes back to it.
+        """Stage 7: start telling all ranks what was wrong, behind the last momentum that goes back to the host.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
         self.momentum.end()
-        if self._counter is not None:
-            self._counter.send()
+        self._report.send()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 
@@ -241,7 +244,10 @@ class Executor:
     ) -> Iterator[MomentumPiece]:
         index = self._matrices[matrix].parameter
         stored, group = views[index], self._planned.params[index].group
-        if stored is None:
+        if stored is None or stored.missing:
+            if packed is not None:
+                # The owner, which may be another rank, then sees a matrix that is not finite, and updates nothing.
+                packed.fill_(math.nan)
             return
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in places:
@@ -257,7 +263,7 @@ class Executor:
                 [piece.packed for piece in alike if piece.packed is not None],
                 alike[0].group["momentum"],
                 alike[0].group["nesterov"],
-                self._counter is not None,
+                self._zeroes,
             )
 
     def _update_pieces(
@@ -284,8 +290,8 @@ class Executor:
             if views[self._matrices[matrix].parameter] is None:
                 # Nothing was packed: what is there is of another step, or was never written.
                 batch.whole[place].zero_()
-        if self._counter is not None:
-            self._counter.add(batch.parameters, zero_nonfinite_(batch.whole))
+        if self._zeroes:
+            self._report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole))
         return orthogonalize(batch.whole, batch.iteration, batch.method)
 
     def _release(self, read: Iterable[int], views: Views, bucket: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from .dtensor import local
@@ -13,7 +15,7 @@ from .params import TrainedParam, placement_key
 
 
 class Fault(IntEnum):
-    """What is wrong with a parameter in this step; of several ranks' faults the largest counts."""
+    """What is wrong with a parameter in a step; of several ranks' faults the largest counts."""
 
     NONE = 0
     NOT_FINITE = 1
@@ -69,40 +71,63 @@ def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: F
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-class NonfiniteCounter:
-    """Counts matrices that were not finite on the device, and tells the host without waiting for it.
+class FaultReport:
+    """What was wrong with each parameter in a step on any rank, told to all of them without waiting.
 
-    To ask the device in the step would be to wait for all that is queued there. So the counts are copied to the host at
-    the end of a step and read at the beginning of the next, when the copy has long been done.
+    To ask the device or another host in the step would be to wait for all that is queued there. So faults are kept on
+    the device, the largest over the ranks goes to the host at the end of the step, and the next one reads it, when it
+    has long been there.
 
     Args:
         parameters: number of parameters.
         device: device on which matrices are orthogonalized.
+        group: process group of the ranks that are told of each other's faults; None for this rank alone.
     """
 
-    def __init__(self, parameters: int, device: torch.device) -> None:
-        self._counts = torch.zeros(parameters, dtype=torch.int32, device=device)
-        copied = device.type != "cpu"
-        self._on_host = torch.zeros_like(self._counts, device="cpu", pin_memory=True) if copied else self._counts
-        self._sent = torch.Event(device) if copied else None
+    def __init__(self, parameters: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self._found = torch.zeros(parameters, dtype=torch.int32, device=device)
+        self._told = torch.zeros_like(self._found)
+        self._group, self._work = group, None
+        self._copied = device.type != "cpu"
+        self._on_host = torch.zeros_like(self._told, device="cpu", pin_memory=True) if self._copied else self._told
+        self._module: Any = torch.get_device_module(device)
+        self._stream, self._sent = self._module.Stream(), self._module.Event()
 
-    def add(self, parameters: Tensor, broken: Tensor) -> None:
-        """Count matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
-        self._counts.index_add_(0, parameters, broken.to(torch.int32))
+    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
+        """Note matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
+        self._found.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
+
+    def add(self, faults: Sequence[Fault]) -> None:
+        """Note what this host found wrong with each parameter."""
+        if any(faults):
+            found = torch.tensor(faults, dtype=torch.int32, device=self._found.device)
+            torch.maximum(self._found, found, out=self._found)
 
     def send(self) -> None:
-        """Start the copy to the host."""
-        if self._sent is not None:
-            self._on_host.copy_(self._counts, non_blocking=True)
+        """Start telling all ranks what was found since the last `send`."""
+        self._told.copy_(self._found)
+        self._found.zero_()
+        if self._group is not None:
+            self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if not self._copied:
+            return
+        # On a stream of its own: what is computed next need not wait for the ranks that are late.
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            if self._work is not None:
+                self._work.wait()
+            self._on_host.copy_(self._told, non_blocking=True)
             self._sent.record()
 
-    def read(self) -> list[int]:
-        """Matrices that were not finite since the last `clear`, by parameter, as of the last `send`."""
-        if self._sent is not None:
+    def read(self) -> list[Fault]:
+        """The largest fault of each parameter on any rank in the step before; the same on all ranks of the group."""
+        if self._copied:
             self._sent.synchronize()
-        return self._on_host.tolist()
+        elif self._work is not None:
+            self._work.wait()
+        self._work = None
+        return [Fault(code) for code in self._on_host.tolist()]
 
     def clear(self) -> None:
-        """Start counting from zero, so that what was not finite is told once."""
-        self._counts.zero_()
+        """Forget what was told, so that it is told once."""
         self._on_host.zero_()

@@ -130,7 +130,7 @@ class Muon(Optimizer):
                 loss = closure()
         built = self._built
         executor, exchange, program = built.executor, built.exchange, built.planned.program
-        # Stage 1, check: what is missing on one rank is an error on all, or skipped on all, before anything changes.
+        # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
         views = self._check_gradients()
         executor.begin(views)
         # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
@@ -155,41 +155,62 @@ class Muon(Optimizer):
                     # Stage 6, apply: decay and update, on the parameter's own storage.
                     exchange.wait(bucket)
                     executor.apply(bucket, views)
-        # Stage 7, tell: what was not finite is on its way to the host, for the check of the next step.
+        # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
         return loss
 
     def _check_gradients(self) -> list[LocalViews | None]:
-        """The views of each parameter, None for those that every rank skips. Raises ValueError on all ranks alike."""
-        built, planned = self._built, self._built.planned
+        """The views of each parameter, None for those that are left alone. Raises ValueError on all ranks alike."""
+        built, params = self._built, self._built.planned.params
         found = [
             Fault.NEWTON_SCHULZ_CHANGED
             if _changed(trained.group, iteration)
             else fault_of(trained, self.state.get(trained.param, {}).get("momentum_buffer"))
-            for trained, iteration in zip(planned.params, planned.iterations, strict=True)
+            for trained, iteration in zip(params, built.planned.iterations, strict=True)
         ]
-        if built.counter is not None:
-            broken = (Fault.NOT_FINITE if count else Fault.NONE for count in built.counter.read())
-            found = [max(pair) for pair in zip(found, broken, strict=True)]
-        # Each rank sees its own gradients alone. Were one to skip or raise by itself, others would wait for its pieces.
-        faults = [Fault(code) for code in self._agreement.max_over_ranks(found)]
-        self._tell_nonfinite_once(faults)
+        if self._agrees_first:
+            # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
+            found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
+            self._raise_faults([max(pair) for pair in zip(found, built.faults.read(), strict=True)])
+        else:
+            # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without these
+            # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
+            self._raise_faults(built.faults.read())
+            built.faults.add(found)
+        skipped = {*Fault} - {Fault.NONE} - (set() if self._agrees_first else {Fault.NO_GRADIENT})
+        return [
+            local_views(trained, parameter) if trained.here and fault not in skipped else None
+            for trained, parameter, fault in zip(params, built.planned.plan.parameters, found, strict=True)
+        ]
+
+    @property
+    def _agrees_first(self) -> bool:
+        """Whether the host asks the other ranks about gradients in each step, or has none to ask."""
+        # A parameter is left alone by all ranks only if they know before their momentum changes. And what is missing is
+        # sent as NaN, which must not get into the weights where NaN is let be.
+        options = self._options
+        return self._agreement.peers is None or options.missing_grad == "skip" or options.nonfinite == "propagate"
+
+    def check_last_step(self) -> None:
+        """Raise ValueError for what was missing or not finite in the last step, as the next step would.
+
+        All ranks call it together, and wait for the device: before weights are saved, and at the end of training.
+        `state_dict` calls it.
+        """
+        if self._build is not None:
+            self._raise_faults(self._build.faults.read())
+
+    def _raise_faults(self, faults: Sequence[Fault]) -> None:
+        """Raise ValueError for faults that are the same on all ranks; warn of those that the options allow."""
+        params = self._built.planned.params
         allowed = [Fault.NOT_FINITE] if self._options.nonfinite == "skip" else []
         if self._options.missing_grad == "skip":
             allowed.append(Fault.NO_GRADIENT)
-        check_faults(planned.params, faults, allowed)
-        return [
-            local_views(trained, parameter) if trained.here and fault != Fault.NO_GRADIENT else None
-            for trained, parameter, fault in zip(planned.params, planned.plan.parameters, faults, strict=True)
-        ]
-
-    def _tell_nonfinite_once(self, faults: Sequence[Fault]) -> None:
-        names, counter = names_with(self._built.planned.params, faults, Fault.NOT_FINITE), self._built.counter
-        if names and counter is not None:
-            counter.clear()
-            if self._options.nonfinite == "skip":
-                message = f"{names}: not finite; the update of those matrices was zero in a step"
-                warnings.warn(message, stacklevel=4)
+        self._built.faults.clear()
+        check_faults(params, faults, allowed)
+        names = names_with(params, faults, Fault.NOT_FINITE)
+        if names:
+            warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. All ranks of the default process group call it together.
@@ -229,7 +250,11 @@ class Muon(Optimizer):
             self._build = rebuild(self._built, params, self._options)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host."""
+        """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host.
+
+        All ranks call it together. Raises ValueError as `check_last_step`.
+        """
+        self.check_last_step()
         self._synchronize()
         return super().state_dict()
 
