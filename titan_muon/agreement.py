@@ -1,4 +1,4 @@
-"""What ranks compare before the first step, and the process groups that they make."""
+"""What ranks compare before the first step, the process groups they make, and what they tell each other in a step."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Ranks = tuple[int, ...]
 
@@ -128,6 +129,12 @@ class Agreement:
         tensor = torch.tensor(codes, dtype=torch.int32, device=_device())
         dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers)
         return [int(code) for code in tensor.tolist()]
+
+    def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to put the largest of each element over the peers into a tensor; None if there is no peer."""
+        if self.peers is None:
+            return None
+        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers, async_op=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have collectives of the groups made here fail after `timeout`; those of meshes are their owner's."""

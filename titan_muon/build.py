@@ -15,7 +15,7 @@ from .agreement import Agreement, PlanReport
 from .dtensor import mesh_axes, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
-from .faults import FaultReport
+from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
 from .options import Hyperparameters, MuonOptions, check
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
@@ -104,6 +104,24 @@ def iteration_of(group: Mapping[str, Any]) -> Iteration:
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
+def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
+    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
+    try:
+        return iteration_of(group) != planned
+    except ValueError:
+        return True
+
+
+def faults_here(planned: RankPlan, state: Mapping[Tensor, Mapping[str, Any]]) -> list[Fault]:
+    """What is wrong with each parameter on this rank before a step; `state` is the optimizer's."""
+    return [
+        Fault.NEWTON_SCHULZ_CHANGED
+        if iteration_changed(trained.group, iteration)
+        else fault_of(trained, state.get(trained.param, {}).get("momentum_buffer"))
+        for trained, iteration in zip(planned.params, planned.iterations, strict=True)
+    ]
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError unless a group has names and hyperparameters in range."""
     if "param_names" not in group:
@@ -160,7 +178,7 @@ def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agr
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
-    faults = FaultReport(len(planned.params), planned.device, agreement.peers)
+    faults = FaultReport(len(planned.params), planned.device, agreement)
     return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
 
 

@@ -21,6 +21,7 @@ from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
 from .plan.schedule import Act
 from .plan.types import Plan
+from .step_memory import StepMemory
 
 TOGETHER_BYTES = 2**25
 """Most bytes of pieces whose momentum an accelerator advances in one launch; as many are new memory meanwhile."""
@@ -140,6 +141,7 @@ class Executor:
         workspace = torch.empty(largest, dtype=dtype, device=planned.device)
         self.home_batches = tuple(self._batch(chosen, workspace) for chosen in at_home)
         self.bucket_batches = tuple(tuple(self._batch(chosen, workspace) for chosen in run) for run in in_buckets)
+        self._memory = StepMemory((*exchange.buffers, workspace))
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
         self.momentum = OffloadedMomentum(tuple(self._uses()), planned.device) if offloaded else Momentum()
@@ -174,7 +176,8 @@ class Executor:
                     yield uses_of([(self._matrices[piece.matrix].parameter, piece.spans) for piece in stored])
 
     def begin(self, views: Views) -> None:
-        """Start counting what this step orthogonalizes, and bring its first momentum if that is on the host."""
+        """Take the step's memory, and bring its first momentum if that is on the host."""
+        self._memory.take()
         self.orthogonalized = 0
         self.momentum.begin(views)
 
@@ -236,6 +239,7 @@ class Executor:
         """
         self.momentum.end()
         self._report.send()
+        self._memory.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 

@@ -7,9 +7,10 @@ from enum import IntEnum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Work
 
+from .agreement import Agreement
 from .dtensor import local
 from .params import TrainedParam, placement_key
 
@@ -81,13 +82,14 @@ class FaultReport:
     Args:
         parameters: number of parameters.
         device: device on which matrices are orthogonalized.
-        group: process group of the ranks that are told of each other's faults; None for this rank alone.
+        agreement: the ranks that are told of each other's faults.
     """
 
-    def __init__(self, parameters: int, device: torch.device, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, parameters: int, device: torch.device, agreement: Agreement) -> None:
         self._found = torch.zeros(parameters, dtype=torch.int32, device=device)
         self._told = torch.zeros_like(self._found)
-        self._group, self._work = group, None
+        self._agreement = agreement
+        self._work: Work | None = None
         self._copied = device.type != "cpu"
         self._on_host = torch.zeros_like(self._told, device="cpu", pin_memory=True) if self._copied else self._told
         self._module: Any = torch.get_device_module(device)
@@ -107,8 +109,7 @@ class FaultReport:
         """Start telling all ranks what was found since the last `send`."""
         self._told.copy_(self._found)
         self._found.zero_()
-        if self._group is not None:
-            self._work = dist.all_reduce(self._told, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._work = self._agreement.start_max_over_peers(self._told)
         if not self._copied:
             return
         # On a stream of its own: what is computed next need not wait for the ranks that are late.

@@ -18,13 +18,23 @@ from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement
-from .build import Built, build, check_group, iteration_of, plan_rank, rebuild, report_of, storage_faults
+from .build import (
+    Built,
+    build,
+    check_group,
+    faults_here,
+    iteration_changed,
+    plan_rank,
+    rebuild,
+    report_of,
+    storage_faults,
+)
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
-from .faults import Fault, check_faults, fault_of, names_with
+from .faults import Fault, check_faults, names_with
 from .offload import moved_state, new_state
 from .options import HYPERPARAMETERS, Link, MuonOptions, Offload, Split
-from .orthogonalize import DTYPES, Iteration
+from .orthogonalize import DTYPES
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
@@ -162,12 +172,7 @@ class Muon(Optimizer):
     def _check_gradients(self) -> list[LocalViews | None]:
         """The views of each parameter, None for those that are left alone. Raises ValueError on all ranks alike."""
         built, params = self._built, self._built.planned.params
-        found = [
-            Fault.NEWTON_SCHULZ_CHANGED
-            if _changed(trained.group, iteration)
-            else fault_of(trained, self.state.get(trained.param, {}).get("momentum_buffer"))
-            for trained, iteration in zip(params, built.planned.iterations, strict=True)
-        ]
+        found = faults_here(built.planned, self.state)
         if self._agrees_first:
             # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
             found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
@@ -242,7 +247,7 @@ class Muon(Optimizer):
         planned, params = self._built.planned, tuple(self._trained_params())
         # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
         changed = [t.fqn for t in params] != [t.fqn for t in planned.params] or any(
-            _changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
+            iteration_changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
         )
         if self._agreement.any_rank(changed):
             self._plan_and_build()
@@ -344,11 +349,3 @@ class Muon(Optimizer):
 
     def _new_average(self, parameter: Tensor) -> Tensor:
         return new_state(parameter, DTYPES[self._options.state_dtype], on_host=self._options.offload == "state")
-
-
-def _changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
-    try:
-        return iteration_of(group) != planned
-    except ValueError:
-        return True

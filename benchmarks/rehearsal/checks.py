@@ -59,7 +59,7 @@ def faults(seen: Seen, expected: Expected) -> Iterator[str]:
     if abs(taken - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
         yield f"the step takes {taken:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
     states = 0 if expected.offloaded else planned.optimizer_states
-    kept = planned.parameters + states + planned.exchange_buffers + step.orthogonalization
+    kept = planned.parameters + states
     if seen.at_rest[1] > kept + seen.constant + SMALL:
         yield f"{seen.at_rest[1]:,} bytes are alive after a step, and {kept + seen.constant:,} should be"
     if seen.orthogonalized and not MATRIX_PRODUCTS & seen.operations.keys():

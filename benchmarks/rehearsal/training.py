@@ -126,7 +126,7 @@ class _Rehearsal:
             built = self.muon._built
             batches = (*built.executor.home_batches, *(b for run in built.executor.bucket_batches for b in run))
             # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
-            found["exchange_buffers"] = _largest(t for s in built.exchange._slots for t in (s.home, s.inbox, s.outbox))
+            found["exchange_buffers"] = _largest(built.exchange.buffers)
             found["orthogonalization"] = _largest(batch.whole for batch in batches)
         return found
 

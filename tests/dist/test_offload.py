@@ -188,8 +188,9 @@ def replaced(rank: int, world_size: int) -> str:
     if rank == 1:
         state = each.muon.state[each.params["layers.0.weight"]]
         state["momentum_buffer"] = state["momentum_buffer"].clone()
+    each.train((2,))
     try:
-        each.train((2,))
+        each.train((3,))
     except ValueError as error:
         return str(error)
     return ""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS, SHAPES, full, named, parameters, placed, set_gradients
+from tests.dist.small_params import SECONDS, full, named, parameters, placed, set_gradients
 from titan_muon import Muon
 
 
@@ -295,20 +295,6 @@ def test_where_nan_is_let_be_a_missing_gradient_is_an_error_before_anything_chan
         assert "no gradient for layers.1.weight" in found.error_of_the_step
         assert found.no_update
         assert found.goes_on
-
-
-def calls_of_a_step(rank: int, world_size: int, options: dict[str, Any]) -> list[tuple[str, int]]:
-    """Collectives of a step and the bytes of what they carry."""
-    optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,)))), **options)
-    optimizer.step()
-    with CollectiveCounter() as counter:
-        optimizer.step()
-    return [(call.name, call.payload) for call in counter.calls if not call.name.startswith("alltoall")]
-
-
-def test_a_step_tells_of_faults_in_one_collective_of_four_bytes_a_parameter() -> None:
-    for calls in run_ranks(calls_of_a_step, 2, {}, timeout=SECONDS):
-        assert calls == [("allreduce", 4 * len(SHAPES))]
 
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:

@@ -143,6 +143,12 @@ class HybridOptimizers(OptimizersContainer):
         for optimizer in self.optimizers:
             getattr(optimizer, method)()
 
+    def check_last_step(self) -> None:
+        """Raise ValueError on all ranks for what was missing or not finite in the last step of Muon."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.check_last_step()
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of an optimizer's own process groups fail after `timeout`."""
         for optimizer in self.optimizers:

@@ -112,6 +112,8 @@ class MuonTrainer(Trainer):
         self.metrics_processor.start(self.step)
         with compat.ending_at_once():
             super().train()
+        # Each step is told of by the next one, and the last has none.
+        self.optimizers.check_last_step()
         self.checkpointer.maybe_wait_for_saving()
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
