@@ -182,9 +182,9 @@ class Muon(Optimizer):
             # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
             self._raise_faults(built.faults.read())
             built.faults.add(found)
-        skipped = {*Fault} - {Fault.NONE} - (set() if self._agrees_first else {Fault.NO_GRADIENT})
+        stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
         return [
-            local_views(trained, parameter) if trained.here and fault not in skipped else None
+            local_views(trained, parameter) if trained.here and fault in stepped else None
             for trained, parameter, fault in zip(params, built.planned.plan.parameters, found, strict=True)
         ]
 
@@ -344,8 +344,7 @@ class Muon(Optimizer):
             state["momentum_buffer"] = self._new_average(parameter)
         here = self._rank in layout_of(fqn, parameter).mesh.ranks
         average: Tensor = state["momentum_buffer"]
-        device = local(average).device.type
-        return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, device)
+        return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, local(average).device.type)
 
     def _new_average(self, parameter: Tensor) -> Tensor:
         return new_state(parameter, DTYPES[self._options.state_dtype], on_host=self._options.offload == "state")
