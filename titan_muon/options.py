@@ -163,7 +163,7 @@ class StepOptions:
     """`auto`: the cheapest that is safe for each shape. `reference`: torch.optim.Muon's arithmetic, bit for bit."""
 
     ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of Newton-Schulz. `auto`, by the device: bfloat16 on the CPU, float16 after normalization on GPUs."""
+    """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
 
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
     """What makes symmetric products on GPUs if 16 divides both sides. `auto`: what bench_orthogonalize.py measured."""

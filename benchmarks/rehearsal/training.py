@@ -22,6 +22,7 @@ from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
 from titan_muon.offload import Window
+from titan_muon.owned import private
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
@@ -30,6 +31,8 @@ def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: s
     """Two training steps of one rank. Raises DeviceSync if the host waits in the optimizer step."""
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
+        # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
+        stack.enter_context(mock.patch.object(private, "coalesces", lambda group, device: True))
         memory = stack.enter_context(LiveMemory().following_resizes())
         trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
         return _Rehearsal(trainer, gpu, memory).seen(rank)

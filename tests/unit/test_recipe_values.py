@@ -170,7 +170,25 @@ BAD_VALUES = [
         "lr_scheduler.decay_ratio = 0.5",
         "leaves room for lr_scheduler.warmup_steps",
     ),
-    ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload = true", "does not yet offload"),
+    *[
+        (
+            f"[{table}]\nstate_dtype = 'bfloat16'\nbetas = [0.9, 0.999]",
+            f"{table}.betas = [0.9, 0.999]",
+            f'each at most 0.99, since bfloat16 stops slower averages ({table}.state_dtype = "bfloat16")',
+        )
+        for table in ("adamw", "adam")
+    ],
+    (
+        f"[adamw]\nstate_dtype = 'bfloat16'\n{RULE}'adamw'\noptions = {{betas = [0.9, 0.995]}}",
+        "adamw.betas under optimizer.rule[0].options = [0.9, 0.995]",
+        "each at most 0.99",
+    ),
+    ("[optimizer]\noffload = 'all'", 'optimizer.offload = "all"', 'one of "none", "state"'),
+    (
+        "[training]\nenable_cpu_offload = true",
+        "training.enable_cpu_offload = true",
+        "Muon would orthogonalize on the host",
+    ),
     ("[loss]\nchunks = 0", "loss.chunks = 0", '"auto" or 1 or more'),
     ("[loss]\nchunks = 3", "loss.chunks = 3", "a divisor of training.seq_len"),
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),

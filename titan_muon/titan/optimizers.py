@@ -93,7 +93,7 @@ class HybridOptimizers(OptimizersContainer):
         self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
         tables = held_tables(config, self.whole, trained)
         self.optimizers: list[Optimizer] = [
-            _build(name, groups, {**tables.get(name, {}), "offload": config.offload}, trained)
+            _build(name, groups, {"offload": config.offload, **tables.get(name, {})}, trained)
             for name, groups in self.groups.items()
         ]
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]

@@ -83,7 +83,7 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
     for name, size in memory.sizes.items():
         yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
     if memory.host_states > 0:
-        yield f"  {'host: states':<18}{memory.host_states / 2**20:,.1f} MiB"
+        yield f"  {'host: states':<18}{memory.host_states / 2**20:>12,.1f} MiB"
     for name in memory.uncounted:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 

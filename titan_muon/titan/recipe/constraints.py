@@ -123,7 +123,7 @@ RELATIONS = (
     # Muon would orthogonalize on the host what the dry run plans for the GPU.
     Relation(
         "training.enable_cpu_offload",
-        "false only, because Muon's step does not yet offload its state",
+        'false only, because Muon would orthogonalize on the host (optimizer.offload = "state" keeps states there)',
         lambda recipe: not recipe.training.enable_cpu_offload,
     ),
     Relation(
