@@ -32,7 +32,7 @@ def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: s
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
         # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
-        stack.enter_context(mock.patch.object(private, "coalesces", lambda group, device: True))
+        stack.enter_context(mock.patch.object(private, "coalesces", return_value=True))
         memory = stack.enter_context(LiveMemory().following_resizes())
         trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
         return _Rehearsal(trainer, gpu, memory).seen(rank)

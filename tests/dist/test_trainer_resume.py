@@ -17,6 +17,7 @@ def train(recipe: object) -> str:
     compat.install()
     from titan_muon.titan.run import job
 
+    compat.forget_meshes()
     return job.train(recipe)
 
 

@@ -282,8 +282,7 @@ def test_each_pipeline_rank_is_planned_on_its_own_ranks(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Counts must be of the whole model; tables, plans, owners and memory of each pipeline rank's part of it."""
-    # One mesh for both cases: TorchTitan's spmd_types does not let go of an equal one.
-    whole = dry_run("qwen_moe_muon", 2, tmp_path, "--parallelism.spmd_backend=partial_dtensor")
+    whole = dry_run("qwen_moe_muon", 2, tmp_path)
     alone = capsys.readouterr().out
     # A dry run only cuts the model, which torch could do before TorchTitan could train the parts.
     monkeypatch.setattr(degrees, "has_torch", lambda *numbers: True)
