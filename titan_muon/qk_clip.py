@@ -2,8 +2,8 @@
 
 Muon's updates have full rank, and the largest logit of a head can grow without bound. After a step, the rows of the
 query and key projections of a head whose largest logit of that step is over the threshold are scaled so that it would
-have been the threshold. Momentum is left as it is: it averages gradients, and rows of it that were scaled alone would turn
-the next updates, of which Newton-Schulz keeps the directions and no scale, away from those gradients.
+have been the threshold. Momentum is left as it is: it averages gradients, and scaling some of its rows would turn the
+next updates, of which Newton-Schulz keeps directions and no scale, away from those gradients.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Inner attentions that keep the largest logit of each head, as they see it, beside what they compute.
 
 `flex` tells the largest logit itself, and so does `dense` on GPUs and where queries and values have other sizes (latent
-attention). `varlen`, and `dense` otherwise, tell the kernel's log-sum-exp, which lies above it by at most the logarithm of
-the number of keys that a query sees. All see only what masks leave, and none computes logits a second time.
+attention). `varlen`, and `dense` otherwise, tell the kernel's log-sum-exp, which lies above it by at most the logarithm
+of the number of keys that a query sees. All see only what masks leave, and none computes logits a second time.
 """
 
 from collections.abc import Callable
