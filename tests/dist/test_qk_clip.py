@@ -88,15 +88,14 @@ def test_every_layout_is_clipped_as_whole_weights_with_one_collective() -> None:
 
 
 # Sums in another order differ in the last digits, and TorchTitan's experts compute in bfloat16.
-TOLERANCES = {"llama3": 1e-3, "deepseek_v3": 5e-3}
+TOLERANCE = 2e-3
 TRAINED: dict[str, tuple[str, list[str]]] = {
     "fsdp": ("llama3", []),
     "hsdp": ("llama3", ["--parallelism.data_parallel_replicate_degree", "2"]),
-    "tp": ("llama3", ["--parallelism.tensor_parallel_degree", "2"]),
     "cp": ("llama3", ["--parallelism.context_parallel_degree", "2"]),
     "owned": ("llama3", ["--placement.muon", "owned"]),
-    "mla_tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
-    "mla_ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
+    "tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
+    "ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
 }
 
 
@@ -115,7 +114,7 @@ def run(folder: Path, world_size: int, family: str, *overrides: str) -> list[dic
     options = {"model.name": family, "model.flavor": "tiny", "training.steps": 2, "training.seq_len": 256}
     options |= {"training.local_batch_size": 1, "training.global_batch_size": 2, "muon.ns_dtype": "float32"}
     options |= {"validator.enable": "false", "checkpoint.enable": "false", "metrics.enable_tensorboard": "false"}
-    options |= {"qk_clip.mode": "clip", "qk_clip.threshold": 3.0 if family == "llama3" else 0.05, "muon.lr": 0.01}
+    options |= {"qk_clip.mode": "clip", "qk_clip.threshold": 3.0 if family == "llama3" else 0.05}
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
     return run_ranks(trained, world_size, str(file), [*words, *overrides])[0]
 
@@ -138,6 +137,6 @@ def test_two_ranks_clip_as_one_does(layout: str, one_rank: Callable) -> None:
     folder, (losses, logits) = one_rank(family)
     found_losses, found_logits = run(folder, 2, family, *degrees)
     assert all(step["heads_above_threshold"] > 0 for step in logits.values()), "clipping has to matter"
-    assert found_losses == pytest.approx(losses, abs=TOLERANCES[family])
+    assert found_losses == pytest.approx(losses, abs=TOLERANCE)
     for step, expected in logits.items():
         assert found_logits[step]["max_logit"] == pytest.approx(expected["max_logit"], rel=1e-2), step

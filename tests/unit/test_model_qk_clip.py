@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import models
+from titan_muon import Muon
 from titan_muon.qk_clip import QKClip
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.logits import LogitObserver
@@ -219,3 +220,33 @@ def test_a_layer_of_another_pipeline_stage_has_no_weights_here() -> None:
         "layers.1.attention.qkv_linear.wq.weight",
         "layers.1.attention.qkv_linear.wk.weight",
     ]
+
+
+def largest_logits(clips: bool) -> list[float]:
+    """The largest logit of each step of training at a large learning rate, with or without clipping."""
+    model, clip = build("llama3", threshold=30.0)
+    if not clips:
+        clip.threshold = torch.inf
+    named = list(model.named_parameters())
+    hidden = {name for name, p in named if name.startswith("layers.") and p.ndim == 2}
+    muon = Muon([(n, p) for n, p in named if n in hidden], lr=0.1, weight_decay=0.0, ns_dtype="float32")
+    adamw = torch.optim.AdamW([p for name, p in named if name not in hidden])
+    drawn, positions = tokens()
+    found = []
+    for _ in range(14):
+        logits = model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions))
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), drawn[:, 1:].flatten()).backward()
+        muon.step()
+        adamw.step()
+        clip.apply()
+        found.append(max(clip.report().max_logit.values()))
+        model.zero_grad()
+    return found
+
+
+def test_logits_that_explode_at_a_large_learning_rate_stay_near_the_threshold_with_clipping() -> None:
+    without, clipped = largest_logits(False), largest_logits(True)
+    first = next(step for step, logit in enumerate(without) if logit > 30)
+    assert clipped[: first + 1] == without[: first + 1], "nothing changes before the first head is clipped"
+    assert without[-1] > 75
+    assert max(clipped) < 45

@@ -55,18 +55,19 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         enable_gqa: bool,
     ) -> torch.Tensor:
         """The same attention by operators that also tell of its logits."""
+        bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
             # What scaled_dot_product_attention runs here, called by its own name for the sake of its second output.
-            bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out
+        # Its other way, which makes the logits one by one as well, in as few passes over them.
         if enable_gqa:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~allowed, -torch.inf)
-        self.keep(scores.amax(-1))
-        return scores.softmax(-1) @ v
+        logits = (q * scale @ k.transpose(-2, -1)).add_(bias)
+        self.keep(logits.amax(-1))
+        return logits.softmax(-1) @ v
 
 
 class ObservedFlexAttention(LogitObserver, FlexAttention):
