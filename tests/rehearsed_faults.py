@@ -84,6 +84,7 @@ def main(folder: Path) -> dict[str, list[str]]:
             "none": list(faults(first, expected)),
             "owned": right(placement__muon="owned"),
             "tensor parallel": right(**parallel),
+            "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),
             "item": said(mock.patch.object(Executor, "finish", item)),
             "kept": said(mock.patch.object(Exchange, "wait", keeps)),
