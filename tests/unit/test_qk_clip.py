@@ -64,7 +64,7 @@ def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> No
     weights = whole_weights()
     clip = QKClip([layer(weights)])
     expected = weights
-    for passes, largest in (([50.0, 200.0, 120.0, 200.0], 200.0), ([60.0], 60.0), ([130.0], 130.0)):
+    for passes, largest in (([50.0, 200.0, 120.0], 200.0), ([60.0], 60.0), ([130.0], 130.0)):
         for logit in passes:
             clip.observe("layers.0", torch.full((HEADS,), logit))
         expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
