@@ -51,6 +51,14 @@ def test_every_recipe_trains_on_the_same_tokens_on_every_layout(recipe: str) -> 
         assert training.global_batch_size * training.seq_len == 2048, "README says so"
 
 
+def test_a_dry_run_says_what_qk_clip_does_and_sends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dry_run("moonlight_muon", 8, tmp_path)
+    said = "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 1,728 bytes a step"
+    assert said in capsys.readouterr().out
+    with pytest.raises(RecipeError, match=r'qk_clip\.mode = "clip" is not possible: layers\.0 normalizes'):
+        dry_run("qwen_moe_muon", 2, tmp_path, "--qk_clip.mode", "clip")
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_dry_runs(

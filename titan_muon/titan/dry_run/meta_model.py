@@ -24,6 +24,7 @@ from titan_muon.plan import Plan
 from titan_muon.titan import compat
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
+from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
@@ -47,6 +48,7 @@ class MetaModel:
         whole: the optimizer of each parameter of the whole model.
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
+        logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
     """
 
     world_size: int
@@ -56,6 +58,7 @@ class MetaModel:
     whole: tuple[Assignment, ...]
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
+    logit_bytes: int
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -108,7 +111,9 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         groups = grouped(optimizer, assigned)
         table = held_tables(optimizer, whole, parameters).get("muon", {})
         plan = _plan(parameters, groups.get("muon", []), table, kind)
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan)
+        assert config.model_spec is not None, "the recipe names a model"
+        sent = reduced_bytes(config.model_spec.model)
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from titan_muon.titan.explain import (
     pipeline_line,
     plan_lines,
 )
+from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.degrees import batch_problem
 
@@ -42,7 +43,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
     counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
-    print("\n".join(["", *counts, f"planned for {KINDS.get(kind, kind)}"]))
+    clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
+    print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []

@@ -11,6 +11,7 @@ from titan_muon.options import (
     COUNT,
     FRACTION,
     NOT_NEGATIVE,
+    POSITIVE,
     TEXT,
     Constraint,
     Hyperparameters,
@@ -134,6 +135,20 @@ class Muon(StepOptions, Hyperparameters):
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
     """Most GiB of exchange buffers on a rank. `auto`: the smallest within 2 % of the best plan, at most 4."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKClip:
+    """QK-clip (MuonClip; Kimi K2, 2025): heads whose attention logits grow too large are scaled down after a step."""
+
+    mode: Literal["off", "log", "clip"] = "off"
+    """`log` reports the largest logit of each layer, `clip` also scales the query and key weights of heads above."""
+
+    threshold: Annotated[float, POSITIVE] = 100.0
+    """Largest logit of a head that is let be."""
+
+    alpha: Annotated[float, from_to(0, 1)] = 0.5
+    """Share of the factor that query weights take; key weights take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +297,7 @@ class Recipe:
     placement: Placement = field(default_factory=Placement)
     muon: Muon = field(default_factory=Muon)
     link: Link = field(default_factory=Link)
+    qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
     adam: Adam = field(default_factory=Adam)
     optimizer: Optimizer = field(default_factory=Optimizer)

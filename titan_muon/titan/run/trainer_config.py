@@ -20,6 +20,7 @@ from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vo
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
@@ -60,8 +61,10 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     model, degrees = recipe.model, recipe.parallelism
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
+    observe_logits(spec.model, recipe.qk_clip)
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
+        qk_clip=recipe.qk_clip,
         converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_assets(model.hf_assets_path),
