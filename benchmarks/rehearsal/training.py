@@ -95,7 +95,7 @@ class _Rehearsal:
         """The optimizer step, seen apart from what comes before it."""
 
         def watched() -> None:
-            held, window = self._held(), dict[int, int]()
+            held, window = self._held(), dict[object, int]()
             begin = Window.begin
 
             def begins(opened: Window, loads: Sequence[Sequence[Tensor]]) -> None:
@@ -117,7 +117,7 @@ class _Rehearsal:
 
         return watched
 
-    def _held(self) -> dict[str, Mapping[int, int]]:
+    def _held(self) -> dict[str, Mapping[object, int]]:
         """Storages by what they hold."""
         parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
         found = {
@@ -133,7 +133,7 @@ class _Rehearsal:
             found["orthogonalization"] = _largest(batch.whole for batch in batches)
         return found
 
-    def _states(self) -> dict[str, Mapping[int, int]]:
+    def _states(self) -> dict[str, Mapping[object, int]]:
         states = (
             value
             for optimizer in self.trainer.optimizers
@@ -144,8 +144,8 @@ class _Rehearsal:
         return {"optimizer_states": storages(states)}
 
 
-def _largest(tensors: Iterable[Tensor]) -> dict[int, int]:
-    found: dict[int, int] = {}
+def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
+    found: dict[object, int] = {}
     for tensor in tensors:
         for key, size in storages([tensor]).items():
             found[key] = max(found.get(key, 0), size)
@@ -176,7 +176,7 @@ def give_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _bytes(alive: Mapping[int, int], held: Mapping[str, Mapping[int, int]]) -> Bytes:
+def _bytes(alive: Mapping[object, int], held: Mapping[str, Mapping[object, int]]) -> Bytes:
     """What was alive, by what it holds."""
     sizes = {what: sum(min(size, alive.get(key, 0)) for key, size in keys.items()) for what, keys in held.items()}
     counted = {field.name: sizes.get(field.name, 0) for field in fields(Bytes) if field.name != "rest"}
