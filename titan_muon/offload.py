@@ -112,9 +112,9 @@ def _carved(slot: Tensor, load: Sequence[Tensor]) -> Iterator[Tensor]:
         start += tensor.nbytes
 
 
-def pinned_bytes(size: int) -> int:
-    """What `size` bytes of a tensor take in pinned memory: PyTorch allocates it in powers of two."""
-    return 1 << (size - 1).bit_length() if size > 0 else 0
+def host_bytes(size: int, device: str) -> int:
+    """What `size` bytes of a state take on the host: pinned for a GPU, which PyTorch allocates in powers of two."""
+    return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
 def new_state(parameter: Tensor, dtype: torch.dtype, *, on_host: bool) -> Tensor:

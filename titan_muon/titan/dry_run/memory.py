@@ -11,7 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.dtensor import local
-from titan_muon.offload import LOADS_AT_ONCE, pinned_bytes
+from titan_muon.offload import LOADS_AT_ONCE, host_bytes
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
@@ -66,7 +66,7 @@ def memory_per_rank(
     states = list(_states(meta, elements, recipe))
     on_device, on_host = sum(state.bytes for state in states), 0
     if recipe.optimizer.offload == "state":
-        on_host = sum(pinned_bytes(state.bytes) if device != "cpu" else state.bytes for state in states)
+        on_host = sum(host_bytes(state.bytes, device) for state in states)
         on_device = _window_bytes(states, summary, recipe)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw", "adam"})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
