@@ -153,8 +153,8 @@ def _run(arguments: Sequence[str]) -> str:
 
 def markdown(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A table of the first rank of each case."""
-    yield "| recipe | ranks | layout | parameters | states | buffers | peak of training | peak of the step | launches "
-    yield "| calls: training, step | faults |"
+    sizes = "parameters | states | buffers | peak of training | peak of the step"
+    yield f"| recipe | ranks | layout | {sizes} | launches | calls: training, step | faults |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for outcome in outcomes:
         case, fault = outcome.case, "; ".join(outcome.faults) or "none"
