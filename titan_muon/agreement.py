@@ -132,9 +132,7 @@ class Agreement:
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         """Begin to put the largest of each element over the peers into a tensor; None if there is no peer."""
-        if self.peers is None:
-            return None
-        return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers, async_op=True)
+        return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have collectives of the groups made here fail after `timeout`; those of meshes are their owner's."""
@@ -197,6 +195,13 @@ def world_timeout() -> timedelta | None:
         timeout = getattr(options, "_timeout", None)
         return timeout if isinstance(timeout, timedelta) else None
     return None
+
+
+def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to put the largest of each element over a group's ranks, by default all, into a tensor; None if alone."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
 
 
 def _world() -> dist.ProcessGroup:

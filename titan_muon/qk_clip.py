@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .agreement import start_max
 from .dtensor import held_indices, local, storage_device
 
 
@@ -186,8 +187,7 @@ class QKClip:
         if unseen:
             raise ValueError(f"{', '.join(unseen)}: nothing has observed these layers; call observe in their forward")
         self._reduced = True
-        if dist.is_initialized() and dist.get_world_size(self.group) > 1:
-            self._pending = dist.all_reduce(self._logits, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        self._pending = start_max(self._logits, self.group)
 
     @torch.no_grad()
     def apply(self) -> None:

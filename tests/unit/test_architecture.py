@@ -178,7 +178,7 @@ def on_distributed(value: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", LIBRARY, ids=name)
 def test_the_exchange_alone_calls_collectives(path: Path) -> None:
-    if part(path) in ("exchange", "agreement", "owned", "qk_clip"):
+    if part(path) in ("exchange", "agreement", "owned"):
         return
     assert list(called(path, COLLECTIVES)) == []
     methods = (node for node in ast.walk(tree(path)) if isinstance(node, ast.Attribute) and node.attr in REDISTRIBUTING)
