@@ -102,17 +102,46 @@ def test_owned_shows_who_owns_what(
 
 @pytest.mark.parametrize(
     ("replicas", "muon_replicas", "exchanged", "orthogonalized"),
-    [("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
+    [("each", None, 0, 2), ("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
 )
 def test_owners_under_hsdp(
-    replicas: str, muon_replicas: str, exchanged: int, orthogonalized: int, tmp_path: Path
+    replicas: str,
+    muon_replicas: str | None,
+    exchanged: int,
+    orthogonalized: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats the work or shares it out; one owner in the world does neither."""
-    keys = {"placement.muon": "owned", "placement.replicas": replicas, "muon.replicas": muon_replicas}
+    """An owner in each replica repeats the work or, if asked to, shares it out; one owner in the world does neither."""
+    keys = {"placement.muon": "owned", "placement.replicas": replicas}
+    keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
     plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
     assert bool(plan["collectives_per_step"]) == bool(exchanged)
     assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
+    told = 'the step communicates: muon.replicas shares out copies; "redundant" would not'
+    assert (told in capsys.readouterr().out) == bool(exchanged)
+
+
+TALKS = {
+    "tensor parallel": (
+        ("--parallelism.tensor_parallel_degree", "2"),
+        "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not",
+    ),
+    "missing gradients": (
+        ("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
+        'muon.missing_grad = "skip" has copies compare their gradients; "error" would not',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TALKS)
+def test_an_owned_step_that_communicates_says_why(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = TALKS[case]
+    dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
+    assert f"owned, and yet the step communicates: {told}" in capsys.readouterr().out
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

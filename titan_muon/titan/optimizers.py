@@ -195,6 +195,8 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
+    if recipe.muon.replicas is None:
+        table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
 
 

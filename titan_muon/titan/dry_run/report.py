@@ -13,6 +13,7 @@ from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import (
     optimizer_lines,
+    owned_step_lines,
     owner_lines,
     owner_loads,
     parameter_table,
@@ -46,7 +47,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
     print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
-        lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
+        silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
+        lines = [*plan_lines(part.meta.plan, part.summary), *silent, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.

@@ -130,6 +130,11 @@ class Placement:
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and how it runs on many ranks."""
 
+    # Muon itself does not know where a recipe has put its matrices; by Muon's own default the replicas would exchange
+    # in each step what `owned` has placed so that they need not.
+    replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
+    """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
+
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
