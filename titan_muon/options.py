@@ -84,6 +84,24 @@ class Split:
     """Leading dims that are flattened to rows, the others to columns; absent, all but the last."""
 
 
+Owner = int | Literal["balanced", "layer"]
+"""Who owns parameters: the ranks by FLOPs and bytes, one rank for each layer, or this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRule:
+    """One `[[placement.rule]]`: where parameters whose name matches are between steps."""
+
+    match: Annotated[str, TEXT]
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+
+    placement: Literal["owned", "shard0"]
+    """`owned`: whole on one rank, a stack of experts as whole experts on several. `shard0`: left to FSDP2."""
+
+    owner: Owner = "balanced"
+    """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of the rank that owns them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """What communication costs, and what it is weighed against: for `exchange` and `replicas` of `auto`."""

@@ -271,7 +271,7 @@ REFUSALS = {
     "outside": r"Linear: its owned parameters are there only within the forward of Block",
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
     "neither": r"own needs a mesh, or the owners",
-    "both": r"own takes mesh and params, or owners",
+    "both": r"own takes mesh, params and rules, or owners",
     "elsewhere": r"Block: has none of the parameters that have an owner",
 }
 

@@ -35,15 +35,15 @@ def items(draw: st.DrawFn) -> list[OwnedItem]:
 
 def by_layer(ownership: Ownership) -> dict[str, list[int]]:
     found = defaultdict(list)
-    for each, owner in zip(ownership.items, ownership.owners, strict=True):
-        found[each.layer].append(owner)
+    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+        found[each.layer] += owners
     return found
 
 
 @given(items(), st.integers(1, 12))
 def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
     ownership = assign_owners(given_items, size)
-    assert all(0 <= owner < size for owner in ownership.owners)
+    assert all(0 <= owner < size for (owner,) in ownership.owners)
     loads = ownership.loads()
     assert len(loads) == size
     assert sum(load.matrices for load in loads) == len(given_items)

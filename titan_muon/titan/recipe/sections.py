@@ -17,6 +17,7 @@ from titan_muon.options import (
     Hyperparameters,
     Link,
     Offload,
+    PlacementRule,
     StateDtype,
     StepOptions,
     at_least,
@@ -124,6 +125,9 @@ class Placement:
 
     replicas: Literal["each", "one"] = "each"
     """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
+
+    rule: tuple[PlacementRule, ...] = ()
+    """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
