@@ -98,7 +98,9 @@ class PlacementRule:
     placement: Literal["owned", "shard0"]
     """`owned`: whole on one rank, a stack of experts as whole experts on several. `shard0`: left to FSDP2."""
 
-    owner: Owner = "balanced"
+    owner: Annotated[Owner, Constraint("0 or more", lambda value: not isinstance(value, int) or value >= 0)] = (
+        "balanced"
+    )
     """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of the rank that owns them."""
 
 

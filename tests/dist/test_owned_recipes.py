@@ -56,6 +56,43 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert "owned by rank" in (Path(owned) / "optimizers.txt").read_text()
 
 
+RULES = """
+[[placement.rule]]
+match = "*_norm.weight"
+placement = "owned"
+owner = "layer"
+[[placement.rule]]
+match = "*.wo.weight"
+placement = "owned"
+owner = 1
+[[placement.rule]]
+match = "*.w1.weight"
+placement = "shard0"
+"""
+
+
+def test_rules_change_where_parameters_are_and_not_what_is_learnt(tmp_path: Path) -> None:
+    """Norms, which AdamW takes, and a matrix that one rank owns; another is sharded, and the run says so."""
+    file = tiny.write_recipe(tmp_path)
+    plain = file.read_text()
+    file.write_text(plain + RULES)
+    ruled = run_ranks(half, 2, tmp_path, "owned", 6, "")[0]
+    file.write_text(plain)
+    (tmp_path / "runs").rename(tmp_path / "ruled")
+    sharded = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
+    folder = tmp_path / "ruled" / Path(ruled).relative_to(tmp_path / "runs")
+    assert tiny.records(folder, "loss") == pytest.approx(tiny.records(sharded, "loss"), abs=1e-4)
+    lines = (folder / "optimizers.txt").read_text().splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("layers.")}
+    assert "adamw" in rows["layers.0.ffn_norm.weight"]
+    assert "owned by rank" in rows["layers.0.ffn_norm.weight"]
+    assert all("owned by rank 1" in row for name, row in rows.items() if name.endswith(".wo.weight"))
+    assert all("S(0)" in row for name, row in rows.items() if name.endswith(".w1.weight"))
+    told = [line for line in lines if line.startswith("owned, and yet the step communicates")]
+    assert len(told) == 1
+    assert "w1.weight is sharded" in told[0]
+
+
 def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, load: str) -> str:
     batch = {"training__local_batch_size": 4 // world_size, "training__global_batch_size": 4}
     resume = {"checkpoint__load": load} if load else {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
 
@@ -69,7 +69,7 @@ class Owners:
         rules: Sequence[PlacementRule] = (),
         split: Sequence[Split] = (),
         flops: FlopCount = FIVE_STANDARD_STEPS,
-        elementwise: Collection[nn.Parameter] = (),
+        elementwise: Iterable[nn.Parameter] = (),
     ) -> None:
         self.comm = CommContext.of(mesh)
         self.traffic = self.comm.collectives.traffic
@@ -78,11 +78,12 @@ class Owners:
         choices = _choices(places, params, rules)
         self.infos: Mapping[str, ParamModuleInfo] = {fqn: _only(places, fqn) for fqn in choices}
         # All at once, before any is owned: balanced module by module, the first ranks would get the most of each.
-        items = []
+        items, weighed_alone = [], set(elementwise)
+        named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
         for fqn, owner in choices.items():
             parameter = self.infos[fqn].param
-            check_ownable(fqn, parameter, mesh, split, named=bool(rules))
-            counted = None if parameter in elementwise or parameter.ndim < 2 else flops
+            check_ownable(fqn, parameter, mesh, split, named=fqn in named)
+            counted = None if parameter in weighed_alone or parameter.ndim < 2 else flops
             items.append(_item(fqn, parameter, owner, split, counted))
         if not items:
             raise ValueError("there is nothing to own: the model has no matrix; give params, or use fully_shard alone")
@@ -181,7 +182,7 @@ def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
 
 
 def check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:
-    """Raise ValueError for a parameter that cannot be owned. With `named`, a rule asks for it, whatever its shape."""
+    """Raise ValueError for a parameter that cannot be owned. With `named`, it was asked for by itself."""
     if is_owned(parameter):
         raise ValueError(f"{fqn}: owned already; own every module once")
     if parameter.ndim == 0:

@@ -112,9 +112,8 @@ def _give_named(
         item = items[piece.item]
         if isinstance(item.owner, int):
             if not 0 <= item.owner < size:
-                raise ValueError(
-                    f"{item.fqn}: owner = {item.owner} is none of the ranks 0 to {size - 1} that can own it"
-                )
+                wrong = f"cannot have owner = {item.owner}; 0 to {size - 1} can own it"
+                raise ValueError(f"placement.rule: {item.fqn} {wrong}")
             owners[piece.item, piece.number] = balancer.put(piece.task, item.owner)
         elif item.owner == "layer":
             layers.setdefault(item.layer, []).append(piece)

@@ -191,7 +191,8 @@ def owner_loads(
     matrices, held = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
-            matrices[rank] += 1
+            # Of a stack, experts: an owner of one of them has no more to do than one of a matrix.
+            matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
             held[rank] += elements * parameter.element_size()
     # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
     # owned: a rank without an owned matrix may still have work.

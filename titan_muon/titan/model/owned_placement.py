@@ -58,7 +58,8 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
     try:
         _own_layers(recipe, model, layers, dp_mesh, options)
     except ValueError as error:
-        raise RecipeError(f"placement.muon = 'owned': {error}") from error
+        key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
+        raise RecipeError(f"{key}: {error}") from error
     # fully_shard takes every parameter that it finds in a module, owned or not.
     with hidden(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)

@@ -260,9 +260,14 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     for index, rule in enumerate(recipe.optimizer.rule):
         _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
     for index, placed in enumerate(recipe.placement.rule):
-        for name, constraint in constraints(PlacementRule):
-            place = f"placement.rule[{index}].{name}"
-            _check_value(constraint, getattr(placed, name), place, sources.get("placement.rule", file))
+        _check_placement(placed, f"placement.rule[{index}]", sources.get("placement.rule", file))
+
+
+def _check_placement(rule: PlacementRule, place: str, source: str) -> None:
+    for name, constraint in constraints(PlacementRule):
+        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
+    if rule.placement == "shard0" and rule.owner != "balanced":
+        raise refuse(source, f"{place}.owner", rule.owner, '"balanced", or an owner with placement = "owned"')
 
 
 def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
