@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ DENSE = {"model__name": "llama3", "model__flavor": "tiny"}
 LAYOUTS = {
     "dense": (2, DENSE, 1e-4),
     "experts": (2, {"parallelism__expert_parallel_degree": 2}, 1e-3),
+    "more ranks than experts": (4, {"parallelism__expert_parallel_degree": 2, "model__flavor": "two_experts"}, 1e-3),
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
@@ -37,6 +39,9 @@ def train(recipe: object) -> str:
 
 
 def both(rank: int, world_size: int, folder: Path, options: dict[str, object], replicas: str) -> list[str]:
+    from models import qwen3
+
+    qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
     batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
     shared = {**SHARED, **batch, **options}
     owned = {"placement__muon": "owned", "placement__replicas": replicas}
