@@ -86,6 +86,10 @@ class Split:
 
 Owner = int | Literal["balanced", "layer"]
 """Who owns parameters: the ranks by FLOPs and bytes, one rank for each layer, or this rank."""
+OWNER = Constraint(
+    '"balanced", "layer", or 0 or more',
+    lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +102,7 @@ class PlacementRule:
     placement: Literal["owned", "shard0"]
     """`owned`: whole on one rank, a stack of experts as whole experts on several. `shard0`: left to FSDP2."""
 
-    owner: Annotated[Owner, Constraint("0 or more", lambda value: not isinstance(value, int) or value >= 0)] = (
-        "balanced"
-    )
+    owner: Annotated[Owner, OWNER] = "balanced"
     """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of the rank that owns them."""
 
 

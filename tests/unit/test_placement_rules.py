@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,9 @@ def test_the_first_rule_that_matches_decides_and_what_none_matches_follows_the_c
     [
         ([owned("layers.2.*")], r"placement\.rule\[0\]\.match = 'layers\.2\.\*' matches no parameter"),
         ([owned("*"), shard0("head")], r"placement\.rule\[1\]\.match = 'head' matches no parameter.*move it up"),
+        ([owned("*", "first")], r"placement\.rule\[0\]\.owner = 'first' is not accepted; it takes \"balanced\""),
+        ([owned("*", -1)], r"placement\.rule\[0\]\.owner = -1 is not accepted"),
+        ([replace(owned("*"), placement="own")], r"placement\.rule\[0\]\.placement = 'own' is not one of owned"),
         ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: what is sharded has no owner"),
     ],
 )

@@ -76,13 +76,14 @@ class Owners:
         self.context = HookContext(self.comm)
         places = _places(model)
         choices = _choices(places, params, rules)
-        self.infos: Mapping[str, ParamModuleInfo] = {fqn: _only(places, fqn) for fqn in choices}
+        found = {fqn: each for each in places.values() for fqn, _ in each}
+        self.infos: Mapping[str, ParamModuleInfo] = {fqn: _only_place(found[fqn]) for fqn in choices}
         # All at once, before any is owned: balanced module by module, the first ranks would get the most of each.
         items, weighed_alone = [], set(elementwise)
         named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
         for fqn, owner in choices.items():
             parameter = self.infos[fqn].param
-            check_ownable(fqn, parameter, mesh, split, named=fqn in named)
+            _check_ownable(fqn, parameter, mesh, split, named=fqn in named)
             counted = None if parameter in weighed_alone or parameter.ndim < 2 else flops
             items.append(_item(fqn, parameter, owner, split, counted))
         if not items:
@@ -141,9 +142,8 @@ def _choices(
     return {fqn: given.get(names[fqn], owner) for fqn, owner in owners.items()}
 
 
-def _only(places: Places, fqn: str) -> ParamModuleInfo:
+def _only_place(found: Sequence[tuple[str, ParamModuleInfo]]) -> ParamModuleInfo:
     """Where a parameter is. Raises ValueError for one that is in several places."""
-    found = next(found for found in places.values() if any(name == fqn for name, _ in found))
     if len(found) > 1:
         names = ", ".join(name for name, _ in found)
         raise ValueError(f"{names} are one tied parameter, which cannot be owned; leave it to fully_shard")
@@ -181,7 +181,7 @@ def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
     )
 
 
-def check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:
+def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:
     """Raise ValueError for a parameter that cannot be owned. With `named`, it was asked for by itself."""
     if is_owned(parameter):
         raise ValueError(f"{fqn}: owned already; own every module once")

@@ -246,8 +246,8 @@ def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
     names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()), OWNER_AXIS)
-    ranks = joint.mesh.index_select(data_mesh.ndim - 1, torch.tensor(owners)).movedim(data_mesh.ndim - 1, -1)
-    return OwnerMesh(ranks.contiguous(), names, data_mesh, tuple(owners), inner)
+    ranks = torch.stack([joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners], dim=-1)
+    return OwnerMesh(ranks, names, data_mesh, tuple(owners), inner)
 
 
 def _mesh_of(owned: Tensor) -> OwnerMesh:

@@ -98,8 +98,10 @@ class OwnedParamGroup:
         # See [Note: owned tensors]: in another order an owner's run would have others' elements.
         self.params = tuple(sorted(params, key=lambda param: (len(param.parts) > 1, param.parts[0].owner)))
         self._comm, self._param_dtype = comm, param_dtype
+        # Once: in a forward of many experts the host would do little else.
+        self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._views: dict[OwnedParam, Tensor] = {}
         self._works: list[dist.Work] = []
         self._gathered: Any = None
         self._unchanged: AbstractContextManager[None] = nullcontext()
@@ -126,10 +128,9 @@ class OwnedParamGroup:
         # See [Note: streams and memory].
         streams.gather.wait_stream(streams.current)
         with streams.within(streams.gather):
-            for param, view in zip(self.params, self._views, strict=True):
-                for part in owned_by(self._comm.shard_rank, [param]):
-                    part.of(view).copy_(local(param.owned_param), non_blocking=True)
-            owners, sizes = runs(parts_of(self.params))
+            for part in self._mine:
+                part.of(self._views[part.param]).copy_(local(part.param.owned_param), non_blocking=True)
+            owners, sizes = self._runs
             self._works = self._comm.collectives.gather(owners, buffer.split(sizes))
             self._gathered = streams.gather.record_event()
         self._versions = self._owned_versions()
@@ -185,15 +186,16 @@ class OwnedParamGroup:
 
     def _owned_versions(self) -> list[int]:
         # An operation on the DTensor counts there alone, and one on its local tensor, as an optimizer's, there alone.
-        owned = [part.param.owned_param for part in owned_by(self._comm.shard_rank, self.params)]
+        owned = [part.param.owned_param for part in self._mine]
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:
         """The unsharded buffer with storage to be filled, and with its views and unsharded parameters."""
         if self._buffer is None:
             self._buffer = self._new_buffer()
-            self._views = views(self._buffer, [param.unsharded_size for param in self.params])
-            for param, view in zip(self.params, self._views, strict=True):
+            sizes = [param.unsharded_size for param in self.params]
+            self._views = dict(zip(self.params, views(self._buffer, sizes), strict=True))
+            for param, view in self._views.items():
                 param.init_unsharded_param(view)
         self._buffer.untyped_storage().resize_(self._buffer.nbytes)
         return self._buffer
@@ -205,7 +207,7 @@ class OwnedParamGroup:
                 raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
         own_dtype = self.params[0].owned_param.dtype
         dtype = own_dtype if self._param_dtype is None else self._param_dtype
-        return torch.empty(numel(parts_of(self.params)), dtype=dtype, device=self._comm.device)
+        return torch.empty(sum(self._runs[1]), dtype=dtype, device=self._comm.device)
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:

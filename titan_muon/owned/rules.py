@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from ..options import Owner, PlacementRule
+from ..options import OptionError, Owner, PlacementRule, check
 
 
 def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
@@ -21,11 +21,15 @@ def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[Placem
 
 
 def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
-    """Raise ValueError for a rule that no parameter follows, and for an owner of what is not owned."""
+    """Raise ValueError for a rule that no parameter follows, and for one that says what no rule can."""
     # A misspelt glob would otherwise leave its parameters where they were, and nothing would tell.
     used = {_first(name, rules) for name in names}
     for index, rule in enumerate(rules):
         place = f"placement.rule[{index}]"
+        try:
+            check(PlacementRule, vars(rule))
+        except OptionError as error:
+            raise ValueError(f"{place}.{error}") from error
         if index not in used:
             raise ValueError(
                 f"{place}.match = {rule.match!r} matches no parameter: nothing has such a name, or rules before it "
