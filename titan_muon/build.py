@@ -170,8 +170,10 @@ def storage_faults(planned: RankPlan, options: MuonOptions) -> Iterator[str]:
     for index, trained in enumerate(planned.params):
         where = storage_device(trained.param)
         if options.offload == "parameters" and trained.here and where.type != "cpu":
-            said = "is on {where}, and offload = 'parameters' takes what is on the host; offload all parameters or none"
-            yield f"{trained.fqn}: {said.format(where=where)}"
+            yield (
+                f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
+                "Muon's parameters there, or none"
+            )
         fault = storage_fault(trained.fqn, trained.param, planned.geometries[index], planned.program.rank)
         if fault is not None:
             yield fault

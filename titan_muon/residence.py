@@ -22,13 +22,23 @@ Views = list[LocalViews | None]
 Stage = Literal["advance", "apply"]
 Name = Literal["param", "average", "grad"]
 """A tensor of LocalViews."""
+Key = tuple[Name, int, int]
+"""Which tensor, of which parameter, from which row on."""
 
-TAKEN: Mapping[Offload, Mapping[Stage, tuple[Name, ...]]] = {
+
+@dataclass(frozen=True)
+class Taken:
+    """What a stage takes from the host: tensors that it changes, which go back, and others."""
+
+    changed: tuple[Name, ...]
+    read: tuple[Name, ...] = ()
+
+
+TAKEN: Mapping[Offload, Mapping[Stage, Taken]] = {
     "none": {},
-    "state": {"advance": ("average",)},
-    "parameters": {"advance": ("average", "grad"), "apply": ("param",)},
+    "state": {"advance": Taken(("average",))},
+    "parameters": {"advance": Taken(("average",), ("grad",)), "apply": Taken(("param",))},
 }
-"""What the stages of a step take from the host."""
 
 
 @dataclass(frozen=True)
@@ -82,23 +92,18 @@ class Offloaded(Resident):
     def __init__(self, stages: Iterable[StageUse], offload: Offload, window: Window) -> None:
         self._taken, self.window = TAKEN[offload], window
         self._stages = tuple(each for each in stages if each.stage in self._taken)
-        self._names = {name for names in self._taken.values() for name in names}
-        self._waiting: list[list[tuple[Name, int, int]]] = []
-        self._here: Mapping[tuple[Name, int, int], Tensor] = {}
+        self._names = {name for taken in self._taken.values() for name in (*taken.changed, *taken.read)}
+        self._waiting: list[list[Key]] = []
+        self._here: Mapping[Key, Tensor] = {}
 
     def begin(self, views: Views) -> None:
         """The first two loads come."""
         self._waiting, loads = [], []
         for each in self._stages:
-            found = {
-                (name, use.parameter, use.rows[0]): tensor[slice(*use.rows)]
-                for name in self._taken[each.stage]
-                for use in each.uses
-                if (tensor := _tensor(views[use.parameter], name)) is not None
-            }
-            self._waiting.append(list(found))
-            read = [tensor for (name, _, _), tensor in found.items() if name == "grad"]
-            loads.append(Load(list(found.values())[: len(found) - len(read)], read))
+            taken = self._taken[each.stage]
+            changed, read = (_rows(views, names, each.uses) for names in (taken.changed, taken.read))
+            self._waiting.append([*changed, *read])
+            loads.append(Load(list(changed.values()), list(read.values())))
         self.window.begin(loads)
 
     @contextmanager
@@ -131,9 +136,14 @@ class Offloaded(Resident):
         self.window.synchronize()
 
 
-def _tensor(stored: LocalViews | None, name: Name) -> Tensor | None:
-    found: Tensor | None = None if stored is None else getattr(stored, name)
-    return found
+def _rows(views: Views, names: Iterable[Name], uses: Iterable[Use]) -> dict[Key, Tensor]:
+    """The rows of these tensors that are there: a parameter that is left alone has none, nor has a missing gradient."""
+    return {
+        (name, use.parameter, use.rows[0]): tensor[slice(*use.rows)]
+        for name in names
+        for use in uses
+        if (tensor := getattr(views[use.parameter], name, None)) is not None
+    }
 
 
 def stage_uses(

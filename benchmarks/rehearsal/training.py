@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from unittest import mock
 
@@ -21,14 +21,17 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
-from titan_muon.offload import Window
+from titan_muon.offload import Load, Window
 from titan_muon.owned import private
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
 
 def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> Seen:
-    """Two training steps of one rank. Raises DeviceSync if the host waits in the optimizer step."""
+    """Two training steps of one rank.
+
+    Raises DeviceSync if the host waits in the optimizer step, but for parameters of its own (`enable_cpu_offload`).
+    """
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
         # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
@@ -98,7 +101,7 @@ class _Rehearsal:
             held, window = self._held(), dict[object, int]()
             begin = Window.begin
 
-            def begins(opened: Window, loads: Sequence[Sequence[Tensor]]) -> None:
+            def begins(opened: Window, loads: Sequence[Load]) -> None:
                 begin(opened, loads)
                 window.update(storages(opened.slots))
 
@@ -107,7 +110,9 @@ class _Rehearsal:
             self.counter.calls.clear()
             self.memory.reset()
             self.step_start = _bytes(self.memory.largest(), held)
-            with mock.patch.object(Window, "begin", begins), self.gpu.no_sync(), Operations() as operations:
+            on_host = self.trainer.config.training.enable_cpu_offload
+            waits = nullcontext() if on_host else self.gpu.no_sync()
+            with mock.patch.object(Window, "begin", begins), waits, Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)

@@ -86,7 +86,7 @@ def memory_per_rank(
     states_on_device, pinned_states = sum(states), 0
     if offload != "none":
         pinned_states = sum(host_bytes(size, device) for size in states)
-        states_on_device = _window_bytes(held, summary, offload)
+        states_on_device = _window_bytes(held, summary, recipe)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw", "adam"})
@@ -110,7 +110,7 @@ def _held(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Itera
 
 
 def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
-    """Most bytes of what is offloaded that the device has at one time in a step, with optimizers one after the other."""
+    """Most bytes of what is offloaded that the device has at a time in a step, with optimizers one after the other."""
     offload = offload_of(recipe)
     batched = (sum(each.moved(offload) for each in held if each.optimizer == name) for name in ("adamw", "adam"))
     most = max(LOADS_AT_ONCE * min(BATCH_BYTES, size) for size in batched)
