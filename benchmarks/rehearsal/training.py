@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from unittest import mock
 
@@ -110,9 +110,9 @@ class _Rehearsal:
             self.counter.calls.clear()
             self.memory.reset()
             self.step_start = _bytes(self.memory.largest(), held)
-            on_host = self.trainer.config.training.enable_cpu_offload
-            waits = nullcontext() if on_host else self.gpu.no_sync()
-            with mock.patch.object(Window, "begin", begins), waits, Operations() as operations:
+            unwatched = self.trainer.config.training.enable_cpu_offload
+            no_sync = _no_sync(self.gpu, unwatched=unwatched)
+            with mock.patch.object(Window, "begin", begins), no_sync, Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
@@ -169,10 +169,16 @@ def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
 
 def _operations_of_a_step(muon: Muon, gpu: FakeGpu) -> Counter[str]:
     give_gradients(parameter for group in muon.param_groups for parameter in group["params"])
-    with gpu.no_sync(), Operations() as operations:
+    unwatched = muon._options.offload == "parameters"
+    with _no_sync(gpu, unwatched=unwatched), Operations() as operations:
         muon.step()
     muon.zero_grad()
     return operations.counts
+
+
+def _no_sync(gpu: FakeGpu, *, unwatched: bool) -> AbstractContextManager[None]:
+    # The end of a step is waited for where parameters are on the host, which may read them next.
+    return nullcontext() if unwatched else gpu.no_sync()
 
 
 def give_gradients(parameters: Iterable[Tensor]) -> None:
