@@ -197,7 +197,10 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
 def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan = dry_run("llama_muon", 1, tmp_path, "--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16")
+    file = tmp_path / "plan.json"
+    words = ["--data.cache", str(tmp_path), "--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16"]
+    report(load(CONFIGS / "llama_muon.toml", words), 1, full=False, json=str(file), device="cpu")
+    plan = json.loads(file.read_text())
     memory, (cost,) = plan["memory"], plan["ranks"]
     parameters = sum(4 * prod(a["shape"]) for a in plan["parameters"])
     assert (memory["parameters"], memory["gradients"]) == (0, 0)

@@ -149,7 +149,6 @@ def rehearsed() -> dict[str, list[str]]:
         "offload",
         "offload owned",
         "host parameters",
-        "host parameters owned",
         "tensor parallel",
         "clipped",
         "same",
