@@ -149,6 +149,7 @@ def rehearsed() -> dict[str, list[str]]:
         "offload",
         "offload owned",
         "host parameters",
+        "host parameters owned",
         "tensor parallel",
         "clipped",
         "same",
