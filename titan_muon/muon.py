@@ -22,7 +22,7 @@ from .build import Built, build, iteration_of, plan_rank, rebuild, report_of, st
 from .dtensor import layout_of, mesh_groups
 from .exchange import Exchange
 from .faults import Fault, check_faults, fault_of, names_with
-from .options import HYPERPARAMETERS, Hyperparameters, Link, MuonOptions, Split, check
+from .options import HYPERPARAMETERS, Hyperparameters, Machine, MuonOptions, Split, check
 from .orthogonalize import DTYPES, Iteration
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
@@ -77,7 +77,7 @@ class Muon(Optimizer):
         release_grads: bool = False,
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
-        link: Link = MuonOptions.link,
+        machine: Machine = MuonOptions.machine,
     ) -> None:
         given = locals()
         options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})

@@ -169,7 +169,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
-    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
+    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
 
 
 def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -11,11 +11,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from titan_muon.build import planning_machine
 from titan_muon.dtensor import local
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
+from titan_muon.plan.timeline import Timeline, timeline
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import (
     optimizer_lines,
@@ -45,7 +47,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     # Who asks for a number of ranks plans a cluster, and mostly at a laptop, whose CPU says nothing of it.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
     stages = range(recipe.parallelism.pipeline_parallel_degree)
-    parts = [_part(build_meta_model(recipe, world, kind, stage=stage), recipe) for stage in stages]
+    parts = [_part(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
     # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
     print(to_toml(recipe))
     for part in parts:
@@ -53,7 +55,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
     print("\n".join(["", *counts, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
-        lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
+        lines = [*plan_lines(part.meta.plan, part.summary, part.timeline), "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -70,14 +72,16 @@ class Part:
 
     meta: MetaModel
     summary: Summary | None
+    timeline: Timeline | None
     loads: Mapping[int, OwnedTotals]
     memory: Memory
 
 
-def _part(meta: MetaModel, recipe: Recipe) -> Part:
+def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
+    played = None if meta.plan is None else timeline(meta.plan, planning_machine(recipe.machine, kind))
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, loads, memory_per_rank(meta, summary, loads, recipe.muon.state_dtype))
+    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe.muon.state_dtype))
 
 
 def _headed(part: Part, text: str) -> str:
