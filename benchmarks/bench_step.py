@@ -43,7 +43,7 @@ class Counts:
     Attributes:
         bytes_sent: to other ranks.
         calls: collectives that carry matrices.
-        agreements: all-reduces of at most a byte per parameter, by which ranks agree.
+        agreements: all-reduces of at most 4 bytes per parameter, by which ranks tell each other of faults.
         ns_flops: of matrix products.
         bytes_kept: allocated by the optimizer at construction or in its first step, sharded momentum not counted.
         bytes_new: most that was allocated beyond that during a later step.
@@ -99,7 +99,7 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
     _, new, _ = allocated(optimizer.step, device)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         optimizer.step()
-    agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= len(params)]
+    agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= 4 * len(params)]
     matrices = [call for call in counter.calls if call not in agreements]
     momentum = sum(param.to_local().nbytes for param in params.values())  # type: ignore[attr-defined]
     sent = sum(call.sent for call in matrices)

@@ -32,6 +32,7 @@ SECONDS = 1800
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "FSDP": (),
+    "FSDP, offload": ("--optimizer.offload", "state"),
     "owned": ("--placement.muon", "owned"),
     "TP 8": ("--parallelism.tensor_parallel_degree", "8"),
     "HSDP 8": ("--parallelism.data_parallel_replicate_degree", "8"),
@@ -46,7 +47,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8"),
-    "qwen3_8b": ("FSDP", "HSDP 8, owned", "TP 8"),
+    "qwen3_8b": ("FSDP, offload", "HSDP 8, owned", "TP 8"),
     "llama3_8b": ("TP 8", "HSDP 8", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
     "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 8, EP 8"),
@@ -152,8 +153,8 @@ def _run(arguments: Sequence[str]) -> str:
 
 def markdown(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """A table of the first rank of each case."""
-    yield "| recipe | ranks | layout | parameters | states | buffers | peak of training | peak of the step | launches "
-    yield "| calls: training, step | faults |"
+    sizes = "parameters | states | buffers | peak of training | peak of the step"
+    yield f"| recipe | ranks | layout | {sizes} | launches | calls: training, step | faults |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for outcome in outcomes:
         case, fault = outcome.case, "; ".join(outcome.faults) or "none"

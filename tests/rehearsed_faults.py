@@ -33,6 +33,7 @@ def main(folder: Path) -> dict[str, list[str]]:
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.exchange import Exchange
         from titan_muon.executor import Executor
+        from titan_muon.offload import Window
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
@@ -78,12 +79,26 @@ def main(folder: Path) -> dict[str, list[str]]:
             plan = expect(**values)
             return list(faults(seen(plan.fullest, **values), plan))
 
+        def offloaded_on_the_device() -> list[str]:
+            plan, give_back = expect(optimizer__offload="state"), Window.give_back
+
+            def keeps_load(self: Window) -> None:
+                kept.append(torch.empty(2**25, device="cuda"))
+                give_back(self)
+
+            with mock.patch.object(Window, "give_back", keeps_load):
+                return list(faults(seen(plan.fullest, optimizer__offload="state"), plan))
+
         expected, first = expect(), seen()
         parallel = {"parallelism__tensor_parallel_degree": 2, "loss__chunks": 8}
         return {
             "none": list(faults(first, expected)),
             "owned": right(placement__muon="owned"),
+            "offload": right(optimizer__offload="state"),
+            "offload owned": right(optimizer__offload="state", placement__muon="owned", adamw__state_dtype="bfloat16"),
+            "offloaded and on the device": offloaded_on_the_device(),
             "tensor parallel": right(**parallel),
+            "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),
             "item": said(mock.patch.object(Executor, "finish", item)),
             "kept": said(mock.patch.object(Exchange, "wait", keeps)),

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 Ranks = tuple[int, ...]
 
@@ -37,19 +38,21 @@ class PlanReport:
 
 
 class Agreement:
-    """All ranks of the default process group, comparing plans on the host before anything is exchanged.
+    """All ranks of the default process group, comparing plans before anything is exchanged.
 
     Every rank of the world takes part, whether it trains matrices or not: process groups are made by all ranks, and a
     pipeline stage with the embedding alone would otherwise leave the others waiting.
+
+    Attributes:
+        peers: process group of the ranks that must do the same in every step as this one, or None if there are none.
     """
 
     def __init__(self) -> None:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
-        self._host_groups: dict[Ranks, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
-        self._peers: dist.ProcessGroup | None = None
+        self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
         """Compare reports, make all process groups and use each once.
@@ -65,12 +68,11 @@ class Agreement:
         for ranks in sorted({ranks for each in reports.values() for ranks in each.groups}):
             if ranks not in self._groups:
                 self._groups[ranks] = self._made_group(ranks)
-        if dist.get_backend() == "nccl":
-            for ranks in sorted({ranks for each in reports.values() for ranks in each.sharing}):
-                self._host_group(ranks)
         mine = next((ranks for ranks in report.sharing if self._rank in ranks), None)
-        self._peers = None if mine is None else self._host_group(mine)
+        self.peers = None if mine is None else self.group(mine)
         self._warm_up([ranks for ranks in report.buckets if self._rank in ranks], device)
+        if self.peers is not None:
+            dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
     def _exchanged(self, report: PlanReport) -> tuple[list[bytes], dict[bytes, PlanReport]]:
         """The digest of every rank's report, and one report for each digest."""
@@ -79,17 +81,16 @@ class Agreement:
             return [digest], {digest: report}
         # Digests, not reports: those of 1,024 ranks would be megabytes on each of them. Ranks that planned the same
         # have equal reports, so the lowest of them speaks for all; there are as many as pipeline stages.
-        world = self._host_group(tuple(range(self._size)))
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
         # The fake process group of dry runs fills no outputs: there every rank is like this one.
         every = [mine.clone() for _ in range(self._size)]
-        dist.all_gather(every, mine, group=world)
+        dist.all_gather(every, mine)
         digests = [bytes(each.tolist()) for each in every]
         first = {each: rank for rank, each in reversed(list(enumerate(digests)))}
         reports = {digest: report}
         for each, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
             said = [report if rank == self._rank else None]
-            dist.broadcast_object_list(said, src=rank, group=world)
+            dist.broadcast_object_list(said, src=rank, device=_device())
             assert said[0] is not None, f"rank {rank} reported nothing"
             reports[each] = said[0]
         return digests, reports
@@ -101,21 +102,20 @@ class Agreement:
             if fault is not None:
                 raise fault
             return
-        world = self._host_group(tuple(range(self._size)))
-        lowest = torch.tensor([self._size if fault is None else self._rank], device="cpu")
-        dist.all_reduce(lowest, dist.ReduceOp.MIN, group=world)
+        lowest = torch.tensor([self._size if fault is None else self._rank], device=_device())
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
         rank = int(lowest.item())
         if rank < self._size:
             said = [None if fault is None else str(fault)]
-            dist.broadcast_object_list(said, src=rank, group=world)
+            dist.broadcast_object_list(said, src=rank, device=_device())
             raise ValueError(f"{said[0]} (on rank {rank})")
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank of the world."""
         if self._size == 1:
             return value
-        found = torch.tensor([int(value)], device="cpu")
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._host_group(tuple(range(self._size))))
+        found = torch.tensor([int(value)], device=_device())
+        dist.all_reduce(found, dist.ReduceOp.MAX)
         return bool(found.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
@@ -123,11 +123,16 @@ class Agreement:
         return self._groups[ranks] if len(ranks) < self._size else _world()
 
     def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
-        """The largest of each code, 0 to 255, over the ranks that share matrices."""
-        tensor = torch.tensor(codes, dtype=torch.uint8, device="cpu")
-        if self._peers is not None:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._peers)
+        """The largest of each code over the peers. The host waits for all of them, and for the device."""
+        if self.peers is None:
+            return list(codes)
+        tensor = torch.tensor(codes, dtype=torch.int32, device=_device())
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers)
         return [int(code) for code in tensor.tolist()]
+
+    def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
+        """Begin to put the largest of each element over the peers into a tensor; None if there is no peer."""
+        return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have collectives of the groups made here fail after `timeout`; those of meshes are their owner's."""
@@ -142,21 +147,13 @@ class Agreement:
             dist.destroy_process_group(group)
         self._made.clear()
 
-    def _made_group(self, ranks: Ranks, backend: str | None = None) -> dist.ProcessGroup:
+    def _made_group(self, ranks: Ranks) -> dist.ProcessGroup:
         # Every rank makes every group, in one order, members or not. Were a group made by its members alone, torch
         # would name it by a count of groups that differs between ranks, and they would wait for each other forever.
-        group = dist.new_group(list(ranks), backend=backend, timeout=world_timeout())
+        group = dist.new_group(list(ranks), timeout=world_timeout())
         if self._rank in ranks:
             self._made.append(group)
         return group
-
-    def _host_group(self, ranks: Ranks) -> dist.ProcessGroup:
-        # NCCL would copy to the device, and the host would wait for all that is queued there.
-        if dist.get_backend() != "nccl":
-            return self.group(ranks)
-        if ranks not in self._host_groups:
-            self._host_groups[ranks] = self._made_group(ranks, "gloo")
-        return self._host_groups[ranks]
 
     def _warm_up(self, used: Sequence[Ranks], device: torch.device) -> None:
         """Open the connections of the groups that this rank uses, in one order on all of their members."""
@@ -200,7 +197,19 @@ def world_timeout() -> timedelta | None:
     return None
 
 
+def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
+    """Begin to put the largest of each element over a group's ranks, by default all, into a tensor; None if alone."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return None
+    return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
+
+
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "the default process group exists while ranks meet"
     return world
+
+
+def _device() -> torch.device:
+    """Where tensors are that the default process group carries."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -16,10 +16,10 @@ from .agreement import Agreement, PlanReport
 from .dtensor import mesh_axes, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
-from .faults import NonfiniteCounter
+from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
+from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
-from .options import MuonOptions, OptionError
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work
@@ -37,7 +37,7 @@ class Built:
 
     planned: RankPlan
     exchange: Exchange
-    counter: NonfiniteCounter | None
+    faults: FaultReport
     executor: Executor
 
 
@@ -121,6 +121,34 @@ def iteration_of(group: Mapping[str, Any]) -> Iteration:
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
+def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
+    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
+    try:
+        return iteration_of(group) != planned
+    except ValueError:
+        return True
+
+
+def faults_here(planned: RankPlan, state: Mapping[Tensor, Mapping[str, Any]]) -> list[Fault]:
+    """What is wrong with each parameter on this rank before a step; `state` is the optimizer's."""
+    return [
+        Fault.NEWTON_SCHULZ_CHANGED
+        if iteration_changed(trained.group, iteration)
+        else fault_of(trained, state.get(trained.param, {}).get("momentum_buffer"))
+        for trained, iteration in zip(planned.params, planned.iterations, strict=True)
+    ]
+
+
+def check_group(group: Mapping[str, Any]) -> None:
+    """Raise ValueError unless a group has names and hyperparameters in range."""
+    if "param_names" not in group:
+        raise ValueError(
+            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
+        )
+    check(Hyperparameters, group)
+    iteration_of(group)
+
+
 def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> PlanReport:
     """What the ranks that made this plan have to agree on with the others before the first step."""
     plan = planned.plan
@@ -136,11 +164,10 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
     # those outside of a mesh too.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     there = {world, *(axis for trained in planned.params for axis in mesh_axes(trained.param))}
-    wanted = buckets if dist.is_initialized() and dist.get_backend() == "nccl" else (*buckets, *sharing)
     return PlanReport(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
-        groups=tuple(sorted(set(wanted) - there)),
+        groups=tuple(sorted({*buckets, *sharing} - there)),
         sharing=sharing,
         signature=f"{plan.digest()} {options.wire_dtype} {options.missing_grad} {options.nonfinite} {hyperparameters}",
     )
@@ -168,24 +195,24 @@ def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agr
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
-    counter = None
-    if options.nonfinite != "propagate":
-        counter = NonfiniteCounter(len(planned.params), planned.device)
-    return Built(planned, exchange, counter, executor_of(planned, exchange, counter, options))
+    faults = FaultReport(len(planned.params), planned.device, agreement)
+    return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
 
 
-def executor_of(
-    planned: RankPlan, exchange: Exchange, counter: NonfiniteCounter | None, options: MuonOptions
-) -> Executor:
+def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, options: MuonOptions) -> Executor:
     """The executor of a plan."""
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
-    return Executor(planned, exchange, counter, releases=options.release_grads, dtype=dtype)
+    offloaded = options.offload == "state"
+    zeroes = options.nonfinite != "propagate"
+    return Executor(
+        planned, exchange, faults, zeroes=zeroes, releases=options.release_grads, offloaded=offloaded, dtype=dtype
+    )
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:
     """The same plan and buffers for parameters whose state or hyperparameters were replaced."""
     planned = replace(built.planned, params=tuple(params))
-    executor = executor_of(planned, built.exchange, built.counter, options)
+    executor = executor_of(planned, built.exchange, built.faults, options)
     return replace(built, planned=planned, executor=executor)

@@ -1,12 +1,12 @@
 """Buffers and collectives that assemble sharded matrices at their owners and bring the results back.
 
 Every collective is asynchronous: `wait` blocks the host on gloo, and only the current stream on NCCL, whose own stream
-carries the transfer. Buffers are allocated once and used by every step.
+carries the transfer. Buffers and their views are made once and used by every step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -195,6 +195,12 @@ class Exchange:
         self._pending: dict[int, list[dist.Work]] = {}
         self._slots = make_slots(program, device, dtype)
         self.buckets = tuple(bucket_buffers(r, program.rank, s) for r, s in zip(self._runs, self._slots, strict=True))
+
+    @property
+    def buffers(self) -> Iterator[Tensor]:
+        """All buffers, some of them several times."""
+        for slot in self._slots:
+            yield from (slot.home, slot.inbox, slot.outbox)
 
     @property
     def traffic(self) -> Traffic:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -11,22 +12,22 @@ from torch import Tensor
 
 from . import update
 from .exchange import BucketBuffers, Exchange
-from .faults import NonfiniteCounter
+from .faults import FaultReport
+from .momentum import Momentum, OffloadedMomentum, Use, Views, uses_of
 from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
-from .params import LocalViews, TrainedParam
+from .params import TrainedParam
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
+from .plan.schedule import Act
 from .plan.types import Plan
+from .step_memory import StepMemory
 
 TOGETHER_BYTES = 2**25
 """Most bytes of pieces whose momentum an accelerator advances in one launch; as many are new memory meanwhile."""
 
 HOME = -1
 """In place of a bucket's number: the matrices that are whole on this rank."""
-
-Views = list[LocalViews | None]
-"""Storage of each parameter in the plan's order; None for those that are left alone in this step."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,10 @@ class Executor:
     Args:
         planned: plan of the step, and this rank's part in it.
         exchange: buffers and collectives of that part.
-        counter: counter of matrices that are not finite, whose update is then zero; None to let them be.
+        report: where matrices that are not finite are noted.
+        zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
+        offloaded: whether the momentum is on the host.
         dtype: dtype in which matrices are made whole.
     """
 
@@ -117,12 +120,15 @@ class Executor:
         self,
         planned: RankPlan,
         exchange: Exchange,
-        counter: NonfiniteCounter | None,
+        report: FaultReport,
         *,
+        zeroes: bool,
         releases: bool,
+        offloaded: bool,
         dtype: torch.dtype,
     ) -> None:
-        self._planned, self._exchange, self._counter, self._releases = planned, exchange, counter, releases
+        self._planned, self._exchange, self._report = planned, exchange, report
+        self._zeroes, self._releases = zeroes, releases
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
         # The CPU's caches like one piece at a time; an accelerator likes few launches.
@@ -135,8 +141,10 @@ class Executor:
         workspace = torch.empty(largest, dtype=dtype, device=planned.device)
         self.home_batches = tuple(self._batch(chosen, workspace) for chosen in at_home)
         self.bucket_batches = tuple(tuple(self._batch(chosen, workspace) for chosen in run) for run in in_buckets)
+        self._memory = StepMemory((*exchange.buffers, workspace))
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
+        self.momentum = OffloadedMomentum(tuple(self._uses()), planned.device) if offloaded else Momentum()
 
     def _numel(self, chosen: Sequence[int]) -> int:
         return len(chosen) * self._matrices[chosen[0]].numel
@@ -156,18 +164,34 @@ class Executor:
             for piece in buffers.stored
         }
 
-    def begin(self) -> None:
-        """Start counting what this step orthogonalizes."""
+    def _uses(self) -> Iterator[tuple[Use, ...]]:
+        """What momentum is advanced together, in the order of the step."""
+        for act, number in self._planned.program.turns:
+            if act is Act.HOME:
+                for batch in self.home_batches:
+                    yield uses_of([(self._matrices[m].parameter, self._home_spans[m]) for m in batch.matrices])
+            elif act is Act.GATHER:
+                for bucket in self._planned.program.rounds[number]:
+                    stored = self._exchange.buckets[bucket].stored
+                    yield uses_of([(self._matrices[piece.matrix].parameter, piece.spans) for piece in stored])
+
+    def begin(self, views: Views) -> None:
+        """Take the step's memory, and bring its first momentum if that is on the host."""
+        self._memory.take()
         self.orthogonalized = 0
+        self.momentum.begin(views)
 
     def advance_momentum(self, bucket: int, views: Views) -> None:
         """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
         buffers = self._exchange.buckets[bucket]
-        self._advance(
-            piece
-            for stored in buffers.stored
-            for piece in self._momentum_pieces(stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views)
-        )
+        with self.momentum.there():
+            self._advance(
+                piece
+                for stored in buffers.stored
+                for piece in self._momentum_pieces(
+                    stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views
+                )
+            )
         self._release((stored.matrix for stored in buffers.stored), views, bucket)
 
     def orthogonalize(self, bucket: int, views: Views) -> None:
@@ -191,11 +215,12 @@ class Executor:
     def step_home(self, views: Views) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
         for batch in self.home_batches:
-            self._advance(
-                piece
-                for place, matrix in enumerate(batch.matrices)
-                for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
-            )
+            with self.momentum.there():
+                self._advance(
+                    piece
+                    for place, matrix in enumerate(batch.matrices)
+                    for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
+                )
             # Not a variable, as in `orthogonalize`.
             self._apply_home(batch, self._newton_schulz(batch, views), views)
         self._release(self._home_spans, views, HOME)
@@ -208,12 +233,13 @@ class Executor:
         )
 
     def finish(self) -> None:
-        """Stage 7: start telling the host what was not finite.
+        """Stage 7: start telling all ranks what was wrong, behind the last momentum that goes back to the host.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
-        if self._counter is not None:
-            self._counter.send()
+        self.momentum.end()
+        self._report.send()
+        self._memory.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 
@@ -222,12 +248,16 @@ class Executor:
     ) -> Iterator[MomentumPiece]:
         index = self._matrices[matrix].parameter
         stored, group = views[index], self._planned.params[index].group
-        if stored is None:
+        if stored is None or stored.missing:
+            if packed is not None:
+                # The owner, which may be another rank, then sees a matrix that is not finite, and updates nothing.
+                packed.fill_(math.nan)
             return
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in places:
             target = None if packed is None else packed[span.piece]
-            yield MomentumPiece(group, stored.average[span.local], stored.grad[span.local], target)
+            average = self.momentum.rectangle(index, stored, span)
+            yield MomentumPiece(group, average, stored.grad[span.local], target)
 
     def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
         for alike in _grouped(pieces, self._together):
@@ -237,7 +267,7 @@ class Executor:
                 [piece.packed for piece in alike if piece.packed is not None],
                 alike[0].group["momentum"],
                 alike[0].group["nesterov"],
-                self._counter is not None,
+                self._zeroes,
             )
 
     def _update_pieces(
@@ -264,8 +294,8 @@ class Executor:
             if views[self._matrices[matrix].parameter] is None:
                 # Nothing was packed: what is there is of another step, or was never written.
                 batch.whole[place].zero_()
-        if self._counter is not None:
-            self._counter.add(batch.parameters, zero_nonfinite_(batch.whole))
+        if self._zeroes:
+            self._report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole))
         return orthogonalize(batch.whole, batch.iteration, batch.method)
 
     def _release(self, read: Iterable[int], views: Views, bucket: int) -> None:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
+from .agreement import Agreement
 from .dtensor import local
 from .params import TrainedParam, placement_key
 
 
 class Fault(IntEnum):
-    """What is wrong with a parameter in this step; of several ranks' faults the largest counts."""
+    """What is wrong with a parameter in a step; of several ranks' faults the largest counts."""
 
     NONE = 0
     NOT_FINITE = 1
@@ -21,6 +24,7 @@ class Fault(IntEnum):
     GRADIENT_ELSEWHERE = 3
     RESHARDED = 4
     NEWTON_SCHULZ_CHANGED = 5
+    STATE_REPLACED = 6
 
 
 REMEDIES: Mapping[Fault, str] = {
@@ -33,17 +37,22 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was "
     "built; build it anew",
+    Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
+    "the old one; load it with load_state_dict, or move it with offload() and reload()",
 }
 
 
-def fault_of(trained: TrainedParam) -> Fault:
-    """What is wrong with a parameter on this rank now."""
+def fault_of(trained: TrainedParam, average: Tensor | None) -> Fault:
+    """What is wrong with a parameter on this rank now, and with `average`, which the optimizer has as its momentum."""
     grad = trained.param.grad
     # A rank outside of the mesh gets no gradient in backward, and needs none.
     if not trained.here:
         return Fault.NONE
     if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
         return Fault.RESHARDED
+    # The step goes on with the tensor that it was built for: it would train one, and checkpoints save another.
+    if average is not trained.average or local(average).device.type != trained.average_device:
+        return Fault.STATE_REPLACED
     if grad is None:
         return Fault.NO_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
@@ -63,40 +72,63 @@ def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: F
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
 
-class NonfiniteCounter:
-    """Counts matrices that were not finite on the device, and tells the host without waiting for it.
+class FaultReport:
+    """What was wrong with each parameter in a step on any rank, told to all of them without waiting.
 
-    To ask the device in the step would be to wait for all that is queued there. So the counts are copied to the host at
-    the end of a step and read at the beginning of the next, when the copy has long been done.
+    To ask the device or another host in the step would be to wait for all that is queued there. So faults are kept on
+    the device, the largest over the ranks goes to the host at the end of the step, and the next one reads it, when it
+    has long been there.
 
     Args:
         parameters: number of parameters.
         device: device on which matrices are orthogonalized.
+        agreement: the ranks that are told of each other's faults.
     """
 
-    def __init__(self, parameters: int, device: torch.device) -> None:
-        self._counts = torch.zeros(parameters, dtype=torch.int32, device=device)
-        copied = device.type != "cpu"
-        self._on_host = torch.zeros_like(self._counts, device="cpu", pin_memory=True) if copied else self._counts
-        self._sent = torch.Event(device) if copied else None
+    def __init__(self, parameters: int, device: torch.device, agreement: Agreement) -> None:
+        self._found = torch.zeros(parameters, dtype=torch.int32, device=device)
+        self._told = torch.zeros_like(self._found)
+        self._agreement = agreement
+        self._work: Work | None = None
+        self._copied = device.type != "cpu"
+        self._on_host = torch.zeros_like(self._told, device="cpu", pin_memory=True) if self._copied else self._told
+        self._module: Any = torch.get_device_module(device)
+        self._stream, self._sent = self._module.Stream(), self._module.Event()
 
-    def add(self, parameters: Tensor, broken: Tensor) -> None:
-        """Count matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
-        self._counts.index_add_(0, parameters, broken.to(torch.int32))
+    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
+        """Note matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
+        self._found.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
+
+    def add(self, faults: Sequence[Fault]) -> None:
+        """Note what this host found wrong with each parameter."""
+        if any(faults):
+            found = torch.tensor(faults, dtype=torch.int32, device=self._found.device)
+            torch.maximum(self._found, found, out=self._found)
 
     def send(self) -> None:
-        """Start the copy to the host."""
-        if self._sent is not None:
-            self._on_host.copy_(self._counts, non_blocking=True)
+        """Start telling all ranks what was found since the last `send`."""
+        self._told.copy_(self._found)
+        self._found.zero_()
+        self._work = self._agreement.start_max_over_peers(self._told)
+        if not self._copied:
+            return
+        # On a stream of its own: what is computed next need not wait for the ranks that are late.
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            if self._work is not None:
+                self._work.wait()
+            self._on_host.copy_(self._told, non_blocking=True)
             self._sent.record()
 
-    def read(self) -> list[int]:
-        """Matrices that were not finite since the last `clear`, by parameter, as of the last `send`."""
-        if self._sent is not None:
+    def read(self) -> list[Fault]:
+        """The largest fault of each parameter on any rank in the step before; the same on all ranks of the group."""
+        if self._copied:
             self._sent.synchronize()
-        return self._on_host.tolist()
+        elif self._work is not None:
+            self._work.wait()
+        self._work = None
+        return [Fault(code) for code in self._on_host.tolist()]
 
     def clear(self) -> None:
-        """Start counting from zero, so that what was not finite is told once."""
-        self._counts.zero_()
+        """Forget what was told, so that it is told once."""
         self._on_host.zero_()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -18,15 +18,27 @@ from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement
-from .build import Built, build, iteration_of, plan_rank, rebuild, report_of, storage_faults
-from .dtensor import layout_of, mesh_groups
+from .build import (
+    Built,
+    build,
+    check_group,
+    faults_here,
+    iteration_changed,
+    plan_rank,
+    rebuild,
+    report_of,
+    storage_faults,
+)
+from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
-from .faults import Fault, check_faults, fault_of, names_with
-from .options import HYPERPARAMETERS, Hyperparameters, Machine, MuonOptions, Split, check
-from .orthogonalize import DTYPES, Iteration
+from .faults import Fault, check_faults, names_with
+from .offload import moved_state, new_state
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
+from .orthogonalize import DTYPES
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
+from .saved import SavedAverage, saved_averages
 
 
 class Muon(Optimizer):
@@ -78,6 +90,7 @@ class Muon(Optimizer):
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
+        offload: Offload = "none",
     ) -> None:
         given = locals()
         options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
@@ -127,9 +140,9 @@ class Muon(Optimizer):
                 loss = closure()
         built = self._built
         executor, exchange, program = built.executor, built.exchange, built.planned.program
-        # Stage 1, check: what is missing on one rank is an error on all, or skipped on all, before anything changes.
+        # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
         views = self._check_gradients()
-        executor.begin()
+        executor.begin(views)
         # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
         # is orthogonalized the next ones are being gathered, and earlier ones return.
         for act, number in program.turns:
@@ -139,7 +152,8 @@ class Muon(Optimizer):
                 continue
             for bucket in program.rounds[number]:
                 if act is Act.GATHER:
-                    # Stage 2, momentum: on the parameter's own storage. Stage 3, gather: pieces to their owners.
+                    # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before it and goes back
+                    # behind it. Stage 3, gather: pieces to their owners.
                     executor.advance_momentum(bucket, views)
                     exchange.gather(bucket)
                 elif act is Act.ORTHOGONALIZE:
@@ -151,39 +165,57 @@ class Muon(Optimizer):
                     # Stage 6, apply: decay and update, on the parameter's own storage.
                     exchange.wait(bucket)
                     executor.apply(bucket, views)
-        # Stage 7, tell: what was not finite is on its way to the host, for the check of the next step.
+        # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
         return loss
 
     def _check_gradients(self) -> list[LocalViews | None]:
-        """The views of each parameter, None for those that every rank skips. Raises ValueError on all ranks alike."""
-        built, planned = self._built, self._built.planned
-        found = [
-            Fault.NEWTON_SCHULZ_CHANGED if _changed(trained.group, iteration) else fault_of(trained)
-            for trained, iteration in zip(planned.params, planned.iterations, strict=True)
+        """The views of each parameter, None for those that are left alone. Raises ValueError on all ranks alike."""
+        built, params = self._built, self._built.planned.params
+        found = faults_here(built.planned, self.state)
+        if self._agrees_first:
+            # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
+            found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
+            self._raise_faults([max(pair) for pair in zip(found, built.faults.read(), strict=True)])
+        else:
+            # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without these
+            # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
+            self._raise_faults(built.faults.read())
+            built.faults.add(found)
+        stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
+        return [
+            local_views(trained, parameter) if trained.here and fault in stepped else None
+            for trained, parameter, fault in zip(params, built.planned.plan.parameters, found, strict=True)
         ]
-        if built.counter is not None:
-            broken = (Fault.NOT_FINITE if count else Fault.NONE for count in built.counter.read())
-            found = [max(pair) for pair in zip(found, broken, strict=True)]
-        # Each rank sees its own gradients alone. Were one to skip or raise by itself, others would wait for its pieces.
-        faults = [Fault(code) for code in self._agreement.max_over_ranks(found)]
-        self._tell_nonfinite_once(faults)
+
+    @property
+    def _agrees_first(self) -> bool:
+        """Whether the host asks the other ranks about gradients in each step, or has none to ask."""
+        # A parameter is left alone by all ranks only if they know before their momentum changes. And what is missing is
+        # sent as NaN, which must not get into the weights where NaN is let be.
+        options = self._options
+        return self._agreement.peers is None or options.missing_grad == "skip" or options.nonfinite == "propagate"
+
+    def check_last_step(self) -> None:
+        """Raise ValueError for what was missing or not finite in the last step, as the next step would.
+
+        All ranks call it together, and wait for the device: before weights are saved, and at the end of training.
+        `state_dict` calls it.
+        """
+        if self._build is not None:
+            self._raise_faults(self._build.faults.read())
+
+    def _raise_faults(self, faults: Sequence[Fault]) -> None:
+        """Raise ValueError for faults that are the same on all ranks; warn of those that the options allow."""
+        params = self._built.planned.params
         allowed = [Fault.NOT_FINITE] if self._options.nonfinite == "skip" else []
         if self._options.missing_grad == "skip":
             allowed.append(Fault.NO_GRADIENT)
-        check_faults(planned.params, faults, allowed)
-        return [
-            local_views(trained, parameter) if trained.here and fault != Fault.NO_GRADIENT else None
-            for trained, parameter, fault in zip(planned.params, planned.plan.parameters, faults, strict=True)
-        ]
-
-    def _tell_nonfinite_once(self, faults: Sequence[Fault]) -> None:
-        names, counter = names_with(self._built.planned.params, faults, Fault.NOT_FINITE), self._built.counter
-        if names and counter is not None:
-            counter.clear()
-            if self._options.nonfinite == "skip":
-                message = f"{names}: not finite; the update of those matrices was zero in a step"
-                warnings.warn(message, stacklevel=4)
+        self._built.faults.clear()
+        check_faults(params, faults, allowed)
+        names = names_with(params, faults, Fault.NOT_FINITE)
+        if names:
+            warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. All ranks of the default process group call it together.
@@ -191,19 +223,23 @@ class Muon(Optimizer):
         Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
         parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        averages: dict[Tensor, Tensor] = {}
+        saved: dict[Any, SavedAverage] = {}
         fault: ValueError | None = None
         try:
-            averages = dict(self._saved_averages(state_dict))
+            saved = {each.key: each for each in saved_averages(self.param_groups, state_dict)}
         except ValueError as error:
             fault = error
         self._agreement.raise_together(fault)
-        super().load_state_dict(state_dict)
-        dtype = DTYPES[self._options.state_dtype]
-        for parameter, average in averages.items():
-            # Optimizer.load_state_dict rounds state to the parameter's dtype, and a checkpoint may be on the host.
-            loaded = average.detach().to(device=parameter.device, dtype=dtype, copy=True)
-            self.state[parameter]["momentum_buffer"] = loaded
+        self._synchronize()
+        current = {trained.param: trained.average for trained in self._built.planned.params}
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
+        others = {key: state for key, state in state_dict["state"].items() if key not in saved}
+        super().load_state_dict({**state_dict, "state": others})
+        for each in saved.values():
+            # In place, since there may not be room for all of it twice; what was frozen had none.
+            average = current[each.param] if each.param in current else self._new_average(each.param)
+            local(average).copy_(local(each.average))
+            self.state[each.param]["momentum_buffer"] = average
         self._resume()
 
     def _resume(self) -> None:
@@ -211,36 +247,47 @@ class Muon(Optimizer):
         planned, params = self._built.planned, tuple(self._trained_params())
         # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
         changed = [t.fqn for t in params] != [t.fqn for t in planned.params] or any(
-            _changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
+            iteration_changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
         )
         if self._agreement.any_rank(changed):
             self._plan_and_build()
         else:
             self._build = rebuild(self._built, params, self._options)
 
-    def _saved_averages(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each trained parameter with its momentum in a state dict."""
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ValueError(
-                f"the state dict has {len(groups)} parameter groups, and this Muon {len(self.param_groups)}"
-            )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            missing = [name for name in HYPERPARAMETERS if name not in saved]
-            if missing:
-                said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
-                raise ValueError(f"{said}; add them to load its momentum")
-            _check_group({**saved, "param_names": group["param_names"]})
-            names = group["param_names"]
-            if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
-                raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")
-            for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=True):
-                if not parameter.requires_grad:
-                    continue
-                average = state_dict["state"].get(key, {}).get("momentum_buffer")
-                if average is None or placement_key(average) != placement_key(parameter):
-                    raise ValueError(f"{fqn}: the state dict has no momentum with the parameter's mesh and placements")
-                yield parameter, average
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host.
+
+        All ranks call it together. Raises ValueError as `check_last_step`.
+        """
+        self.check_last_step()
+        self._synchronize()
+        return super().state_dict()
+
+    def offload(self) -> None:
+        """Keep the momentum on the host from now on: pinned, and brought to the device bucket by bucket in a step."""
+        self._move("state")
+
+    def reload(self) -> None:
+        """Keep the momentum on the device from now on."""
+        self._move("none")
+
+    def _move(self, to: Offload) -> None:
+        if self._options.offload == to:
+            return
+        self._synchronize()
+        self._options = replace(self._options, offload=to)
+        params = []
+        for trained in self._built.planned.params:
+            state = self.state[trained.param]
+            average = moved_state(state["momentum_buffer"], trained.param, on_host=to == "state")
+            state["momentum_buffer"] = average
+            params.append(replace(trained, average=average, average_device=local(average).device.type))
+        self._build = rebuild(self._built, params, self._options)
+
+    def _synchronize(self) -> None:
+        """Have the host wait for the momentum that is on its way to it."""
+        if self._build is not None:
+            self._build.executor.momentum.synchronize()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
@@ -264,7 +311,7 @@ class Muon(Optimizer):
         fault: ValueError | None = None
         try:
             for group in self.param_groups:
-                _check_group(group)
+                check_group(group)
             planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
             report = report_of(planned, self._options, self.param_groups)
             fault = next((ValueError(text) for text in storage_faults(planned)), None)
@@ -294,25 +341,10 @@ class Muon(Optimizer):
             raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
         state = self.state[parameter]
         if "momentum_buffer" not in state:
-            # Placed as the parameter is, so that a checkpoint reshards both alike.
-            state["momentum_buffer"] = torch.zeros_like(parameter, dtype=DTYPES[self._options.state_dtype])
+            state["momentum_buffer"] = self._new_average(parameter)
         here = self._rank in layout_of(fqn, parameter).mesh.ranks
-        return TrainedParam(fqn, parameter, state["momentum_buffer"], group, placement_key(parameter), here)
+        average: Tensor = state["momentum_buffer"]
+        return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, local(average).device.type)
 
-
-def _changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
-    try:
-        return iteration_of(group) != planned
-    except ValueError:
-        return True
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Raise ValueError unless a group has names and hyperparameters in range."""
-    if "param_names" not in group:
-        raise ValueError(
-            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
-        )
-    check(Hyperparameters, group)
-    iteration_of(group)
+    def _new_average(self, parameter: Tensor) -> Tensor:
+        return new_state(parameter, DTYPES[self._options.state_dtype], on_host=self._options.offload == "state")

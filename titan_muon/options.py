@@ -122,6 +122,18 @@ class Machine:
     """Microseconds that a launch takes however little it computes."""
 
 
+Offload = Literal["none", "state"]
+"""Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
+
+StateDtype = Literal["parameter", "bfloat16"]
+"""Dtype of the averages of AdamW and Adam: their parameter's, or bfloat16."""
+
+SLOWEST_IN_BFLOAT16 = 0.99
+"""Largest beta of an average that bfloat16 can hold."""
+# An average moves by (1 - beta) of its distance to what enters, and bfloat16 drops what is below 2^-8 of the value. At
+# 0.99 an average stops within 40 % of a constant, its root within 20 %; at 0.999 it would never shrink at all.
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """What each parameter group may have for itself."""
@@ -162,7 +174,7 @@ class StepOptions:
     """`auto`: the cheapest that is safe for each shape. `reference`: torch.optim.Muon's arithmetic, bit for bit."""
 
     ns_dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Dtype of Newton-Schulz. `auto`, by the device: bfloat16 on the CPU, float16 after normalization on GPUs."""
+    """Dtype of Newton-Schulz. `auto`: float16 on GPUs, bfloat16 on CPUs with instructions for it, else float32."""
 
     ns_kernel: Literal["auto", "plain", "triton", "quack"] = "auto"
     """What makes symmetric products on GPUs if 16 divides both sides. `auto`: what bench_orthogonalize.py measured."""
@@ -197,7 +209,8 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(StepOptions, Hyperparameters):
-    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, and `[machine]` for `machine`.
+    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, `[machine]` for `machine`, and
+    `[optimizer] offload` for all optimizers together.
 
     Raises OptionError for a value out of range, or not among the choices.
     """
@@ -207,6 +220,9 @@ class MuonOptions(StepOptions, Hyperparameters):
 
     machine: Machine = Machine()
     """The machine that the step is planned for."""
+
+    offload: Offload = "none"
+    """Where the momentum is between steps. `state`: on the host; a step brings it to the device bucket by bucket."""
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))

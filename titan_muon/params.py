@@ -26,6 +26,7 @@ class TrainedParam:
         group: hyperparameters of its parameter group, which a scheduler may change between steps.
         key: its placement when the step was planned.
         here: whether this rank is on its mesh, and so has a gradient of it.
+        average_device: type of the device that stores its momentum.
     """
 
     fqn: str
@@ -34,26 +35,30 @@ class TrainedParam:
     group: Mapping[str, Any]
     key: object
     here: bool
+    average_device: str
 
 
 @dataclass(frozen=True)
 class LocalViews:
-    """This rank's storage of a parameter as (rows, cols) views: values, momentum, and gradient (None once released)."""
+    """This rank's storage of a parameter as (rows, cols) views: values, momentum, and gradient (None once released).
+
+    Where the gradient is `missing` the momentum stays, and the update is zero.
+    """
 
     param: Tensor
     average: Tensor
     grad: Tensor | None
+    missing: bool = False
 
 
 def local_views(trained: TrainedParam, planned: Parameter) -> LocalViews:
-    """The views of a parameter that has a gradient."""
+    """The views of a parameter, with its gradient if there is one."""
     grad = trained.param.grad
-    assert grad is not None, f"{trained.fqn}: checked for a gradient before"
     shape, row_dims = local(trained.param).shape, planned.stack.row_dims
     rows, cols = prod(shape[:row_dims]), prod(shape[row_dims:])
     # view() for what is updated, since an update of a copy would be lost; the gradient is only read.
     param, average = (local(tensor).view(rows, cols) for tensor in (trained.param, trained.average))
-    return LocalViews(param, average, local(grad).reshape(rows, cols))
+    return LocalViews(param, average, None if grad is None else local(grad).reshape(rows, cols), missing=grad is None)
 
 
 def placement_key(tensor: Tensor) -> object:

@@ -25,10 +25,12 @@ class Expected:
     Attributes:
         fullest: that rank.
         planned: bytes of it, without activations.
+        offloaded: whether states are on the host, and `planned` has most of what a step has of them at one time.
     """
 
     fullest: int
     planned: Bytes
+    offloaded: bool = False
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Expected:
@@ -38,7 +40,8 @@ class Expected:
         fullest = max(owners, key=lambda owner: owner["bytes"])["rank"] if owners else 0
         cost = next((each for each in ranks if each["rank"] == fullest), {"buffer_bytes": 0, "work_bytes": 0})
         held = (memory["parameters"], memory["gradients"], memory["optimizer_states"])
-        return cls(fullest, Bytes(*held, cost["buffer_bytes"], cost["work_bytes"], 0))
+        planned = Bytes(*held, cost["buffer_bytes"], cost["work_bytes"], 0)
+        return cls(fullest, planned, offloaded=memory["host_states"] > 0)
 
 
 def faults(seen: Seen, expected: Expected) -> Iterator[str]:
@@ -46,14 +49,17 @@ def faults(seen: Seen, expected: Expected) -> Iterator[str]:
     planned, step = expected.planned, seen.step_peak
     for what in ("parameters", "gradients", "optimizer_states", "exchange_buffers"):
         found, said = getattr(step, what), getattr(planned, what)
-        if found != said:
+        # Of several optimizers' windows the one at the peak need not be the largest.
+        fits = 0 < found <= said if expected.offloaded and what == "optimizer_states" else found == said
+        if not fits:
             yield f"{what.replace('_', ' ')} take {found:,} bytes, and the dry run says {said:,}"
     # Not the states: AdamW makes them in its first step. Too little is wrong as well: what is not on the device is on
     # the host.
     taken = step.rest - seen.step_start.rest + step.orthogonalization
     if abs(taken - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
         yield f"the step takes {taken:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
-    kept = planned.parameters + planned.optimizer_states + planned.exchange_buffers + step.orthogonalization
+    states = 0 if expected.offloaded else planned.optimizer_states
+    kept = planned.parameters + states
     if seen.at_rest[1] > kept + seen.constant + SMALL:
         yield f"{seen.at_rest[1]:,} bytes are alive after a step, and {kept + seen.constant:,} should be"
     if seen.orthogonalized and not MATRIX_PRODUCTS & seen.operations.keys():

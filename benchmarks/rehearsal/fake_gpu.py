@@ -31,6 +31,9 @@ NAME, CAPABILITY, MEMORY = "NVIDIA H100 80GB HBM3", (9, 0), 80 * 2**30
 COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
 
+UNWRITTEN = 2**16
+"""Elements from which a tensor of the host that a program offloads is never written: a model's states may not fit."""
+
 
 class DeviceSync(RuntimeError):
     """The host waited for the device where it must not."""
@@ -100,7 +103,9 @@ class FakeGpu(FakeTensorMode):
         if device == CPU and func not in COPIES:
             # A tensor of the host like one of the device: memory of its own, which is really there.
             kwargs.pop("pin_memory", None)
-            return _on_host(func, *tree_map_only(FakeTensor, _zeros, (args, kwargs)))
+            if func is torch.ops.aten.zeros_like.default and args[0].numel() >= UNWRITTEN:
+                func = torch.ops.aten.empty_like.default
+            return _on_host(func, *tree_map_only(FakeTensor, _unwritten, (args, kwargs)))
         if func in COPIES:
             return self._copy(func, args, kwargs)
         if func in READS:
@@ -116,10 +121,17 @@ class FakeGpu(FakeTensorMode):
             self.sync(f"{func} from {source.device.type} to {target.type}")
         if target.type != "cpu":
             return super().__torch_dispatch__(func, (), args, kwargs)
+        if to is not None and to.is_floating_point() and to.numel() >= UNWRITTEN:
+            return to
         made_up = _zeros(source, kwargs.get("dtype"))
         if made_up.dtype == torch.int64:
             made_up.fill_(self.size)
         return made_up if to is None else to.copy_(made_up.to(to.dtype))
+
+
+def _unwritten(tensor: Tensor) -> Tensor:
+    """A tensor of the host like a fake one, with memory that is there once it is written."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
 
 def _zeros(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:

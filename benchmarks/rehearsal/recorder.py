@@ -63,9 +63,9 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[object, int] = {}
         self.alive = self.peak = 0
-        self.at_peak: dict[int, int] = {}
+        self.at_peak: dict[object, int] = {}
         self._risen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,8 +84,8 @@ class LiveMemory(TorchDispatchMode):
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self._set(storage._cdata, size)
+            if _key(storage) in self._sizes:
+                self._set(_key(storage), size)
             return result
 
         with mock.patch.object(torch.UntypedStorage, "resize_", resized), self:
@@ -95,22 +95,22 @@ class LiveMemory(TorchDispatchMode):
         """Look for the peak from now on."""
         self.peak, self.at_peak, self._risen = self.alive, dict(self._sizes), False
 
-    def largest(self) -> dict[int, int]:
+    def largest(self) -> dict[object, int]:
         """Sizes of the storages that were alive at the peak, by their key."""
         return dict(self._sizes) if self._risen else self.at_peak
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = _key(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._drop, key)
         self._set(key, storage.nbytes())
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, key: object) -> None:
         self._set(key, 0)
         del self._sizes[key]
 
-    def _set(self, key: int, size: int) -> None:
+    def _set(self, key: object, size: int) -> None:
         change = size - self._sizes[key]
         if change < 0 and self._risen:
             # Memory rises many times in a row: only before it falls is what is alive worth noting.
@@ -121,18 +121,25 @@ class LiveMemory(TorchDispatchMode):
             self.peak, self._risen = self.alive, True
 
 
+def _key(storage: torch.UntypedStorage) -> object:
+    """What stands for a storage for as long as anything speaks of it: its address is soon another's."""
+    if not hasattr(storage, "rehearsal_key"):
+        storage.rehearsal_key = object()  # type: ignore[attr-defined]
+    return storage.rehearsal_key  # type: ignore[attr-defined]
+
+
 def _on_device(leaf: object) -> bool:
     return isinstance(leaf, FakeTensor) and leaf.fake_device.type == "cuda"
 
 
-def storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+def storages(tensors: Iterable[Tensor]) -> dict[object, int]:
     """The device storages that these tensors are in, by key, and the bytes that they take of each.
 
     FSDP pads shards and keeps gradients of a layer in one storage, of which something else may have been a part.
     """
-    taken: Counter[int] = Counter()
+    taken: Counter[object] = Counter()
     for tensor in tensors:
         stored = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if _on_device(stored):
-            taken[stored.untyped_storage()._cdata] += stored.numel() * stored.element_size()
+            taken[_key(stored.untyped_storage())] += stored.numel() * stored.element_size()
     return taken

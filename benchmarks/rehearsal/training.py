@@ -6,7 +6,7 @@ Imported under `fake_gpu` alone: TorchTitan takes its device when it is imported
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from unittest import mock
@@ -21,6 +21,8 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
+from titan_muon.offload import Window
+from titan_muon.owned import private
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
@@ -29,6 +31,8 @@ def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: s
     """Two training steps of one rank. Raises DeviceSync if the host waits in the optimizer step."""
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
+        # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
+        stack.enter_context(mock.patch.object(private, "coalesces", return_value=True))
         memory = stack.enter_context(LiveMemory().following_resizes())
         trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
         return _Rehearsal(trainer, gpu, memory).seen(rank)
@@ -91,22 +95,29 @@ class _Rehearsal:
         """The optimizer step, seen apart from what comes before it."""
 
         def watched() -> None:
-            held = self._held()
+            held, window = self._held(), dict[object, int]()
+            begin = Window.begin
+
+            def begins(opened: Window, loads: Sequence[Sequence[Tensor]]) -> None:
+                begin(opened, loads)
+                window.update(storages(opened.slots))
+
             self.training_peak = _bytes(self.memory.largest(), held)
             self.training = _collectives(self.counter)
             self.counter.calls.clear()
             self.memory.reset()
             self.step_start = _bytes(self.memory.largest(), held)
-            with self.gpu.no_sync(), Operations() as operations:
+            with mock.patch.object(Window, "begin", begins), self.gpu.no_sync(), Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
-            # States are there once the first step was taken.
-            self.step_peak = _bytes(self.memory.largest(), {**held, **self._states()})
+            # States are there once the first step was taken. Of those on the host the device has a window.
+            states = {"optimizer_states": {**self._states()["optimizer_states"], **window}}
+            self.step_peak = _bytes(self.memory.largest(), {**held, **states})
 
         return watched
 
-    def _held(self) -> dict[str, Mapping[int, int]]:
+    def _held(self) -> dict[str, Mapping[object, int]]:
         """Storages by what they hold."""
         parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
         found = {
@@ -118,11 +129,11 @@ class _Rehearsal:
             built = self.muon._built
             batches = (*built.executor.home_batches, *(b for run in built.executor.bucket_batches for b in run))
             # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
-            found["exchange_buffers"] = _largest(t for s in built.exchange._slots for t in (s.home, s.inbox, s.outbox))
+            found["exchange_buffers"] = _largest(built.exchange.buffers)
             found["orthogonalization"] = _largest(batch.whole for batch in batches)
         return found
 
-    def _states(self) -> dict[str, Mapping[int, int]]:
+    def _states(self) -> dict[str, Mapping[object, int]]:
         states = (
             value
             for optimizer in self.trainer.optimizers
@@ -133,8 +144,8 @@ class _Rehearsal:
         return {"optimizer_states": storages(states)}
 
 
-def _largest(tensors: Iterable[Tensor]) -> dict[int, int]:
-    found: dict[int, int] = {}
+def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
+    found: dict[object, int] = {}
     for tensor in tensors:
         for key, size in storages([tensor]).items():
             found[key] = max(found.get(key, 0), size)
@@ -165,7 +176,7 @@ def give_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _bytes(alive: Mapping[int, int], held: Mapping[str, Mapping[int, int]]) -> Bytes:
+def _bytes(alive: Mapping[object, int], held: Mapping[str, Mapping[object, int]]) -> Bytes:
     """What was alive, by what it holds."""
     sizes = {what: sum(min(size, alive.get(key, 0)) for key, size in keys.items()) for what, keys in held.items()}
     counted = {field.name: sizes.get(field.name, 0) for field in fields(Bytes) if field.name != "rest"}

@@ -115,7 +115,9 @@ def _config(layout: Layout):
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
-            spmd_backend=compat.spmd_backend("auto"),
+            spmd_backend=compat.spmd_backend(
+                "auto", owned=layout.placement == "owned", uneven_vocabulary=VOCAB % layout.degrees.get("tp", 1) != 0
+            ),
             context_parallel_load_balancer=layout.load_balancer,
             **degrees,
         ),
@@ -155,6 +157,7 @@ def _parallel(layout: Layout, world_size: int):
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
+    compat.forget_meshes()
     config = _config(layout)
     dims = ParallelDims.from_config(config.parallelism, world_size)
     dims.build_mesh()
@@ -184,8 +187,9 @@ def _parallel(layout: Layout, world_size: int):
         tokens, labels, kwargs = prepare_context_parallel_input(
             tokens, labels, kwargs, dims.get_mesh("cp"), torch.device("cpu"), layout.load_balancer
         )
-    loss, _ = config.loss.build(compile_config=config.compile)(model(tokens, **kwargs), labels, valid)
-    loss.backward()
+    with dist_utils.get_spmd_context(parallel_dims=dims)():
+        loss, _ = config.loss.build(compile_config=config.compile)(model(tokens, **kwargs), labels, valid)
+        loss.backward()
     loss = loss.detach()
     return (dist_utils.dist_sum(loss, dims.get_mesh("loss")) if dims.dp_cp_enabled else loss.item()), model
 

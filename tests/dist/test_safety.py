@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -150,7 +151,7 @@ def strided_on_one_rank(rank: int, world_size: int) -> str:
     return message(lambda: Muon([("layers.0.weight", param)]))
 
 
-# --- steps that no rank takes ---
+# --- gradients that no rank can step with ---
 
 
 def gradient_missing_here(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -228,53 +229,94 @@ def test_a_group_added_after_construction_is_refused() -> None:
         assert "build a new optimizer with the new group" in messages["late_group"]
 
 
-def stop(rank: int, world_size: int, name: str) -> tuple[str, bool, bool]:
-    """The step's message after a change; whether it left all as it was; whether a step with gradients then works."""
-    change = next(fn for fn in STOPPED if fn.__name__ == name)
+LR, DECAY = 0.02, 0.1
+ASKED = {
+    "the next step": lambda optimizer: optimizer.step(),
+    "a checkpoint": lambda optimizer: optimizer.state_dict(),
+    "the end": lambda optimizer: optimizer.check_last_step(),
+}
+"""What is an error after a step that could not be taken."""
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """What a rank saw of a step that could not be taken: errors, and what became of the weights."""
+
+    error_of_the_step: str
+    error_when_asked: str
+    no_update: bool
+    stood: bool
+    goes_on: bool
+
+
+def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **options: Any) -> Stopped:
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params))
+    optimizer = Muon(named(params), lr=LR, weight_decay=DECAY, **options)
     optimizer.step()
     change(rank, params, mesh)
-    before = [param.to_local().clone() for param in params.values()]
-    text = message(optimizer.step)
-    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, params.values(), strict=True))
-    if change is parameter_resharded:
-        return text, same, True
-    set_gradients(params, mesh, 2)
-    return text, same, message(optimizer.step) == ""
+    spoiled = params["layers.1.weight"]
+    before = spoiled.to_local().clone()
+    error_of_the_step = message(optimizer.step)
+    # Ranks that have the gradient decay what they store.
+    no_update = any(torch.equal(spoiled.to_local(), kept) for kept in (before, before * (1 - LR * DECAY)))
+    after = [param.to_local().clone() for param in params.values()]
+    error_when_asked = message(partial(ASKED[asked], optimizer))
+    stood = all(torch.equal(a, b.to_local()) for a, b in zip(after, params.values(), strict=True))
+    goes_on = True
+    if change is not parameter_resharded:
+        set_gradients(params, mesh, 2)
+        goes_on = message(optimizer.step) == message(optimizer.step) == ""
+    return Stopped(error_of_the_step, error_when_asked, no_update, stood, goes_on)
 
 
 @pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
-def test_a_step_that_cannot_be_taken_is_an_error_on_every_rank_and_changes_nothing(fn: Callable[..., object]) -> None:
-    for text, same, goes_on in run_ranks(stop, 2, fn.__name__, timeout=SECONDS):
-        assert STOPPED[fn] in text
-        assert same
-        assert goes_on
+def test_what_cannot_be_stepped_with_gets_no_update_and_is_an_error_on_every_rank(fn: Callable[..., None]) -> None:
+    for found in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
+        assert found.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
+        assert STOPPED[fn] in found.error_when_asked
+        assert found.no_update
+        assert found.stood
+        assert found.goes_on, "told once"
 
 
-def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[str, bool]:
-    """The step's message after rank 1 changed its group; whether the step left all as it was."""
-    params = parameters(init_device_mesh("cpu", (world_size,)))
-    optimizer = Muon(named(params))
+@pytest.mark.parametrize("asked", ["a checkpoint", "the end"])
+def test_the_last_step_is_told_of_too(asked: str) -> None:
+    for found in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
+        assert "no gradient for layers.1.weight" in found.error_when_asked
+
+
+def stop_at_once(rank: int, world_size: int) -> Stopped:
+    return stop(rank, world_size, gradient_missing_here, "the next step", nonfinite="propagate")
+
+
+def test_where_nan_is_let_be_a_missing_gradient_is_an_error_before_anything_changes() -> None:
+    for found in run_ranks(stop_at_once, 2, timeout=SECONDS):
+        assert "no gradient for layers.1.weight" in found.error_of_the_step
+        assert found.no_update
+        assert found.goes_on
+
+
+def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:
+    """The error after rank 1 changed its group."""
+    optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,)))))
     if rank == 1:
         optimizer.param_groups[0].update(changes)
-    before = [param.to_local().clone() for param in params.values()]
-    text = message(optimizer.step)
-    return text, all(torch.equal(a, b.to_local()) for a, b in zip(before, params.values(), strict=True))
+    optimizer.step()
+    return message(optimizer.step)
 
 
 @pytest.mark.parametrize("changes", [{"ns_steps": 3}, {"ns_coefficients": [[1, 2, 3]]}, {"eps": 1e-3}], ids=str)
 def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dict[str, Any]) -> None:
-    for text, same in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
+    for text in run_ranks(change_group_on_one_rank, 2, changes, timeout=SECONDS):
         assert "ns_steps, ns_coefficients or eps changed since Muon was built" in text
-        assert same
 
 
 def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
     weight = nn.Parameter(full("layers.0.weight", 0))
     optimizer = Muon([("layers.0.weight", weight)])
     weight.grad = full("layers.0.weight", 1) if rank == 0 else None
+    optimizer.step()
     return message(optimizer.step)
 
 

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -17,6 +18,7 @@ def train(recipe: object) -> str:
     compat.install()
     from titan_muon.titan.run import job
 
+    compat.forget_meshes()
     return job.train(recipe)
 
 
@@ -156,3 +158,23 @@ def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
     assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
     assert {"tokens_per_second", "time/optimizer", "memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
+
+
+def checks_of_a_run(rank: int, world_size: int, folder: Path) -> int:
+    from titan_muon.muon import Muon
+
+    told, check = [], Muon.check_last_step
+
+    def counted(muon: Muon) -> None:
+        told.append(muon)
+        check(muon)
+
+    with mock.patch.object(Muon, "check_last_step", counted):
+        train(tiny.recipe(folder, training__steps=2, checkpoint__enable="false", validator__enable="false"))
+    return len(told)
+
+
+def test_the_end_of_training_asks_what_was_wrong_in_the_last_step(tmp_path: Path) -> None:
+    """No step follows that would, and without checkpoints nothing else does."""
+    tiny.write_recipe(tmp_path)
+    assert run_ranks(checks_of_a_run, 1, tmp_path) == [1]

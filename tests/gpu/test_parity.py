@@ -37,8 +37,8 @@ def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int,
 def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Executor.begin
 
-    def waiting(executor: Executor) -> None:
-        begin(executor)
+    def waiting(executor: Executor, views: object) -> None:
+        begin(executor, views)
         torch.ones(1, device="cuda").item()
 
     monkeypatch.setattr(Executor, "begin", waiting)

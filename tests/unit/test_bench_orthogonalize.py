@@ -49,13 +49,13 @@ def test_errors_are_of_every_set_and_each_default_is_below_bfloat16() -> None:
 
 def test_a_share_is_what_the_plan_gives_a_rank(tmp_path: Path) -> None:
     file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
-    done = run("--share", "qwen_moe:2:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
+    done = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     figures = json.loads(file.read_text())
     assert figures["errors"] == []
     assert next(row["name"] for row in figures["rows"]) == bench.TORCH
-    # 4 layers of 4 attention matrices and 3 x 16 experts, of which each of two ranks has half.
-    assert {row["shape"] for row in figures["rows"]} == {"104 matrices"}
+    # 4 layers of 4 attention matrices and 3 x 16 experts, of which each of 16 ranks has as many.
+    assert {row["shape"] for row in figures["rows"]} == {"13 matrices"}
     assert picture.stat().st_size > 1000
 
 

@@ -100,8 +100,8 @@ def test_memory_that_is_kept_is_seen(rows: dict[str, dict]) -> None:
     # Whole copies of the parameters and the momentum.
     assert counts["torch.optim.Muon, gathered"]["bytes_kept"] >= 4 * (2 * ELEMENTS - ELEMENTS // RANKS)
     for name in OURS:
-        assert counts[name]["bytes_kept"] > 2 * ELEMENTS // RANKS
-        assert counts[name]["bytes_new"] > 0
+        assert counts[name]["bytes_kept"] < 1024, "buffers take memory in the step"
+        assert counts[name]["bytes_new"] > 2 * ELEMENTS // RANKS
 
 
 def test_allocated_counts_what_is_freed_within_and_what_is_left() -> None:

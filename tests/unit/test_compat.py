@@ -168,6 +168,9 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
         assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
+        assert compat.spmd_backend("auto", uneven_vocabulary=True) == "partial_dtensor"
+        with pytest.raises(ValueError, match="a vocabulary that tensor_parallel_degree divides"):
+            compat.spmd_backend("spmd_types", uneven_vocabulary=True)
 
 
 def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None:

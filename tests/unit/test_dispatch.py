@@ -1,6 +1,7 @@
 """Which algorithm is taken for which shape: safe, cheap, the same for all who ask, and refused where it cannot be."""
 
 import pytest
+import torch
 
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
@@ -51,8 +52,29 @@ def test_on_gpus_gram_is_taken_where_the_aspect_ratio_pays(rows: int, cols: int,
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_on_the_cpu_bfloat16_outruns_what_gram_saves(shape: tuple[int, int]) -> None:
-    assert str(Dispatch(device="cpu").choose(*shape, JORDAN)) == "standard bfloat16"
+def test_on_a_cpu_with_its_instructions_bfloat16_outruns_what_gram_saves(shape: tuple[int, int]) -> None:
+    assert str(Dispatch(device="cpu", cpu_bfloat16=True).choose(*shape, JORDAN)) == "standard bfloat16"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_cpu_without_instructions_for_it_does_not_compute_in_bfloat16(shape: tuple[int, int]) -> None:
+    assert Dispatch(device="cpu", cpu_bfloat16=False).choose(*shape, JORDAN).dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "has"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_bf16": True, "amx_bf16": False}, True),
+        ({"neon": True, "bf16": True}, True),
+        ({}, False),
+    ],
+)
+def test_what_the_cpu_has_is_what_pytorch_says(
+    capabilities: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert Dispatch().cpu_bfloat16 is has
 
 
 @pytest.mark.parametrize(
@@ -91,7 +113,7 @@ def test_an_automatic_choice_says_why() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_batches_are_bounded_and_large_matrices_alone(device: str) -> None:
-    auto = Dispatch(device=device)
+    auto = Dispatch(device=device, cpu_bfloat16=True)
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
         taken = method.batch * method.work_bytes(rows, cols, device)

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 import types
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +23,7 @@ compat.install()
 from titan_muon.titan.recipe import Recipe, to_toml  # noqa: E402
 from titan_muon.titan.run import metrics  # noqa: E402
 from titan_muon.titan.run.console import _Useful  # noqa: E402
-from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until  # noqa: E402
+from titan_muon.titan.run.metrics import JsonLines, RunMetrics, StepReport, flatten, read_until, tagged  # noqa: E402
 from titan_muon.titan.run.signals import SAME_PRESS_SECONDS, StopSignals  # noqa: E402
 from titan_muon.titan.run.step_timer import StepTimer  # noqa: E402
 
@@ -54,6 +55,16 @@ def reporter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunMetrics:
 
 def record(folder: Path) -> dict:
     return json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def test_attention_logits_are_recorded_where_they_are_observed(reporter: RunMetrics, tmp_path: Path) -> None:
+    reporter.log_step(REPORT)
+    assert "qk" not in record(tmp_path)
+    logits = {"max_logit": {"layers.0": 12.5, "layers.1": 130.0}, "heads_above_threshold": 3}
+    reporter.log_step(replace(REPORT, step=11, qk=logits))
+    assert record(tmp_path)["qk"] == logits
+    tags = dict(tagged({"qk": logits}))
+    assert tags == {"qk/max_logit/layers.0": 12.5, "qk/max_logit/layers.1": 130.0, "qk/heads_above_threshold": 3}
 
 
 def test_step_is_recorded_and_shown(reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_muon import Muon, registry
+from titan_muon.adam import AdamW
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
@@ -71,7 +72,7 @@ def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
 def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
     optimizers = container(recipe())
     assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
-    assert {type(optimizer) for optimizer in optimizers} == {Muon, torch.optim.AdamW}
+    assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
     assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
 
 
@@ -126,6 +127,18 @@ def test_options_of_a_whole_optimizer_reach_it() -> None:
     assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
 
 
+def test_offload_and_state_dtype_reach_every_optimizer() -> None:
+    adamw, muon = container(replace(recipe(offload="state"), adamw=sections.AdamW(state_dtype="bfloat16")))
+    assert isinstance(adamw, AdamW)
+    assert isinstance(muon, Muon)
+    assert (adamw._offload, adamw._state_dtype, muon._options.offload) == ("state", "bfloat16", "state")
+    optimizers = container(recipe())
+    optimizers.offload()
+    assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["state"] * 2
+    optimizers.reload()
+    assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["none"] * 2
+
+
 def test_frozen_parameters_are_left_out() -> None:
     model = Model()
     model.get_parameter("layers.0.wq.weight").requires_grad_(False)
@@ -151,6 +164,7 @@ def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
         ("muon", {"buffer_gib": 2.0}),
         ("muon", {"split": ()}),
         ("adamw", {"fused": True}),
+        ("adamw", {"state_dtype": "bfloat16"}),
     ],
 )
 def test_an_option_of_the_whole_optimizer_is_refused_in_a_rule(optimizer: str, option: dict[str, object]) -> None:
@@ -200,6 +214,15 @@ def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
     assert isinstance(taker, torch.optim.SGD)
     found = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
     assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+
+
+def test_an_optimizer_that_keeps_its_states_on_the_device_is_refused_where_all_are_offloaded(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5), offload="state")
+    said = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adam, adamw, muon$'
+    with pytest.raises(RecipeError, match=said):
+        container(of)
+    with pytest.raises(RecipeError, match=r"^offload: their_sgd cannot move its states$"):
+        container(recipe(rule("*.norm.*", sgd, lr=0.5))).offload()
 
 
 @pytest.mark.parametrize("key", ["momentun", "params", "param_names"])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.plans import BATCH, PROPERTY, parameter_lists, plan_of, plans, ranks_of
 from titan_muon.exchange import make_slots
 from titan_muon.options import OptionError
+from titan_muon.plan.batches import batches
 from titan_muon.plan.cost import standard_flops
 from titan_muon.plan.program import BucketProgram, Program, make_program
 from titan_muon.plan.summary import RankCost, summarize
@@ -52,6 +53,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
     )
     parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
     mine = [matrix for part in parts for matrix in part]
+    loads = [sum(plan.matrices[m].numel for m in batch) for batch in batches(parts[0], plan.matrices, plan.works)]
+    loads += [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
     return RankCost(
         rank=rank,
         matrices=len(mine),
@@ -61,6 +64,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
         collectives=sum(1 if run.returning is None else 2 for run in program.buckets),
+        loads=len(loads),
+        load_elements=max(loads, default=0),
     )
 
 

@@ -140,6 +140,9 @@ BAD_VALUES = [
     ("[muon]\nns_coefficients = ''", 'muon.ns_coefficients = ""', "not empty"),
     ("[muon]\nns_coefficients = []", "muon.ns_coefficients = []", "not empty"),
     ("[muon]\nns_coefficients = [[1, 2, 3]]", "muon.ns_coefficients = [[1.0, 2.0, 3.0]]", "as many"),
+    ("[qk_clip]\nthreshold = 0", "qk_clip.threshold = 0.0", "more than 0"),
+    ("[qk_clip]\nalpha = 1.5", "qk_clip.alpha = 1.5", "0 to 1"),
+    ("[qk_clip]\nmode = 'on'", 'qk_clip.mode = "on"', 'one of "off", "log", "clip"'),
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
@@ -177,7 +180,25 @@ BAD_VALUES = [
         "lr_scheduler.decay_ratio = 0.5",
         "leaves room for lr_scheduler.warmup_steps",
     ),
-    ("[training]\nenable_cpu_offload = true", "training.enable_cpu_offload = true", "does not yet offload"),
+    *[
+        (
+            f"[{table}]\nstate_dtype = 'bfloat16'\nbetas = [0.9, 0.999]",
+            f"{table}.betas = [0.9, 0.999]",
+            f'each at most 0.99, since bfloat16 stops slower averages ({table}.state_dtype = "bfloat16")',
+        )
+        for table in ("adamw", "adam")
+    ],
+    (
+        f"[adamw]\nstate_dtype = 'bfloat16'\n{RULE}'adamw'\noptions = {{betas = [0.9, 0.995]}}",
+        "adamw.betas under optimizer.rule[0].options = [0.9, 0.995]",
+        "each at most 0.99",
+    ),
+    ("[optimizer]\noffload = 'all'", 'optimizer.offload = "all"', 'one of "none", "state"'),
+    (
+        "[training]\nenable_cpu_offload = true",
+        "training.enable_cpu_offload = true",
+        "Muon would orthogonalize on the host",
+    ),
     ("[loss]\nchunks = 0", "loss.chunks = 0", '"auto" or 1 or more'),
     ("[loss]\nchunks = 3", "loss.chunks = 3", "a divisor of training.seq_len"),
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),

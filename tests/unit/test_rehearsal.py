@@ -33,7 +33,7 @@ RIGHT = Seen(
     step_start=replace(PLANNED, orthogonalization=20 << 20, rest=30 << 20),
     step_peak=replace(PLANNED, orthogonalization=20 << 20, rest=90 << 20),
     constant=30 << 20,
-    at_rest=(400 << 20, 400 << 20),
+    at_rest=(320 << 20, 320 << 20),
     training=CALLS,
     step=CALLS[1:],
     groups_made=0,
@@ -62,7 +62,7 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
             replace(RIGHT, operations={"copy_": 8}),
             "4 matrices are orthogonalized, and no matrix product is on the device",
         ),
-        (replace(RIGHT, at_rest=(400 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
+        (replace(RIGHT, at_rest=(320 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
@@ -89,13 +89,22 @@ def test_collectives_of_other_groups_are_not_compared() -> None:
     assert list(collective_faults([RIGHT, replace(RIGHT, rank=1, training=(alone, *CALLS))])) == []
 
 
+@pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
+def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_says(states: int, fits: bool) -> None:
+    seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
+    found = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
+    assert (found == []) is fits
+    (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
+    assert "bytes are alive after a step" in fault, "between steps none is on the device"
+
+
 def test_what_is_seen_is_read_back(tmp_path: Path) -> None:
     RIGHT.write(tmp_path / "seen.json")
     assert Seen.read(tmp_path / "seen.json") == RIGHT
 
 
 def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
-    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3}
+    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3, "host_states": 0}
     ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
     owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
     shared = {"memory": memory, "ranks": ranks}
@@ -131,7 +140,7 @@ def rehearsed() -> dict[str, list[str]]:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("step", ["none", "owned", "tensor parallel", "same"])
+@pytest.mark.parametrize("step", ["none", "owned", "offload", "offload owned", "tensor parallel", "clipped", "same"])
 def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 
@@ -142,7 +151,8 @@ def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     [
         ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
         ("kept", "bytes are alive after a step"),
-        ("skipped", "absent on rank 4"),
+        ("offloaded and on the device", "bytes are alive after a step"),
+        ("skipped", "on rank 0 and allreduce of"),
         ("mixed", "mixed torch.Tensor and DTensor"),
     ],
 )

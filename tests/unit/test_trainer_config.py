@@ -16,6 +16,7 @@ compat.install()
 
 from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
 
+from titan_muon.titan.model.spec import model_spec  # noqa: E402
 from titan_muon.titan.run import job  # noqa: E402
 from titan_muon.titan.run.runs import Run  # noqa: E402
 from titan_muon.titan.run.trainer_config import refuse_on_cpu, trainer_config  # noqa: E402
@@ -132,7 +133,8 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     whole = (Assignment("layers.0.w", (2, 3, 4), "muon", "", None), Assignment("layers.1.b", (8,), "adamw", "", None))
-    trainer = SimpleNamespace(optimizers=SimpleNamespace(whole=whole, assignments=whole[1:]))
+    optimizers = SimpleNamespace(whole=whole, assignments=whole[1:])
+    trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
     parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]
     job._say_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
     counts = (

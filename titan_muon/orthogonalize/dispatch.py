@@ -41,8 +41,18 @@ RATES: Mapping[str, Rates] = {
     "cuda": Rates({"bfloat16": 790e12, "float16": 790e12, "float32": 50e12}, 4.3e12, 2**28),
     # One core with bfloat16 instructions; a batch stays near the caches.
     "cpu": Rates({"bfloat16": 700e9, "float16": 150e9, "float32": 150e9}, 10e9, 2**24),
+    # One core with AVX2, which multiplies 16-bit numbers one by one.
+    "cpu without bfloat16": Rates({"bfloat16": 1.3e9, "float16": 1.3e9, "float32": 63e9}, 10e9, 2**24),
 }
 """By type of device; others are taken to be like CUDA's."""
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
+"""Any of these makes a CPU's products of bfloat16 faster than those of float32: on x86 the first two, then on ARM."""
+
+
+def cpu_has_bfloat16() -> bool:
+    """Whether this machine's CPU has instructions for products of bfloat16."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,7 @@ class Dispatch:
         algorithm: option `orthogonalize`; `auto` takes the cheapest that is safe, for each shape.
         dtype: option `ns_dtype`; `auto` takes the fastest, and of equally fast ones the most exact.
         device: type of the device.
+        cpu_bfloat16: whether a CPU has instructions for bfloat16; by default what this machine's has.
         kernels: symmetric products that were measured to be fastest on this GPU; plain ones otherwise.
 
     Raises OptionError for names that are unknown, and for combinations that are not safe.
@@ -111,6 +122,7 @@ class Dispatch:
     dtype: str = "auto"
     device: str = "cpu"
     kernels: tuple[Kernel, ...] = ()
+    cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
 
     def __post_init__(self) -> None:
         check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
@@ -141,7 +153,11 @@ class Dispatch:
 
     @property
     def _rates(self) -> Rates:
-        return RATES[self.device] if self.device in RATES else RATES["cuda"]
+        return RATES[self._machine] if self._machine in RATES else RATES["cuda"]
+
+    @property
+    def _machine(self) -> str:
+        return "cpu without bfloat16" if self.device == "cpu" and not self.cpu_bfloat16 else self.device
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
         """What is safe; of equally fast ones the first is taken."""
@@ -185,9 +201,9 @@ class Dispatch:
             return ""
         others = {str(method): time for method, time in seconds.items() if method != best}
         if not others:
-            return f"alone safe on {self.device} for this shape"
+            return f"alone safe on {self._machine} for this shape"
         name = min(others, key=lambda other: others[other])
-        return f"{others[name] / seconds[best]:.2f} x as fast on {self.device} as {name}"
+        return f"{others[name] / seconds[best]:.2f} x as fast on {self._machine} as {name}"
 
 
 def restarts(steps: int) -> tuple[int, ...]:

@@ -64,10 +64,9 @@ def own(
     comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
     owned = [OwnedParam(fqn, info, comm.mesh, owners.owner(fqn), offload) for fqn, info in infos.items()]
     group = OwnedParamGroup(name, owned, comm, policy.param_dtype)
-    divisor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
-    ModuleHooks(
-        module, group, owners.context, policy, reshard_after_forward=reshard_after_forward, divide_factor=divisor
-    )
+    factor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
+    reshard = reshard_after_forward
+    ModuleHooks(module, group, owners.context, policy, reshard_after_forward=reshard, divide_factor=factor)
     for inner in dict.fromkeys(info.module for info in infos.values()):
         refuse_use_while_owned(inner, group)
         register_state_dict_hooks(inner, group)

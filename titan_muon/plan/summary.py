@@ -17,7 +17,10 @@ from .types import Plan
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks."""
+    """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks.
+
+    Momentum is advanced in `loads`, of `load_elements` at most: what offloaded momentum comes to the device in.
+    """
 
     rank: int
     matrices: int
@@ -27,6 +30,8 @@ class RankCost:
     buffer_bytes: int
     work_bytes: int
     collectives: int
+    loads: int
+    load_elements: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,9 @@ def summarize(plan: Plan) -> Summary:
 def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     parts = [home, *(bucket.owned for bucket in buckets)]
+    # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
+    loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
+    loads += [bucket.buffers[0] for bucket in buckets]
     return RankCost(
         rank=rank,
         matrices=sum(count for part in parts for _, count in part),
@@ -92,6 +100,8 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
         work_bytes=_work_bytes(parts, plan, pieces),
         collectives=sum(bucket.collectives for bucket in buckets),
+        loads=len(loads),
+        load_elements=max(loads, default=0),
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
 from titan_muon.titan.recipe.degrees import has_torch
@@ -269,16 +270,21 @@ def nonfinite_loss(error: RuntimeError) -> float | None:
     return None if found is None else float(found[1])
 
 
-def spmd_backend(requested: str, *, owned: bool = False) -> str:
+def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
-    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD mesh, and for
-    owned matrices, which have a data-parallel mesh of their own; torchtitan's own default `spmd_types`
-    otherwise. Any other name is returned as it is.
+    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD mesh; for owned
+    matrices, which have a data-parallel mesh of their own; and for a vocabulary that tensor parallelism does not
+    divide, whose loss torchtitan's own default `spmd_types` cannot compute. Any other name is returned as it is; raises
+    ValueError for `spmd_types` with such a vocabulary.
     """
+    if requested == "spmd_types" and uneven_vocabulary:
+        raise ValueError(
+            "parallelism.spmd_backend = 'spmd_types' takes a vocabulary that tensor_parallel_degree divides; use 'auto'"
+        )
     if requested != "auto":
         return requested
-    return "spmd_types" if has_torch(2, 14) and not owned else "partial_dtensor"
+    return "spmd_types" if has_torch(2, 14) and not owned and not uneven_vocabulary else "partial_dtensor"
 
 
 def init_distributed(
@@ -337,3 +343,8 @@ def set_timeouts(timeout: timedelta) -> None:
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != ASYNC_CHECKPOINT:
             dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
+
+
+def forget_meshes() -> None:
+    """Have DTensor forget the meshes of a model before: on an equal one of another model, FSDP2 would refuse them."""
+    debug._clear_sharding_prop_cache()

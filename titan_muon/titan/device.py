@@ -1,7 +1,8 @@
 """Every choice of the integration that depends on the device, with its reason.
 
 A recipe can make each of them itself, so that the tests train on the CPU with what GPUs train with. Kernels choose for
-themselves (`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`), and gaps of gloo are closed in `compat.py`.
+themselves (`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`, `model/logits.py`), and gaps of gloo are
+closed in `compat.py`.
 """
 
 import time

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
+from titan_muon.adam import Adam, AdamW
 from titan_muon.matrices import check_splits
 from titan_muon.muon import Muon
 from titan_muon.titan.device import adamw_implementation
@@ -24,8 +24,9 @@ from titan_muon.titan.recipe.sections import Rule
 from titan_muon.titan.rules import Assignment, Default, assign, default_rules
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
-registry.optimizers.register("adamw", registry.OptimizerEntry(torch.optim.AdamW, ("foreach", "fused")))
-registry.optimizers.register("adam", registry.OptimizerEntry(torch.optim.Adam, ("foreach", "fused")))
+_ADAM = ("foreach", "fused", "state_dtype", "offload")
+registry.optimizers.register("adamw", registry.OptimizerEntry(AdamW, _ADAM))
+registry.optimizers.register("adam", registry.OptimizerEntry(Adam, _ADAM))
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,8 @@ class HybridOptimizers(OptimizersContainer):
         rules: tuple[Rule, ...] = ()
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+        offload: options.Offload = "none"
+        """Where the states of all optimizers are between steps."""
         model: Mapping[str, tuple[int, ...]] | None = None
         """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
@@ -90,7 +93,8 @@ class HybridOptimizers(OptimizersContainer):
         self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
         tables = held_tables(config, self.whole, trained)
         self.optimizers: list[Optimizer] = [
-            _build(name, groups, tables.get(name, {}), trained) for name, groups in self.groups.items()
+            _build(name, groups, {"offload": config.offload, **tables.get(name, {})}, trained)
+            for name, groups in self.groups.items()
         ]
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
@@ -124,6 +128,27 @@ class HybridOptimizers(OptimizersContainer):
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.groups)}[choice]
         return [parameter for name in self.groups if name not in spared for parameter in self.parameters(name)]
 
+    def offload(self) -> None:
+        """Keep the states of all optimizers on the host from now on. Raises RecipeError if one cannot."""
+        self._move("offload")
+
+    def reload(self) -> None:
+        """Keep the states of all optimizers on the device from now on. Raises RecipeError if one cannot."""
+        self._move("reload")
+
+    def _move(self, method: str) -> None:
+        cannot = [name for name, each in zip(self.groups, self.optimizers, strict=True) if not hasattr(each, method)]
+        if cannot:
+            raise RecipeError(f"{method}: {', '.join(cannot)} cannot move its states")
+        for optimizer in self.optimizers:
+            getattr(optimizer, method)()
+
+    def check_last_step(self) -> None:
+        """Raise ValueError on all ranks for what was missing or not finite in the last step of Muon."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, Muon):
+                optimizer.check_last_step()
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of an optimizer's own process groups fail after `timeout`."""
         for optimizer in self.optimizers:
@@ -150,6 +175,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, tuple[int, ...]] | None
         "adam": {**asdict(recipe.adam), **implementation},
     }
     return HybridOptimizers.Config(
+        offload=section.offload,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | _shared_options(section.rule, tables),
@@ -230,6 +256,8 @@ def held_tables(
 def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[ParamGroup]]:
     """Groups of equal options by optimizer: one for the defaults, one for each rule that has options of its own."""
     names: dict[str, dict[int | None, list[str]]] = {}
+    for name in dict.fromkeys(a.optimizer for a in assigned):
+        _check_offload(config, name)
     for a in assigned:
         # Rules without options share the group of the defaults: fewer groups are fewer foreach calls in a step.
         rule = a.rule if a.rule is not None and config.rules[a.rule].options else None
@@ -252,6 +280,14 @@ def _held(group: ParamGroup, trained: Mapping[str, nn.Parameter]) -> ParamGroup:
     return replace(group, names=tuple(name for name in group.names if name in trained))
 
 
+def _check_offload(config: HybridOptimizers.Config, name: str) -> None:
+    if config.offload == "none" or "offload" in registry.optimizers.get(name).shared:
+        return
+    able = ", ".join(n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared)
+    said = f'optimizer.offload = "{config.offload}": {name} keeps its states on the device'
+    raise RecipeError(f'{said}; set "none", or give its parameters to one of {able}')
+
+
 def _build(
     name: str, groups: list[ParamGroup], table: Mapping[str, Any], trained: Mapping[str, nn.Parameter]
 ) -> Optimizer:
@@ -263,7 +299,7 @@ def _build(
     try:
         optimizer: Optimizer = registry.optimizers.get(name).build(built, **registry.shared_options(name, table))
     except options.OptionError as error:
-        raise recipe_error(error) from error
+        raise recipe_error(error, name) from error
     for group in groups:
         place = name if group.rule is None else f"optimizer.rule[{group.rule}].options"
         # torch keeps any key of a group and never reads those that it does not know.

@@ -21,8 +21,10 @@ from titan_muon.build import iteration_of, plan_step
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
+from titan_muon.titan import compat
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
+from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
@@ -46,6 +48,7 @@ class MetaModel:
         whole: the optimizer of each parameter of the whole model.
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
+        logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
     """
 
     world_size: int
@@ -55,6 +58,7 @@ class MetaModel:
     whole: tuple[Assignment, ...]
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
+    logit_bytes: int
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -87,11 +91,6 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
-    if stages > 1:
-        # Each stage is a world of its own here, and under spmd_types FSDP finds meshes of the one before and refuses
-        # them. Parameters rest alike under both.
-        parallelism = replace(recipe.parallelism, spmd_backend="partial_dtensor")
-        recipe = replace(recipe, parallelism=parallelism)
     # The configuration of training itself, not one like it: what training would refuse is refused here too.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
@@ -112,7 +111,9 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         groups = grouped(optimizer, assigned)
         table = held_tables(optimizer, whole, parameters).get("muon", {})
         plan = _plan(parameters, groups.get("muon", []), table, kind)
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan)
+        assert config.model_spec is not None, "the recipe names a model"
+        sent = reduced_bytes(config.model_spec.model)
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
 
 
 @contextmanager
@@ -120,6 +121,7 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
     # Meshes of any size are made without a peer: the fake backend answers for all ranks. This process is the first of
     # its stage, which holds the largest shard of everything that does not divide.
     assert not dist.is_initialized(), "a dry run is a process of its own"
+    compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -7,17 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torchtitan.config import TORCH_DTYPE_MAP
-
 from titan_muon.build import planning_machine
-from titan_muon.dtensor import local
-from titan_muon.owned import is_owned
-from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.plan.timeline import Timeline, timeline
+from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import (
     optimizer_lines,
@@ -27,13 +21,11 @@ from titan_muon.titan.explain import (
     pipeline_line,
     plan_lines,
 )
+from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.degrees import batch_problem
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
-
-AVERAGES = {"adamw": 2, "adam": 2}
-"""Tensors of a parameter's shape and dtype that an optimizer keeps. Muon's one has a dtype of its own."""
 
 
 def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | None, device: str | None = None) -> None:
@@ -53,7 +45,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
     counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
-    print("\n".join(["", *counts, f"planned for {KINDS.get(kind, kind)}"]))
+    clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
+    print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         lines = [*plan_lines(part.meta.plan, part.summary, part.timeline), "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
@@ -81,7 +74,7 @@ def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
     played = None if meta.plan is None else timeline(meta.plan, planning_machine(recipe.machine, kind))
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe.muon.state_dtype))
+    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
 def _headed(part: Part, text: str) -> str:
@@ -91,59 +84,12 @@ def _headed(part: Part, text: str) -> str:
     return f"{pipeline_line(meta.ranks, meta.world_size, meta.assigned)}\n{text}"
 
 
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of a rank with the largest shards, and of what the fullest owner owns, without activations.
-
-    `uncounted` names the optimizers, registered by others, whose states are unknown.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer_states: int
-    exchange_buffers: int
-    orthogonalization: int
-    uncounted: tuple[str, ...]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """What is counted, by its name, and the total."""
-        counted = {name: size for name, size in asdict(self).items() if name != "uncounted"}
-        return {**counted, "total": sum(counted.values())}
-
-
-def memory_per_rank(
-    meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], state_dtype: str
-) -> Memory:
-    """What stays in memory between steps, and a step's buffers. `state_dtype` is of Muon's momentum."""
-    # The first rank holds the largest shards of what is sharded. The fullest owner may be another: with its matrices
-    # added this is a bound that no rank exceeds.
-    fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
-    elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
-    sizes = {name: parameter.element_size() for name, parameter in meta.parameters.items()}
-    held = sum(elements[name] * sizes[name] for name in sizes)
-    momentum_bytes = TORCH_DTYPE_MAP[state_dtype].itemsize
-    states = sum(
-        elements[a.fqn] * (momentum_bytes if a.optimizer == "muon" else AVERAGES.get(a.optimizer, 0) * sizes[a.fqn])
-        for a in meta.assigned
-    )
-    uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", *AVERAGES})
-    step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
-    # FSDP2 gives a gradient the dtype and the shards of its parameter.
-    return Memory(held, held, states, *step, tuple(uncounted))
-
-
-def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements of a parameter on the first of its ranks, or, if it is owned, on rank `owner`."""
-    if isinstance(parameter, DTensor) and is_owned(parameter):
-        return held_elements(parameter).get(owner, 0)
-    return local(parameter).numel()
-
-
 def _memory_lines(memory: Memory) -> Iterable[str]:
     yield "memory per rank, without activations"
     for name, size in memory.sizes.items():
         yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
+    if memory.host_states > 0:
+        yield f"  {'host: states':<18}{memory.host_states / 2**20:>12,.1f} MiB"
     for name in memory.uncounted:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
@@ -164,7 +110,11 @@ def _document(part: Part) -> dict[str, object]:
     return {
         "world_size": part.meta.world_size,
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
-        "memory": {**part.memory.sizes, "uncounted_optimizers": part.memory.uncounted},
+        "memory": {
+            **part.memory.sizes,
+            "host_states": part.memory.host_states,
+            "uncounted_optimizers": part.memory.uncounted,
+        },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
         **({} if part.summary is None else asdict(part.summary)),
     }

@@ -58,10 +58,19 @@ class DenseMaskAttention(FlexAttention):
         assert score_mod is None, "dense attention has no score_mod"
         assert out_transform is None, "dense attention has no out_transform"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_masks.allowed, scale=scale, enable_gqa=enable_gqa
-        )
-        return out.transpose(1, 2)
+        return self.attend(q, k, v, attention_masks.allowed, scale, enable_gqa).transpose(1, 2)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        allowed: torch.Tensor,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Queries (B, N, L, H), keys (B, M, K, H), values (B, M, K, V) to (B, N, L, V)."""
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed, scale=scale, enable_gqa=enable_gqa)
 
 
 def share_dense_mask(model: nn.Module) -> None:

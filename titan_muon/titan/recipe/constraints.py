@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
-from titan_muon.options import Constraint, OptionError, constraints
+from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, constraints
 from titan_muon.titan.recipe.schema import refuse, values
-from titan_muon.titan.recipe.sections import Recipe, Rule
+from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
 
 # Derived, never written by hand: a range that stood here too could differ from the one at the field, which Muon itself
@@ -27,6 +27,15 @@ class Relation:
     key: str
     accepted: str
     holds: Callable[[Recipe], bool]
+
+
+def _held_by_bfloat16(name: str) -> Relation:
+    def holds(recipe: Recipe) -> bool:
+        table: AdamW = getattr(recipe, name)
+        return table.state_dtype != "bfloat16" or max(table.betas) <= SLOWEST_IN_BFLOAT16
+
+    accepted = f"each at most {SLOWEST_IN_BFLOAT16}, since bfloat16 stops slower averages"
+    return Relation(f"{name}.betas", f'{accepted} ({name}.state_dtype = "bfloat16")', holds)
 
 
 def _compiles_the_model(recipe: Recipe) -> bool:
@@ -114,7 +123,7 @@ RELATIONS = (
     # Muon would orthogonalize on the host what the dry run plans for the GPU.
     Relation(
         "training.enable_cpu_offload",
-        "false only, because Muon's step does not yet offload its state",
+        'false only, because Muon would orthogonalize on the host (optimizer.offload = "state" keeps states there)',
         lambda recipe: not recipe.training.enable_cpu_offload,
     ),
     Relation(
@@ -124,6 +133,8 @@ RELATIONS = (
             isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
         ),
     ),
+    _held_by_bfloat16("adamw"),
+    _held_by_bfloat16("adam"),
     # The text of `python` and `files` is memory-mapped tokens: there is nothing to wait for.
     Relation(
         "data.num_workers",
@@ -244,10 +255,11 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
         _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
-    if rule.optimizer == "muon":
+    if rule.optimizer in ("muon", "adamw", "adam"):
         # A rule may set ns_steps and leave ns_coefficients to [muon]: each is sound alone, and together they are not.
-        options: dict[str, Any] = rule.options
-        changed = replace(recipe, muon=replace(recipe.muon, **options))
+        table: Any = getattr(recipe, rule.optimizer)
+        tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}
+        changed = replace(recipe, **tables)
         _check_relations(changed, f" under {place}.options", {}, source)
 
 
@@ -279,14 +291,14 @@ def refuse_moved(key: str, source: str) -> None:
         raise RecipeError(f"{source}: {key} is {MOVED[key]} now; write `{leaf}` under [{table}].")
 
 
-def recipe_error(error: ValueError) -> RecipeError:
-    """What the library refuses, in the recipe's words: Muon's keyword becomes the key, and its bytes become GiB."""
+def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
+    """What the library refuses, in the recipe's words: a keyword becomes the key in `table`, and bytes become GiB."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
     if error.option.startswith("machine."):
         return RecipeError(str(error))
     if error.option != "buffer_bytes":
-        return RecipeError(f"muon.{error.option} {error.problem}")
+        return RecipeError(f"{table}.{error.option} {error.problem}")
     # The value and every size that the planner names with it: a user who wrote 0.5 must not read 536870912.
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")

@@ -11,10 +11,13 @@ from titan_muon.options import (
     COUNT,
     FRACTION,
     NOT_NEGATIVE,
+    POSITIVE,
     TEXT,
     Constraint,
     Hyperparameters,
     Machine,
+    Offload,
+    StateDtype,
     StepOptions,
     at_least,
     each,
@@ -135,6 +138,20 @@ class Muon(StepOptions, Hyperparameters):
 
 
 @dataclass(frozen=True, kw_only=True)
+class QKClip:
+    """QK-clip (MuonClip; Kimi K2, 2025): heads whose attention logits grow too large are scaled down after a step."""
+
+    mode: Literal["off", "log", "clip"] = "off"
+    """`log` reports the largest logit of each layer, `clip` also scales the query and key weights of heads above."""
+
+    threshold: Annotated[float, POSITIVE] = 100.0
+    """Largest logit of a head that is let be."""
+
+    alpha: Annotated[float, from_to(0, 1)] = 0.5
+    """Share of the factor that query weights take; key weights take the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loss:
     """How the cross entropy is computed."""
 
@@ -209,6 +226,9 @@ class AdamW:
     weight_decay: Annotated[float, NOT_NEGATIVE] = 0.1
     """Decoupled weight decay, scaled by the learning rate."""
 
+    state_dtype: StateDtype = "parameter"
+    """Dtype of both averages: their parameter's, or `bfloat16`, for betas up to 0.99; float32 computes either."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Adam(AdamW):
@@ -243,6 +263,9 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
+    offload: Offload = "none"
+    """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
+
     # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
     """Whose gradients training.max_norm clips. `adamw`: all but Muon's, since its update does not grow with them."""
@@ -274,6 +297,7 @@ class Recipe:
     placement: Placement = field(default_factory=Placement)
     muon: Muon = field(default_factory=Muon)
     machine: Machine = field(default_factory=Machine)
+    qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
     adam: Adam = field(default_factory=Adam)
     optimizer: Optimizer = field(default_factory=Optimizer)

@@ -34,6 +34,7 @@ from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, rem
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
+from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.run.console import say, say_error, set_up_logging
@@ -219,7 +220,10 @@ def _in_words(trainer: MuonTrainer, ranks: range) -> PartInWords:
 def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[PartInWords]) -> None:
     """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
     say(f"run {run.folder}")
-    counts = "\n".join(optimizer_lines(trainer.optimizers.whole, recipe.muon.split, dist.get_world_size()))
+    world = dist.get_world_size()
+    lines = optimizer_lines(trainer.optimizers.whole, recipe.muon.split, world)
+    clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
+    counts = "\n".join([*lines, *clips])
     say("\n".join([counts, *(part.lines for part in parts if part.lines)]))
     text = "\n\n".join([*(part.full for part in parts), counts])
     (Path(run.folder) / OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")

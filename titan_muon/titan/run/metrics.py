@@ -43,6 +43,8 @@ class StepReport:
         lr: learning rate of each group during this step.
         seconds: in each phase, over all steps since the last report.
         memory: peak of all ranks since the last report, in bytes.
+        qk: largest attention logit of each layer, and how often a head was above the threshold, since the last report;
+            None where logits are not observed.
     """
 
     step: int
@@ -52,6 +54,7 @@ class StepReport:
     lr: Mapping[str, float]
     seconds: Mapping[str, float]
     memory: int
+    qk: Mapping[str, Any] | None = None
 
 
 class JsonLines(BaseLogger):
@@ -240,6 +243,8 @@ class RunMetrics(MetricsProcessor):
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
         record: dict[str, Any] = asdict(report)
         del record["step"], record["seconds"], record["memory"]
+        if report.qk is None:
+            del record["qk"]
         record["tokens_per_second"] = speed
         mfu = self.num_flops_per_token * speed / (self.gpu_peak_flops * self.parallel_dims.world_size)
         if mfu > 0 and not self.has_quantization:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -17,8 +17,10 @@ from titan_muon.titan import compat
 from titan_muon.titan.clip import GradientClip
 from titan_muon.titan.data.loader import bytes_per_token
 from titan_muon.titan.data.validation import HeldOutValidator
+from titan_muon.titan.model.qk_clip import build_qk_clip
 from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import say
 from titan_muon.titan.run.metrics import RunMetrics, StepReport
@@ -38,6 +40,9 @@ class MuonTrainer(Trainer):
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
         """Whose gradients `training.max_norm` clips; `adamw` is all but Muon's."""
+
+        qk_clip: QKClipSection = field(default_factory=QKClipSection)
+        """Whether attention logits are observed, and what is done about large ones."""
 
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         """What changes the model's configuration before the model is made, in this order."""
@@ -69,6 +74,7 @@ class MuonTrainer(Trainer):
         self.metrics_processor.report_step = self._report
         self.checkpointer.paused = self.metrics_processor.paused
         self.timer = StepTimer(self.device)
+        self._clip_logits()
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
         parameters = [p for part in self.model_parts for p in part.parameters()]
@@ -78,6 +84,14 @@ class MuonTrainer(Trainer):
             max_norm=config.training.max_norm,
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
         )
+
+    def _clip_logits(self) -> None:
+        """Have QK-clip, if the recipe asks for it, reduce its logits beside the optimizers' step and clip after it."""
+        model, section = self.model_config, self.config.qk_clip
+        self.qk_clip = build_qk_clip(section, model, self.model_parts, self.parallel_dims, self.device)
+        if (clip := self.qk_clip) is not None:
+            self.optimizers.register_step_pre_hook(lambda *_: clip.start_reduce())
+            self.optimizers.register_step_post_hook(lambda *_: clip.apply())
 
     def _check_vocabulary(self) -> None:
         tokens, rows = self.tokenizer.get_vocab_size(), decoder_vocab_size(self.config.model_spec)
@@ -112,6 +126,8 @@ class MuonTrainer(Trainer):
         self.metrics_processor.start(self.step)
         with compat.ending_at_once():
             super().train()
+        # Each step is told of by the next one, and the last has none.
+        self.optimizers.check_last_step()
         self.checkpointer.maybe_wait_for_saving()
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
@@ -186,6 +202,7 @@ class MuonTrainer(Trainer):
             lr=self.rates,
             seconds=self.timer.drain(),
             memory=int(peak.item()),
+            qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
         self.metrics_processor.log_step(report)
         # After the report, which is the record of where the run diverged.

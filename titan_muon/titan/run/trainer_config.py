@@ -20,6 +20,7 @@ from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vo
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
@@ -60,8 +61,10 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     model, degrees = recipe.model, recipe.parallelism
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
     spec = model_spec(model.name, model.flavor, vocab_size=vocabulary, attention=model.attention)
+    observe_logits(spec.model, recipe.qk_clip)
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
+        qk_clip=recipe.qk_clip,
         converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_assets(model.hf_assets_path),
@@ -71,7 +74,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         optimizer=optimizer_config(recipe, _shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
-        parallelism=_parallelism_config(recipe),
+        parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),
         checkpoint=_checkpoint_config(recipe, run),
         activation_checkpoint=_activation_checkpoint(recipe.activation_checkpoint),
         compile=_same_keys(CompileConfig, recipe.compile, components=list(recipe.compile.components)),
@@ -84,15 +87,16 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     )
 
 
-def _parallelism_config(recipe: Recipe) -> ParallelismConfig:
+def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     degrees, owned = recipe.parallelism, recipe.placement.muon == "owned"
+    uneven = vocabulary % degrees.tensor_parallel_degree != 0
     # TorchTitan's types where they differ: lists, and no `None` of a path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
     balancer = degrees.context_parallel_load_balancer
     return _same_keys(
         ParallelismConfig,
         degrees,
-        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owned),
+        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owned, uneven_vocabulary=uneven),
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,

@@ -1,0 +1,92 @@
+"""Writes the table of docs/memory.md: bytes per parameter of each combination of options, from the plan of a recipe.
+
+    python docs/make_memory.py
+
+`tests/unit/test_memory_docs.py` fails where the page and the dry run differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.plan import summarize  # noqa: E402
+from titan_muon.titan.dry_run.memory import Memory, memory_per_rank  # noqa: E402
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model  # noqa: E402
+from titan_muon.titan.recipe import Recipe, load  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "memory.md"
+BEGIN, END = "<!-- table: written by docs/make_memory.py -->", "<!-- end of table -->"
+RECIPE, WORLD = "qwen3_8b_muon", 8
+OPTIONS = {
+    "optimizer.offload": ("none", "state"),
+    "muon.state_dtype": ("float32", "bfloat16"),
+    "adamw.state_dtype": ("parameter", "bfloat16"),
+    "muon.release_grads": (False, True),
+}
+HEADER = (
+    *(f"`{key}`" for key in OPTIONS),
+    "states between steps",
+    "states in a step",
+    "gradients once all are packed",
+    "device at most",
+    "host",
+)
+
+
+def with_options(recipe: Recipe, offload: str, momentum: str, averages: str, releases: bool) -> Recipe:
+    """The recipe with one combination of options."""
+    return replace(
+        recipe,
+        optimizer=replace(recipe.optimizer, offload=offload),
+        muon=replace(recipe.muon, state_dtype=momentum, release_grads=releases),
+        adamw=replace(recipe.adamw, state_dtype=averages),
+    )
+
+
+def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
+    """Bytes per parameter of a rank."""
+    local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
+    elements = sum(tensor.numel() for tensor in local.values())
+    kept = sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != "muon" or not recipe.muon.release_grads)
+    between = 0 if recipe.optimizer.offload == "state" else memory.optimizer_states
+    sizes = (between, memory.optimizer_states, kept, memory.sizes["total"], memory.host_states)
+    return (size / elements for size in sizes)
+
+
+def table() -> str:
+    """The table as the page has it."""
+    recipe = load(ROOT / "configs" / f"{RECIPE}.toml")
+    # Neither where states are nor their dtype changes the plan.
+    meta = build_meta_model(recipe, WORLD, "cuda")
+    assert meta.plan is not None, f"Muon takes matrices of {RECIPE}"
+    summary = summarize(meta.plan)
+    lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
+    for options in product(*OPTIONS.values()):
+        variant = with_options(recipe, *options)
+        memory = memory_per_rank(meta, summary, {}, variant, "cuda")
+        cells = [f"`{str(option).lower()}`" for option in options]
+        cells += [f"{size:.2f}" for size in row(meta, memory, variant)]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def written(page: str) -> str:
+    """The page with the table as it is now. Raises ValueError if the page has no place for it."""
+    before, found, rest = page.partition(BEGIN)
+    _, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise ValueError(f"{PAGE}: needs the lines {BEGIN!r} and {END!r}, between which the table is written")
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,252 @@
+"""QK-clip on TorchTitan's models: the right rows of the right weights, whether checkpointed, compiled or cut."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from titan_muon import Muon
+from titan_muon.qk_clip import QKClip
+from titan_muon.titan.model.attention import share_dense_mask
+from titan_muon.titan.model.logits import LogitObserver
+from titan_muon.titan.model.qk_clip import build_qk_clip, observe_logits, qk_clip_lines, reduced_bytes
+from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.recipe import RecipeError, sections
+
+VOCAB, LENGTH = 64, 48
+ONE_RANK: Any = SimpleNamespace(tp=1, tp_enabled=False)
+
+
+def tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two rows of packed documents: tokens, and positions that begin anew in each document."""
+    drawn = torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    lengths = ((20, 28), (7, 41))
+    return drawn, torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+
+
+def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
+    """The tiny model of a family that keeps its logits, and its QKClip."""
+    section = sections.QKClip(mode="clip", threshold=threshold)
+    spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
+    spec.model.layers = spec.model.layers[:2]
+    observe_logits(spec.model, section)
+    with torch.device("meta"):
+        model = spec.model.build()
+    model.to_empty(device="cpu")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+        # Logits of the initial values are too small to tell heads apart.
+        for name, parameter in model.named_parameters():
+            if any(word in name for word in ("wq", "wk")):
+                parameter.mul_(8)
+    if checkpoint != "none":
+        from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+        {"full": FullAC, "selective": SelectiveAC}[checkpoint].Config().build().apply(model)
+    if backend is not None:
+        for block in model.layers.values():
+            block.compile(backend=backend, fullgraph=True)
+    share_dense_mask(model)
+    return model, build_qk_clip(section, spec.model, [model], ONE_RANK, torch.device("cpu"))
+
+
+def train(model: Any) -> None:
+    """Forward and backward of one batch."""
+    drawn, positions = tokens()
+    model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions)).square().mean().backward()
+
+
+@contextmanager
+def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Meanwhile, the largest logit of each head of the first layer in each forward, from its queries and keys."""
+    found: dict[str, torch.Tensor] = {}
+    inner = model.get_submodule("layers.0.attention.inner_attention")
+
+    def look(module: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
+        q, k = (t.detach() for t in args[:2])
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        scale = q.shape[-1] ** -0.5 if kwargs["scale"] is None else kwargs["scale"]
+        scores = torch.einsum("binh,bjnh->bnij", q, k) * scale
+        found["layers.0"] = scores.masked_fill(~kwargs["attention_masks"].allowed, -torch.inf).amax((0, 2, 3))
+
+    handle = inner.register_forward_pre_hook(look, with_kwargs=True)
+    yield found
+    handle.remove()
+
+
+def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Latent attention with one query projection, as Moonlight has it."""
+    module = models._family("deepseek_v3")
+    monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
+    return "deepseek_v3"
+
+
+def fused_projections(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Llama with one projection to queries, keys and values."""
+    module = models._family("llama3")
+    monkeypatch.setattr(module, "make_gqa_config", partial(_fused, module.make_gqa_config))
+    return "llama3"
+
+
+def _fused(make: Any, **options: Any) -> Any:
+    return make(**options | {"fuse_qkv": True})
+
+
+FAMILIES = {
+    "latent": lambda monkeypatch: "deepseek_v3",
+    "latent_full_queries": full_queries,
+    "grouped": lambda monkeypatch: "llama3",
+    "fused": fused_projections,
+}
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the first layer, whose input no clip changes: the same batch again has the logits that clipping promises."""
+    family = FAMILIES[kind](monkeypatch)
+    model, clip = build(family)
+    with exact_logits(model) as found:
+        train(model)
+        before, seen = found["layers.0"], clip.logits("layers.0", 0, 8).clone()
+        clip.threshold = float(seen.sort().values[5])
+        clip.apply()
+        train(model)
+        after = found["layers.0"]
+    above = seen > clip.threshold
+    assert above.sum() == 2
+    if family == "deepseek_v3":
+        torch.testing.assert_close(seen, before, msg="this attention tells the logit itself")
+        torch.testing.assert_close(after, before.clamp(max=clip.threshold))
+        return
+    assert (seen >= before).all()
+    assert (seen <= before + torch.tensor(41.0).log()).all()
+    factors = (clip.threshold / seen).clamp(max=1.0)
+    shared = factors.view(4, 2).amin(1).repeat_interleave(2)
+    # Queries by their own factor, and the keys of a group by the smallest: the root of each, as alpha is one half.
+    torch.testing.assert_close(after, before * (factors * shared).sqrt())
+    assert (after[above] <= clip.threshold).all()
+
+
+@pytest.mark.parametrize(("checkpoint", "backend"), [("full", None), ("selective", None), ("selective", "aot_eager")])
+def test_what_is_computed_again_or_compiled_is_observed_alike(checkpoint: str, backend: str | None) -> None:
+    plain, expected = build("llama3")
+    train(plain)
+    model, clip = build("llama3", checkpoint=checkpoint, backend=backend)
+    for _ in range(2):
+        train(model)
+        # Nothing of backward, where checkpointed layers run again, is left for the next step.
+        assert torch.equal(clip._logits, expected._logits)
+        clip.apply()
+        assert torch.equal(clip._logits, torch.full_like(clip._logits, -torch.inf))
+
+
+def test_validation_observes_nothing() -> None:
+    model, clip = build("llama3")
+    drawn, positions = tokens()
+    with torch.no_grad():
+        model.eval()(drawn, positions=positions, attention_masks=model.get_attention_masks(positions))
+    clip.apply()
+    assert clip.report().max_logit == {}
+
+
+def test_every_layer_of_every_family_is_observed() -> None:
+    for family in ("llama3", "deepseek_v3", "qwen3"):
+        spec = model_spec(family, "tiny", on_cpu=True)
+        observe_logits(spec.model, sections.QKClip(mode="log"))
+        with torch.device("meta"):
+            found = [m for m in spec.model.build().modules() if isinstance(m, LogitObserver)]
+        assert len(found) == len(spec.model.layers)
+
+
+def test_without_qk_clip_a_model_is_what_it_was() -> None:
+    spec = model_spec("llama3", "tiny", on_cpu=True)
+    before = [type(layer.attention.inner_attention) for layer in spec.model.layers]
+    observe_logits(spec.model, sections.QKClip())
+    assert [type(layer.attention.inner_attention) for layer in spec.model.layers] == before
+    assert build_qk_clip(sections.QKClip(), spec.model, [], ONE_RANK, torch.device("cpu")) is None
+
+
+def test_options_of_the_inner_attention_are_kept() -> None:
+    spec = model_spec("llama3", "tiny", attention="flex", on_cpu=False)
+    spec.model.layers[0].attention.inner_attention.kernel_options = {"BLOCK_M": 32}
+    observe_logits(spec.model, sections.QKClip(mode="log"))
+    assert spec.model.layers[0].attention.inner_attention.kernel_options == {"BLOCK_M": 32}
+
+
+def test_clipping_behind_qk_norm_is_refused_and_logging_is_not() -> None:
+    spec = model_spec("qwen3", "tiny")
+    with pytest.raises(RecipeError, match=r'^qk_clip\.mode = "clip" is not possible: layers\.0 normalizes .* "log" or'):
+        observe_logits(spec.model, sections.QKClip(mode="clip"))
+    observe_logits(spec.model, sections.QKClip(mode="log"))
+
+
+def test_unknown_attention_is_refused() -> None:
+    spec = model_spec("llama3", "tiny")
+    spec.model.layers[1].attention.inner_attention = object()
+    with pytest.raises(RecipeError, match=r'"log" is not possible: layers\.1 has attention of another kind'):
+        observe_logits(spec.model, sections.QKClip(mode="log"))
+
+
+def test_the_plan_in_words() -> None:
+    sent = reduced_bytes(model_spec("deepseek_v3", "kimi_k2").model)
+    assert sent == 61 * 64 * 4
+    assert list(qk_clip_lines(sections.QKClip(), sent, 8)) == []
+    (line,) = qk_clip_lines(sections.QKClip(mode="clip"), sent, 8)
+    assert line == (
+        "QK-clip: heads with logits above 100 are clipped, alpha 0.5; one all-reduce of 15,616 bytes a step"
+    )
+    (line,) = qk_clip_lines(sections.QKClip(mode="log"), sent, 1)
+    assert line == "QK-clip: the largest logits are logged; nothing is sent"
+
+
+def test_a_layer_of_another_pipeline_stage_has_no_weights_here() -> None:
+    model, _ = build("llama3")
+    del model.layers["0"]
+    spec = model_spec("llama3", "tiny", vocab_size=VOCAB, on_cpu=True)
+    clip = build_qk_clip(sections.QKClip(mode="clip"), spec.model, [model], ONE_RANK, torch.device("cpu"))
+    assert isinstance(clip, QKClip)
+    assert [bool(layer.weights) for layer in clip.layers] == [False, True] + [False] * 4
+    assert [weight.fqn for weight in clip.layers[1].weights] == [
+        "layers.1.attention.qkv_linear.wq.weight",
+        "layers.1.attention.qkv_linear.wk.weight",
+    ]
+
+
+def largest_logits(clips: bool) -> list[float]:
+    """The largest logit of each step of training at a large learning rate, with or without clipping."""
+    model, clip = build("llama3", threshold=30.0)
+    if not clips:
+        clip.threshold = torch.inf
+    named = list(model.named_parameters())
+    hidden = {name for name, p in named if name.startswith("layers.") and p.ndim == 2}
+    muon = Muon([(n, p) for n, p in named if n in hidden], lr=0.1, weight_decay=0.0, ns_dtype="float32")
+    adamw = torch.optim.AdamW([p for name, p in named if name not in hidden])
+    drawn, positions = tokens()
+    found = []
+    for _ in range(14):
+        logits = model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions))
+        nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), drawn[:, 1:].flatten()).backward()
+        muon.step()
+        adamw.step()
+        clip.apply()
+        found.append(max(clip.report().max_logit.values()))
+        model.zero_grad()
+    return found
+
+
+def test_logits_that_explode_at_a_large_learning_rate_stay_near_the_threshold_with_clipping() -> None:
+    without, clipped = largest_logits(False), largest_logits(True)
+    first = next(step for step, logit in enumerate(without) if logit > 30)
+    assert clipped[: first + 1] == without[: first + 1], "nothing changes before the first head is clipped"
+    assert without[-1] > 75
+    assert max(clipped) < 45

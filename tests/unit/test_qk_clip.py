@@ -1,0 +1,152 @@
+"""QK-clip scales the rows that the Kimi K2 report names, by what was observed in the step, and nothing else."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.reference_qk_clip import DIM, HEADS, clipped, layer, whole_weights
+from titan_muon.qk_clip import AttentionLayer, HeadRows, HeadWeight, QKClip, key_rows, query_rows
+
+LOGITS = [50.0, 400.0, 99.0, 100.0, 150.0, 200.0]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+def test_heads_above_the_threshold_are_scaled_and_no_other_bit_changes(alpha: float) -> None:
+    weights = whole_weights()
+    expected = clipped(weights, LOGITS, 100.0, alpha)
+    clip = QKClip([layer(weights)], alpha=alpha)
+    clip.observe("layers.0", torch.tensor(LOGITS))
+    clip.apply()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=0)
+    untouched = {name: weight.clone() for name, weight in weights.items()}
+    clip.observe("layers.0", torch.full((HEADS,), 100.0))
+    clip.apply()
+    assert all(torch.equal(weight, untouched[name]) for name, weight in weights.items()), "1.0 changes no bit"
+
+
+def test_a_head_that_was_at_four_times_the_threshold_computes_logits_at_the_threshold() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(12, 7, generator=generator) for name in ("wq", "wk")}
+    rows = (HeadWeight("wq", weights["wq"], query_rows(3)), HeadWeight("wk", weights["wk"], key_rows(3)))
+    tokens = torch.randn(20, 7, generator=generator)
+
+    def logits() -> torch.Tensor:
+        q, k = ((tokens @ weights[name].T).view(20, 4, 3) for name in ("wq", "wk"))
+        return torch.einsum("inh,jnh->nij", q, k)
+
+    before = logits()
+    largest = before.amax((1, 2))
+    threshold = float(largest.sort().values[1])
+    clip = QKClip([AttentionLayer("attention", 4, rows)], threshold=threshold)
+    clip.observe("attention", largest)
+    clip.apply()
+    after = logits().amax((1, 2))
+    torch.testing.assert_close(after, largest.clamp(max=threshold))
+
+
+def test_a_shared_key_leaves_no_query_head_of_its_group_above_the_threshold() -> None:
+    weights = whole_weights()
+    before = {name: weight.clone() for name, weight in weights.items()}
+    clip = QKClip([layer(weights)])
+    clip.observe("layers.0", torch.tensor(LOGITS))
+    clip.apply()
+    for head, logit in enumerate(LOGITS):
+        query = weights["wq"][head * DIM, 0] / before["wq"][head * DIM, 0]
+        key = weights["wk"][head // 2 * DIM, 0] / before["wk"][head // 2 * DIM, 0]
+        assert logit * query * key <= 100.0 + 1e-4
+
+
+def test_the_largest_of_several_passes_counts_and_a_new_step_begins_anew() -> None:
+    """Gradient accumulation, and forwards that activation checkpointing computes again."""
+    weights = whole_weights()
+    clip = QKClip([layer(weights)])
+    expected = weights
+    for passes, largest in (([50.0, 200.0, 120.0], 200.0), ([60.0], 60.0), ([130.0], 130.0)):
+        for logit in passes:
+            clip.observe("layers.0", torch.full((HEADS,), logit))
+        expected = clipped(expected, [largest] * HEADS, 100.0, 0.5)
+        clip.apply()
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[name], msg=lambda said, name=name: f"{name}: {said}")
+
+
+def test_a_rank_that_computes_some_heads_observes_those() -> None:
+    weights = whole_weights()
+    expected = clipped(weights, [1.0, 1.0, 1.0, 1.0, 400.0, 200.0], 100.0, 0.5)
+    clip = QKClip([layer(weights)])
+    clip.observe("layers.0", torch.tensor([400.0, 200.0]), first_head=4)
+    clip.apply()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name])
+
+
+@pytest.mark.parametrize("logit", [math.inf, math.nan])
+def test_a_logit_that_is_not_finite_spoils_no_weight(logit: float) -> None:
+    weights = whole_weights()
+    before = {name: weight.clone() for name, weight in weights.items()}
+    clip = QKClip([layer(weights)])
+    clip.observe("layers.0", torch.full((HEADS,), logit))
+    clip.apply()
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
+
+
+def test_weights_in_bfloat16_and_biases_are_scaled_too() -> None:
+    weight, bias = nn.Parameter(torch.ones(4, 6, dtype=torch.bfloat16)), nn.Parameter(torch.ones(4))
+    rows = (HeadWeight("wq.weight", weight, query_rows(2)), HeadWeight("wq.bias", bias, query_rows(2)))
+    clip = QKClip([AttentionLayer("attention", 2, rows)], threshold=1.0)
+    clip.observe("attention", torch.tensor([4.0, 1.0]))
+    clip.apply()
+    assert weight.dtype == torch.bfloat16
+    assert weight[:, 0].tolist() == bias.tolist() == [0.5, 0.5, 1.0, 1.0]
+
+
+def test_logging_alone_reports_and_changes_nothing() -> None:
+    weights = whole_weights()
+    before = {name: weight.clone() for name, weight in weights.items()}
+    clip = QKClip([layer(weights), AttentionLayer("layers.1", 2), AttentionLayer("layers.2", 2)], clips=False)
+    for step in (1.0, 2.0, 1.0):
+        clip.observe("layers.0", step * torch.tensor(LOGITS))
+        clip.observe("layers.1", torch.tensor([step, -step]))
+        clip.apply()
+    report = clip.report()
+    assert report.max_logit == {"layers.0": 800.0, "layers.1": 2.0}, "the largest of all steps; layers.2 was not seen"
+    assert report.heads_above_threshold == 3 + 5 + 3
+    assert clip.report().max_logit == {}, "a report is of the steps since the last"
+    assert all(torch.equal(weight, before[name]) for name, weight in weights.items())
+
+
+def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
+    clip = QKClip([layer(whole_weights()), layer(whole_weights(), "layers.1")])
+    clip.observe("layers.1", torch.zeros(HEADS))
+    with pytest.raises(ValueError, match=r"^layers\.0: nothing has observed these layers; call observe"):
+        clip.apply()
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: QKClip([], threshold=0.0), r"threshold = 0\.0 must be more than 0"),
+        (lambda: QKClip([], alpha=1.5), r"alpha = 1\.5 from 0 to 1"),
+        (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
+        (
+            lambda: QKClip([AttentionLayer("a", 3, (HeadWeight("wq", torch.ones(8, 2), query_rows(4)),))]),
+            "wq: its 8 rows are not 4 rows for each, or each few, of 3 heads",
+        ),
+        (
+            lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("wq", torch.ones(9, 2), query_rows(4)),))]),
+            "wq: its 9 rows are not 4 rows",
+        ),
+        (
+            lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("w", torch.ones(8, 2), (HeadRows(4, "query", 1),)),))]),
+            "w: its pattern has rows of more than the 1 heads",
+        ),
+        (lambda: QKClip([AttentionLayer("a", 2)]).observe("b", torch.ones(2)), "'b' is none of the layers: a"),
+        (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),
+    ],
+)
+def test_what_cannot_be_is_refused(call, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        call()

@@ -1,0 +1,49 @@
+"""What a state dict has of Muon's parameters, checked before anything of it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from .build import check_group
+from .options import HYPERPARAMETERS
+from .params import placement_key
+
+
+@dataclass(frozen=True)
+class SavedAverage:
+    """A trained parameter with its momentum in a state dict, which has it under `key`."""
+
+    key: Any
+    param: Tensor
+    average: Tensor
+
+
+def saved_averages(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Iterator[SavedAverage]:
+    """The momentum of each trained parameter of an optimizer's groups.
+
+    Raises ValueError for a state dict of another optimizer or of other parameters, and for a momentum that is missing
+    or has another mesh or other placements than its parameter.
+    """
+    theirs = state_dict["param_groups"]
+    if len(theirs) != len(groups):
+        raise ValueError(f"the state dict has {len(theirs)} parameter groups, and this Muon {len(groups)}")
+    for group, saved in zip(groups, theirs, strict=True):
+        missing = [name for name in HYPERPARAMETERS if name not in saved]
+        if missing:
+            said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
+            raise ValueError(f"{said}; add them to load its momentum")
+        check_group({**saved, "param_names": group["param_names"]})
+        names = group["param_names"]
+        if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
+            raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")
+        for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=True):
+            if not parameter.requires_grad:
+                continue
+            average = state_dict["state"].get(key, {}).get("momentum_buffer")
+            if average is None or placement_key(average) != placement_key(parameter):
+                raise ValueError(f"{fqn}: the state dict has no momentum with the parameter's mesh and placements")
+            yield SavedAverage(key, parameter, average)

@@ -1,0 +1,33 @@
+"""Memory that is taken in a step alone: between steps it belongs to forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class StepMemory:
+    """The storages of some tensors. Views of them are made once, and hold something within a step.
+
+    Args:
+        tensors: tensors that are each a whole storage, or share one.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._sizes: dict[torch.UntypedStorage, int] = {}
+        for tensor in tensors:
+            storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
+            self._sizes[storage] = max(size, self._sizes.get(storage, 0))
+        self.free()
+
+    def take(self) -> None:
+        """Allocate, in the stream that is current; what is in it is undefined."""
+        for storage, size in self._sizes.items():
+            storage.resize_(size)
+
+    def free(self) -> None:
+        """Give the memory back. What other streams did with it was waited for in the stream that is current."""
+        for storage in self._sizes:
+            storage.resize_(0)
