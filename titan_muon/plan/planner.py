@@ -10,7 +10,7 @@ from ..options import MuonOptions, OptionError
 from .buckets import home_flops
 from .cost import Work
 from .exchanges import PATTERNS
-from .groups import Assembly, assemblies
+from .groups import assemblies
 from .layout import Geometries
 from .machine import Machine, machine_of
 from .owners import OWNERS, Task
@@ -46,12 +46,12 @@ def make_plan(
         problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
-    draft, home = _fastest_of(problems)
+    draft, home = _best_of(problems)
     return Plan(tuple(parameters), matrices, home, draft.buckets, draft.slots, options.wire_bytes, works, draft.reason)
 
 
-def _fastest_of(problems: Sequence[Problem]) -> tuple[Draft, tuple[tuple[int, ...], ...]]:
-    """The draft of the fastest of these problems that has one, with its matrices at home."""
+def _best_of(problems: Sequence[Problem]) -> tuple[Draft, tuple[tuple[int, ...], ...]]:
+    """The best draft of these problems that have one, with its matrices at home."""
     found, faults = [], []
     for problem in problems:
         try:
@@ -60,7 +60,7 @@ def _fastest_of(problems: Sequence[Problem]) -> tuple[Draft, tuple[tuple[int, ..
             faults.append(fault)
     if not found:
         raise faults[0]
-    return min(found, key=lambda one: one[0].seconds)
+    return min(found, key=lambda one: one[0].price)
 
 
 def _matrices(
@@ -84,12 +84,15 @@ def _matrices(
 def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs) -> Problem:
     """What is whole at home, and a task of each other matrix for each group that assembles it."""
 
+    groups: dict[tuple[int, ...], int] = {}
+
     @cache
-    def assembled(geometry: int, split: bool) -> tuple[Assembly, ...]:
-        return assemblies(geometries.shared[geometry], split)
+    def placed(geometry: int, split: bool) -> list[tuple[tuple[int, ...], list[int]]]:
+        """For each matrix of a parameter its ranks at home, and the numbers of the groups that assemble it."""
+        found = assemblies(geometries.shared[geometry], split)
+        return [(one.home, [groups.setdefault(ranks, len(groups)) for ranks in one.groups]) for one in found]
 
     has_owners = PATTERNS[options.exchange].has_owners
-    groups: dict[tuple[int, ...], int] = {}
     home: list[tuple[int, ...]] = []
     tasks: list[Task] = []
     for number, matrix in enumerate(costs.pieces.matrices):
@@ -97,10 +100,9 @@ def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: Mu
         # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones, which DDP
         # keeps equal and another wrapper may not: so every rank orthogonalizes what it has itself.
         split = has_owners and not parameter.plain and options.replicas == "split"
-        assembly = assembled(geometries.index[matrix.parameter], split)[matrix.index]
-        home.append(assembly.home)
-        for ranks in assembly.groups:
-            group = groups.setdefault(ranks, len(groups))
+        ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
+        home.append(ranks)
+        for group in assembled_by:
             tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
     load = home_flops(home, costs.pieces.matrices)
     return Problem(options, PATTERNS[options.exchange], costs, tuple(home), tuple(tasks), tuple(groups), load)
