@@ -226,6 +226,7 @@ class MuonOptions(StepOptions, Hyperparameters):
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))
+        check(Machine, vars(self.machine), "machine.")
 
     @property
     def wire_bytes(self) -> int:
@@ -247,11 +248,14 @@ def constraints(table: type) -> Iterator[tuple[str, Constraint]]:
                 yield from ((name, extra) for extra in get_args(part)[1:] if isinstance(extra, Constraint))
 
 
-def check(table: type, values: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first of `values`, options of `table` by name, that its declaration refuses."""
+def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise OptionError for the first of `values`, options of `table` by name, that its declaration refuses.
+
+    `prefix` comes before its name.
+    """
     for name, kind in get_type_hints(table).items():
         if name in values and get_origin(kind) is Literal and values[name] not in get_args(kind):
-            raise OptionError(name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
     for name, constraint in constraints(table):
         if values.get(name) is not None and not constraint.holds(values[name]):
-            raise OptionError(name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")

@@ -1,13 +1,14 @@
 """Plans played on machines: what takes how long, what hides behind what, and that faster plans are taken."""
 
 from dataclasses import replace
+from typing import get_args, get_type_hints
 
 import pytest
 from hypothesis import given, settings
 
 from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Machine as MachineOptions
-from titan_muon.options import OptionError
+from titan_muon.options import MuonOptions, OptionError
 from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
 from titan_muon.plan.timeline import timeline
 from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
@@ -101,6 +102,18 @@ def test_what_an_option_says_comes_before_the_named_machine() -> None:
     machine = machine_of(MachineOptions(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
     assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
     assert machine.node == MACHINES["a100x8"].node
+
+
+def test_the_option_names_every_machine() -> None:
+    assert set(get_args(get_type_hints(MachineOptions)["name"])) == {"auto", *MACHINES}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
+)
+def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
+        MuonOptions(machine=MachineOptions(**{key: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
