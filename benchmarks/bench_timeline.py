@@ -2,8 +2,9 @@
 
     python benchmarks/bench_timeline.py --nproc 2 --model dense12
 
-Rates and steps are measured in turns, all ranks at once, and of several the fastest counts: what else the machine does only
-adds. Ranks need a core each: two on one would have half of the rate whenever both compute, and the timeline knows one rate.
+Rates and steps are measured in turns, all ranks at once, and of several the fastest counts: what else the machine does
+only adds. Ranks need a core each: two on one would have half of the rate whenever both compute, and the timeline knows
+one rate.
 """
 
 import json
