@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 BYTES_OVER_MEAN = 1.3
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A matrix that needs one of the ranks of `groups[group]` as its owner, and what it costs that rank."""
 
     matrix: int
@@ -104,6 +103,11 @@ def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]
     return balanced_rounds([_flat(rounds)], groups, load, small_first=True)
 
 
+def balanced_bytes(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """As `balanced`, but by bytes, for links that take longer than Newton-Schulz."""
+    return balanced_rounds([[task._replace(flops=task.bytes) for task in _flat(rounds)]], groups, {})
+
+
 def _flat(rounds: Rounds) -> list[Task]:
     return [task for tasks in rounds for task in tasks]
 
@@ -159,7 +163,7 @@ def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerO
 
 
 OWNERS: Mapping[str, tuple[Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf], ...]] = {
-    "balanced": (balanced, balanced_rounds, balanced_small_first),
+    "balanced": (balanced, balanced_small_first, balanced_bytes),
     "round_robin": (round_robin,),
     "per_layer": (per_layer,),
 }

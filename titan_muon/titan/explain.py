@@ -20,6 +20,7 @@ from titan_muon.plan import Plan, Summary
 from titan_muon.plan.groups import Assembly, assemblies
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.ownership import OwnedTotals, load_lines
+from titan_muon.plan.timeline import Timeline
 from titan_muon.titan.rules import Assignment
 
 OWNERS_SHOWN = 16
@@ -112,8 +113,8 @@ def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment])
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
 
 
-def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
-    """What a Muon step costs, and why an automatic choice fell as it did."""
+def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
+    """What a Muon step costs, how long it takes if it was played, and why an automatic choice fell as it did."""
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
@@ -130,6 +131,10 @@ def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
+    if timeline is not None:
+        yield from _time_lines(timeline)
+    if plan.reason:
+        yield f"  planned         {plan.reason}"
     # The choice of an exchange has one reason, which each of its buckets carries.
     for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
         yield f"  exchange        {reason}"
@@ -170,6 +175,18 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         else:
             name = _unnumbered(fqn)
             yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'
+
+
+def _time_lines(timeline: Timeline) -> Iterable[str]:
+    """How long the step takes by the timeline, on the rank that is done last, and what it cannot be below."""
+    last = timeline.last
+    parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
+    yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
+    yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms"
 
 
 def _method_lines(plan: Plan) -> Iterable[str]:

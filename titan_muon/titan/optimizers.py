@@ -203,7 +203,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     gib = table.pop("buffer_gib")
     if recipe.muon.replicas is None:
         table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
-    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
+    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
 
 
 def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,7 @@ from titan_muon.options import (
     TEXT,
     Constraint,
     Hyperparameters,
-    Link,
+    Machine,
     PlacementRule,
     StateDtype,
     StepOptions,
@@ -142,7 +142,7 @@ class Muon(StepOptions, Hyperparameters):
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
-    """Most GiB of exchange buffers on a rank. `auto`: the smallest within 2 % of the best plan, at most 4."""
+    """Most GiB of exchange buffers on a rank. `auto`: 1 with the workspace, and more if each saves 3 % of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +304,7 @@ class Recipe:
     parallelism: Parallelism = field(default_factory=Parallelism)
     placement: Placement = field(default_factory=Placement)
     muon: Muon = field(default_factory=Muon)
-    link: Link = field(default_factory=Link)
+    machine: Machine = field(default_factory=Machine)
     qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
     adam: Adam = field(default_factory=Adam)
