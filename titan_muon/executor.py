@@ -278,7 +278,9 @@ class Executor:
         if stored is None:
             return
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
-        scale = update.lr_scale(group["lr_scale"], planned.rows, planned.cols)
+        shape = (planned.rows, planned.cols)
+        turned = self._planned.plan.parameters[planned.parameter].stack.transposed
+        scale = update.lr_scale(group["lr_scale"], *(reversed(shape) if turned else shape))
         for span in places:
             yield UpdatePiece(group, scale, stored.param[span.local], result[span.piece])
 

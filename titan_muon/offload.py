@@ -5,13 +5,16 @@ Device memory holds two loads at one time, never all states: one is used while t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .dtensor import local, storage_device
+from .options import MuonOptions, Offload, OptionError
+from .plan.types import Parameter, Plan
 
 LOADS_AT_ONCE = 2
 """Loads that the device holds at one time."""
@@ -125,6 +128,24 @@ def new_state(parameter: Tensor, dtype: torch.dtype, *, on_host: bool) -> Tensor
     # Only from pinned memory does a copy run beside the host, and pinned memory takes a device to pin it for.
     pinned = storage_device(parameter).type != "cpu"
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
+    """Raise OptionError if the momentum of one of these parameters cannot be where the options say."""
+    # What comes from the host are whole rows, and goes back as it came. Of interleaved matrices two loads would have
+    # the same rows, and the one that goes back last would undo what the other did to the momentum.
+    shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
+    if options.offload == "state" and shared is not None:
+        raise OptionError(
+            "offload", f'= "state" does not take {shared}, whose matrices share rows of its storage; set "none"'
+        )
+
+
+def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
+    """The options of a plan with its momentum elsewhere. Raises OptionError if it cannot be there."""
+    moved = replace(options, offload=to)
+    check_offload(plan.parameters, moved)
+    return moved
 
 
 def moved_state(state: Tensor, parameter: Tensor, *, on_host: bool) -> Tensor:

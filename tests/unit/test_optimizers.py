@@ -12,6 +12,7 @@ from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.options import Split
 from titan_muon.titan import compat
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
 
 compat.install()
@@ -268,8 +269,8 @@ def test_parts_of_the_same_names_are_a_mistake() -> None:
         container(recipe(stages=2), Model(), Model())
 
 
-def whole_model() -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in Model().named_parameters()}
+def whole_model() -> dict[str, Seen]:
+    return see([Model()])
 
 
 def test_every_stage_has_the_groups_of_the_whole_model() -> None:

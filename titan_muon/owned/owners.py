@@ -135,8 +135,7 @@ def _item(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split],
     _check_not_sharded(fqn, parameter, mesh)
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
-    rows = [sum(stop - start for start, stop in block.rows) for block in stack.matrices]
-    cost = sum(flops(height, columns) for height in rows)
+    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
     return OwnedItem(fqn, layer_of(fqn), cost, local(parameter).numel() * parameter.element_size())
 
 

@@ -54,9 +54,8 @@ def _matrices(
     matrices = []
     works: dict[Work, int] = {}
     for number, parameter in enumerate(parameters):
-        cols = geometries[number].col_count
-        for index, matrix in enumerate(parameter.stack.matrices):
-            rows = sum(stop - start for start, stop in matrix.rows)
+        for index in range(len(parameter.stack.matrices)):
+            rows, cols = geometries[number].shape(index)
             work = work_of(number, rows, cols)
             matrices.append(Matrix(number, index, rows, cols, work.flops, works.setdefault(work, len(works))))
     return tuple(matrices), tuple(works)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -14,6 +13,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_muon.matrices import split_of
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
@@ -21,8 +21,9 @@ from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.optimizers import HybridOptimizers, optimizer_config
+from titan_muon.titan.reading.roles import see
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.rules import assign
+from titan_muon.titan.rules import Assignment, assign, splits_with
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -71,10 +72,11 @@ def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
     config, flops = optimizer_config(recipe), _flops(recipe, planned_device(mesh.device_type))
-    params = _matrices(recipe, config, model, layers)
-    if not params:
+    taken = _matrices(recipe, config, model, layers)
+    if not taken:
         return
-    owners = Owners(model, mesh=mesh, params=params, split=config.tables["muon"]["split"], flops=flops)
+    params, split = list(taken.values()), splits_with(recipe.muon.split, taken)
+    owners = Owners(model, mesh=mesh, params=params, split=split, flops=flops)
     precision = MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False)
     policy = options["reshard_after_forward_policy"]
     reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
@@ -106,7 +108,7 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
 
 def _matrices(
     recipe: Recipe, config: HybridOptimizers.Config, model: nn.Module, layers: Iterable[nn.Module]
-) -> list[nn.Parameter]:
+) -> dict[Assignment, nn.Parameter]:
     """What Muon takes of the layers: matrices, and what a split reads as matrices."""
     # What is outside of the layers stays sharded, since `own` gathers layer by layer. So do stacks of experts: whole on
     # one rank, a stack would be most of what the ranks hold.
@@ -114,18 +116,20 @@ def _matrices(
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     # A pipeline stage may have nothing for a rule, nor for Muon. The container checks both on the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    shapes = {name: tuple(p.shape) for name, p in named.items()}
-    taken = assign(shapes.items(), config.rules, config.defaults, all_rules=whole)
-    chosen = [named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)]
+    taken = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    chosen = {
+        a: named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)
+    }
     if not chosen and whole:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     return chosen
 
 
-def _is_matrix(recipe: Recipe, assignment: Any) -> bool:
-    return len(assignment.shape) == 2 or any(
-        split.row_dims is not None and fnmatch.fnmatchcase(assignment.fqn, split.match) for split in recipe.muon.split
-    )
+def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
+    split = split_of(assignment.fqn, recipe.muon.split)
+    read = split is not None and (split.row_dims is not None or split.dims != "")
+    known = split is None and assignment.split is not None and assignment.role != "experts"
+    return len(assignment.shape) == 2 or read or known
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.optimizers import optimizer_config
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size
@@ -71,7 +72,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
-        optimizer=optimizer_config(recipe, _shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
+        optimizer=optimizer_config(recipe, _whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),
@@ -105,11 +106,11 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     )
 
 
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a model, by name."""
+def _whole_model(spec: ModelSpec) -> dict[str, Seen]:
+    """All parameters of a model, by name."""
     with torch.device("meta"):
         model = spec.model.build()
-    return {canonical_fqn(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return see([model], canonical_fqn)
 
 
 def comm_config(recipe: Recipe) -> CommConfig:
