@@ -28,7 +28,7 @@ from titan_muon.matrices import stack_of  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.doubts import OUTSIDE, matrix_shapes  # noqa: E402
 from titan_muon.titan.reading.roles import see  # noqa: E402
-from titan_muon.titan.rules import Assignment, assign, default_rules, splits_with  # noqa: E402
+from titan_muon.titan.rules import EMBEDDING, HEAD, Assignment, assign, default_rules, splits_with  # noqa: E402
 
 PAGE = ROOT / "docs" / "zoo.md"
 START, END = "<!-- {}: written by docs/make_zoo.py -->\n", "<!-- end of {} -->\n"
@@ -174,7 +174,7 @@ def row(name: str, model: nn.Module) -> str:
     """A model's line of the table."""
     assigned = assign(see([model]), [], default_rules())
     splits = splits_with((), assigned)
-    inside = [a for a in assigned if a.role not in OUTSIDE]
+    inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
     taken = [a for a in assigned if a.optimizer == "muon"]
     share = sum(prod(a.shape) for a in taken) / sum(prod(a.shape) for a in inside)
     shapes = Counter(s for a in taken for s in matrix_shapes(a.shape, stack_of(a.fqn, a.shape, splits)))

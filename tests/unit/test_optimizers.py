@@ -323,6 +323,18 @@ def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
 
 
+def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
+    """GPT-OSS's experts take turns in their rows, whose momentum cannot come from the host."""
+    experts = type("GptOssGroupedExperts", (nn.Module,), {})()
+    experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
+    model = Model()
+    model.experts = experts
+    (muon,) = (one for one in container(recipe(), model) if isinstance(one, Muon))
+    assert {len(p.stack.matrices) for p in muon.plan.parameters if p.fqn.startswith("experts")} == {4}
+    with pytest.raises(RecipeError, match=r'^optimizer\.offload = "state" does not take experts\.mlp1_weight_EGD'):
+        container(recipe(offload="state"), model)
+
+
 # Checkpoints
 
 

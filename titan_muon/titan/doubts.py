@@ -9,7 +9,7 @@ from math import prod
 from titan_muon.matrices import stack_of
 from titan_muon.options import Split
 from titan_muon.plan.types import MatrixStack
-from titan_muon.titan.rules import Assignment, splits_with
+from titan_muon.titan.rules import EMBEDDING, HEAD, Assignment, splits_with
 
 LEAST_SHARE = 0.9
 """Muon's share of the parameters below which something was most likely left out."""
@@ -44,7 +44,7 @@ def split_lines(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iter
 def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[str]:
     """Warnings where Muon takes little, takes thin matrices, or takes some of a family alone."""
     # No embedding and no output head: what share they have of a model says nothing of what Muon was to take.
-    inside = [a for a in assigned if a.role not in OUTSIDE and "embedding" not in a.reason and "head" not in a.reason]
+    inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
     taken = sum(prod(a.shape) for a in inside if a.optimizer == "muon")
     total = sum(prod(a.shape) for a in inside)
     if total and taken < LEAST_SHARE * total:
