@@ -13,14 +13,15 @@ from torch import Tensor
 from . import update
 from .exchange import BucketBuffers, Exchange
 from .faults import FaultReport
-from .momentum import Momentum, OffloadedMomentum, Use, Views, uses_of
+from .offload import Window
+from .options import Offload
 from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
 from .params import TrainedParam
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
-from .plan.schedule import Act
 from .plan.types import Plan
+from .residence import Offloaded, Resident, Views, stage_uses, uses_of
 from .step_memory import StepMemory
 
 TOGETHER_BYTES = 2**25
@@ -112,7 +113,7 @@ class Executor:
         report: where matrices that are not finite are noted.
         zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
-        offloaded: whether the momentum is on the host.
+        offload: what is on the host.
         dtype: dtype in which matrices are made whole.
     """
 
@@ -124,7 +125,7 @@ class Executor:
         *,
         zeroes: bool,
         releases: bool,
-        offloaded: bool,
+        offload: Offload,
         dtype: torch.dtype,
     ) -> None:
         self._planned, self._exchange, self._report = planned, exchange, report
@@ -144,7 +145,7 @@ class Executor:
         self._memory = StepMemory((*exchange.buffers, workspace))
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
-        self.momentum = OffloadedMomentum(tuple(self._uses()), planned.device) if offloaded else Momentum()
+        self.residence = self._residence(offload)
 
     def _numel(self, chosen: Sequence[int]) -> int:
         return len(chosen) * self._matrices[chosen[0]].numel
@@ -164,27 +165,24 @@ class Executor:
             for piece in buffers.stored
         }
 
-    def _uses(self) -> Iterator[tuple[Use, ...]]:
-        """What momentum is advanced together, in the order of the step."""
-        for act, number in self._planned.program.turns:
-            if act is Act.HOME:
-                for batch in self.home_batches:
-                    yield uses_of([(self._matrices[m].parameter, self._home_spans[m]) for m in batch.matrices])
-            elif act is Act.GATHER:
-                for bucket in self._planned.program.rounds[number]:
-                    stored = self._exchange.buckets[bucket].stored
-                    yield uses_of([(self._matrices[piece.matrix].parameter, piece.spans) for piece in stored])
+    def _residence(self, offload: Offload) -> Resident:
+        if offload == "none":
+            return Resident()
+        parameter, spans = {m: planned.parameter for m, planned in enumerate(self._matrices)}, self._home_spans
+        at_home = [uses_of((parameter[m], spans[m]) for m in batch.matrices) for batch in self.home_batches]
+        in_buckets = [uses_of((parameter[p.matrix], p.spans) for p in b.stored) for b in self._exchange.buckets]
+        return Offloaded(stage_uses(self._planned.program, at_home, in_buckets), offload, Window(self._planned.device))
 
     def begin(self, views: Views) -> None:
-        """Take the step's memory, and bring its first momentum if that is on the host."""
+        """Take the step's memory, and bring what it uses first if that is on the host."""
         self._memory.take()
         self.orthogonalized = 0
-        self.momentum.begin(views)
+        self.residence.begin(views)
 
     def advance_momentum(self, bucket: int, views: Views) -> None:
         """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
         buffers = self._exchange.buckets[bucket]
-        with self.momentum.there():
+        with self.residence.there("advance"):
             self._advance(
                 piece
                 for stored in buffers.stored
@@ -206,16 +204,17 @@ class Executor:
 
     def apply(self, bucket: int, views: Views) -> None:
         """Stage 6: decay each stored piece and add its update."""
-        self._update(
-            piece
-            for stored in self._exchange.buckets[bucket].stored
-            for piece in self._update_pieces(stored.matrix, stored.spans, stored.view, views)
-        )
+        with self.residence.there("apply"):
+            self._update(
+                piece
+                for stored in self._exchange.buckets[bucket].stored
+                for piece in self._update_pieces(stored.matrix, stored.spans, stored.view, views)
+            )
 
     def step_home(self, views: Views) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
         for batch in self.home_batches:
-            with self.momentum.there():
+            with self.residence.there("advance"):
                 self._advance(
                     piece
                     for place, matrix in enumerate(batch.matrices)
@@ -226,18 +225,19 @@ class Executor:
         self._release(self._home_spans, views, HOME)
 
     def _apply_home(self, batch: Batch, result: Tensor, views: Views) -> None:
-        self._update(
-            piece
-            for place, matrix in enumerate(batch.matrices)
-            for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
-        )
+        with self.residence.there("apply"):
+            self._update(
+                piece
+                for place, matrix in enumerate(batch.matrices)
+                for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
+            )
 
     def finish(self) -> None:
-        """Stage 7: start telling all ranks what was wrong, behind the last momentum that goes back to the host.
+        """Stage 7: start telling all ranks what was wrong, behind what goes back to the host last.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
-        self.momentum.end()
+        self.residence.end()
         self._report.send()
         self._memory.free()
         if self.orthogonalized != self.planned:
@@ -256,8 +256,8 @@ class Executor:
         assert stored.grad is not None, "a gradient is released after its last piece is packed"
         for span in places:
             target = None if packed is None else packed[span.piece]
-            average = self.momentum.rectangle(index, stored, span)
-            yield MomentumPiece(group, average, stored.grad[span.local], target)
+            average, grad = (self.residence.rectangle(name, index, stored, span) for name in ("average", "grad"))
+            yield MomentumPiece(group, average, grad, target)
 
     def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
         for alike in _grouped(pieces, self._together):
@@ -274,15 +274,17 @@ class Executor:
         self, matrix: int, places: Sequence[Span], result: Tensor, views: Views
     ) -> Iterator[UpdatePiece]:
         planned = self._matrices[matrix]
-        stored, group = views[planned.parameter], self._planned.params[planned.parameter].group
+        index = planned.parameter
+        stored, group = views[index], self._planned.params[index].group
         if stored is None:
             return
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
         shape = (planned.rows, planned.cols)
-        turned = self._planned.plan.parameters[planned.parameter].stack.transposed
+        turned = self._planned.plan.parameters[index].stack.transposed
         scale = update.lr_scale(group["lr_scale"], *(reversed(shape) if turned else shape))
         for span in places:
-            yield UpdatePiece(group, scale, stored.param[span.local], result[span.piece])
+            param = self.residence.rectangle("param", index, stored, span)
+            yield UpdatePiece(group, scale, param, result[span.piece])
 
     def _update(self, pieces: Iterable[UpdatePiece]) -> None:
         for alike in _grouped(pieces, self._together):

@@ -117,7 +117,7 @@ class Link:
         return flops / (self.tflops * 1e12)
 
 
-Offload = Literal["none", "state"]
+Offload = Literal["none", "state", "parameters"]
 """Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
 
 StateDtype = Literal["parameter", "bfloat16"]
@@ -217,7 +217,8 @@ class MuonOptions(StepOptions, Hyperparameters):
     """What communication costs, for choices of `auto`."""
 
     offload: Offload = "none"
-    """Where the momentum is between steps. `state`: on the host; a step brings it to the device bucket by bucket."""
+    """What is on the host, from where a step brings it to the device bucket by bucket: the momentum (`state`), or also
+    parameters and gradients (`parameters`), which is taken unasked where FSDP's CPUOffloadPolicy keeps them there."""
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))

@@ -164,9 +164,9 @@ def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None
     assert full["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
     assert half["memory"]["optimizer_states"] == 2 * elements["muon"] + 8 * elements["adamw"]
     for memory in (full["memory"], half["memory"]):
-        others = ("total", "host_states", "uncounted_optimizers")
+        others = ("total", "host_parameters", "host_gradients", "host_states", "uncounted_optimizers")
         counted = {name: size for name, size in memory.items() if name not in others}
-        assert memory["host_states"] == 0
+        assert memory["host_parameters"] == memory["host_gradients"] == memory["host_states"] == 0
         assert memory["total"] == sum(counted.values())
         assert memory["uncounted_optimizers"] == []
 
@@ -192,6 +192,25 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
     assert memory["optimizer_states"] == max(2 * 4 * cost["load_elements"], 2 * averages)
     mib = sum(pinned if device == "cuda" else sizes) / 2**20
     assert re.search(rf"host: states +{mib:,.1f} MiB", capsys.readouterr().out)
+
+
+def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--data.cache", str(tmp_path), "--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16"]
+    report(load(CONFIGS / "llama_muon.toml", words), 1, full=False, json=str(file), device="cpu")
+    plan = json.loads(file.read_text())
+    memory, (cost,) = plan["memory"], plan["ranks"]
+    parameters = sum(4 * prod(a["shape"]) for a in plan["parameters"])
+    assert (memory["parameters"], memory["gradients"]) == (0, 0)
+    assert memory["host_parameters"] == memory["host_gradients"] == parameters
+    states = sum((2 if a["optimizer"] == "muon" else 8) * prod(a["shape"]) for a in plan["parameters"])
+    assert memory["host_states"] == states
+    # Momentum in bfloat16 with the gradient, and of AdamW's both averages, the parameter and the gradient.
+    adamw = sum(16 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "adamw")
+    assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["load_elements"], 2 * adamw)
+    assert re.search(r"host: gradients +[\d.,]+ MiB\n +host: states", capsys.readouterr().out)
 
 
 def test_states_of_another_packages_optimizer_are_said_not_to_be_counted(

@@ -27,6 +27,16 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def test_memory_that_replaces_a_stored_tensors_is_the_parameters(four_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    param = place_on_owner(torch.nn.Parameter(torch.zeros(2, 3)), mesh, 0)
+    stored = private.stored_tensor(param)
+    stored.data = torch.ones(2, 3)
+    for local in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
+        assert local.data_ptr() == stored.data_ptr()
+        assert local.tolist() == [[1.0] * 3] * 2
+
+
 def test_a_version_is_unchanged_by_what_was_written_since_the_call() -> None:
     flat = torch.zeros(6)
     weight = torch.nn.Parameter(flat[2:6].view(2, 2))

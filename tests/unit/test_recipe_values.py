@@ -187,11 +187,6 @@ BAD_VALUES = [
         "each at most 0.99",
     ),
     ("[optimizer]\noffload = 'all'", 'optimizer.offload = "all"', 'one of "none", "state"'),
-    (
-        "[training]\nenable_cpu_offload = true",
-        "training.enable_cpu_offload = true",
-        "Muon would orthogonalize on the host",
-    ),
     ("[loss]\nchunks = 0", "loss.chunks = 0", '"auto" or 1 or more'),
     ("[loss]\nchunks = 3", "loss.chunks = 3", "a divisor of training.seq_len"),
     ("[lr_scheduler]\ndecay_ratio = 1.1", "lr_scheduler.decay_ratio = 1.1", "from 0 to 1"),

@@ -14,7 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensor import layout_of, local
 from ..plan.layout import region
-from .private import OwnerMesh, joint_mesh
+from .private import OwnerMesh, joint_mesh, stored_tensor
 
 # [Note: owned tensors]
 # - Original parameter: the one on the module when `own` is called, a plain tensor or a DTensor of tensor parallelism.
@@ -94,6 +94,10 @@ class OwnedParam:
     def init_unsharded_param(self, view: Tensor) -> None:
         """Make the unsharded parameter from its view of the unsharded buffer."""
         owned = self.owned_param
+        stored = stored_tensor(owned)
+        if stored.device != view.device:
+            # Only from pinned memory does a copy run beside the host. Not before: `to_empty` takes other memory.
+            stored.data = stored.pin_memory()
         self._unsharded_param = nn.Parameter(wrap_unsharded(owned, view), requires_grad=owned.requires_grad)
 
     def to_unsharded(self) -> None:
@@ -131,13 +135,17 @@ class OwnedParam:
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
         """Give the owned parameter its gradient, or add to the one it has."""
-        owned = self.owned_param
-        reduced = reduced.to(device=local(owned).device, dtype=owned.dtype)
-        if owned.grad is None:
+        owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
+        place = local(owned).device
+        if owned.grad is not None:
+            # On the local tensor: DTensor refuses to add a plain one.
+            local(owned.grad).add_(reduced.to(place))
+        elif reduced.device == place:
             owned.grad = owned_like(reduced, owned)
         else:
-            # On the local tensor: DTensor refuses to add a plain one.
-            local(owned.grad).add_(reduced)
+            # On the host, pinned. `from_local` would take it back to the mesh's device.
+            owned.grad = torch.empty_like(owned, pin_memory=True)
+            local(owned.grad).copy_(reduced)
 
 
 def is_owned(tensor: Tensor) -> bool:

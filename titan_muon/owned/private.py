@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.tensor import DTensor
 
 
 class OwnerMesh(DeviceMesh):
@@ -53,6 +54,12 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of a mesh on one axis, with a process group of them; every rank of the mesh's root calls this."""
     return mesh._flatten()
+
+
+def stored_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that a DTensor has here, whose memory may be replaced; `to_local` may give another one with it."""
+    assert isinstance(tensor, DTensor), "an owned parameter is a DTensor"
+    return tensor._local_tensor
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:

@@ -62,7 +62,7 @@ class HybridOptimizers(OptimizersContainer):
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
-        """Where the states of all optimizers are between steps."""
+        """What is on the host: the states of all optimizers, or parameters and gradients too."""
         model: Mapping[str, Seen] | None = None
         """All trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
@@ -176,12 +176,18 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
         "adam": {**asdict(recipe.adam), **implementation},
     }
     return HybridOptimizers.Config(
-        offload=section.offload,
+        offload=offload_of(recipe),
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | _shared_options(section.rule, tables),
         model=model,
     )
+
+
+def offload_of(recipe: Recipe) -> options.Offload:
+    """What is on the host between steps."""
+    # Optimizers see by themselves where parameters are, but not on the CPU, where nothing tells the host from a device.
+    return "parameters" if recipe.training.enable_cpu_offload else recipe.optimizer.offload
 
 
 def _implementation(section: OptimizerSection) -> dict[str, bool]:
@@ -286,7 +292,8 @@ def _held(group: ParamGroup, trained: Mapping[str, nn.Parameter]) -> ParamGroup:
 
 
 def _check_offload(config: HybridOptimizers.Config, name: str) -> None:
-    if config.offload == "none" or "offload" in registry.optimizers.get(name).shared:
+    # Where parameters are on the host, so are the states of any optimizer.
+    if config.offload != "state" or "offload" in registry.optimizers.get(name).shared:
         return
     able = ", ".join(n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared)
     said = f'optimizer.offload = "{config.offload}": {name} keeps its states on the device'

@@ -84,8 +84,9 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
     yield "memory per rank, without activations"
     for name, size in memory.sizes.items():
         yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
-    if memory.host_states > 0:
-        yield f"  {'host: states':<18}{memory.host_states / 2**20:>12,.1f} MiB"
+    for name, size in memory.host_sizes.items():
+        if size > 0:
+            yield f"  {name.replace('_', ': '):<18}{size / 2**20:>12,.1f} MiB"
     for name in memory.uncounted:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
@@ -108,7 +109,7 @@ def _document(part: Part) -> dict[str, object]:
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
         "memory": {
             **part.memory.sizes,
-            "host_states": part.memory.host_states,
+            **part.memory.host_sizes,
             "uncounted_optimizers": part.memory.uncounted,
         },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],

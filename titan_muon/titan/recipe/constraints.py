@@ -120,12 +120,6 @@ RELATIONS = (
             <= scheduled_steps(recipe)
         ),
     ),
-    # Muon would orthogonalize on the host what the dry run plans for the GPU.
-    Relation(
-        "training.enable_cpu_offload",
-        'false only, because Muon would orthogonalize on the host (optimizer.offload = "state" keeps states there)',
-        lambda recipe: not recipe.training.enable_cpu_offload,
-    ),
     Relation(
         "muon.ns_coefficients",
         "as many [a, b, c] as muon.ns_steps",

@@ -16,7 +16,6 @@ from titan_muon.options import (
     Constraint,
     Hyperparameters,
     Link,
-    Offload,
     StateDtype,
     StepOptions,
     at_least,
@@ -263,7 +262,7 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
-    offload: Offload = "none"
+    offload: Literal["none", "state"] = "none"
     """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
 
     # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.

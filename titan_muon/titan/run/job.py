@@ -19,7 +19,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
-from titan_muon.titan.device import compute_capability
+from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.explain import (
     optimizer_lines,
     owner_lines,
@@ -89,9 +89,9 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     store = None
     if lasting is not None:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    compat.init_distributed(
-        comm_config(recipe), cpu_backend=recipe.training.enable_cpu_offload, folder=recipe.dump_folder, store=store
-    )
+    # Beside a device's backend: on the CPU there is one for it already, and torch refuses a second.
+    cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()
+    compat.init_distributed(comm_config(recipe), cpu_backend=cpu_backend, folder=recipe.dump_folder, store=store)
     return lasting
 
 
