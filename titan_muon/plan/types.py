@@ -233,6 +233,12 @@ class Plan:
         """Number of rounds."""
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
+    def out_in(self, number: int) -> tuple[int, int]:
+        """Outputs and inputs of a matrix: its rows and columns, unless its layer stores (in, out)."""
+        matrix = self.matrices[number]
+        shape = matrix.rows, matrix.cols
+        return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
+
     def to_json(self) -> str:
         """The whole plan as JSON text."""
         # Sorted keys and no sets: the text must not depend on the hash seed, which differs between processes.
