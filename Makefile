@@ -32,7 +32,7 @@ venv: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "Python 3.11 or newer is needed: make PYTHON=..."'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,dev,zoo]'
 	touch $@
 
 train: venv
@@ -59,7 +59,7 @@ $(NEWEST_STAMP): pyproject.toml $(NEWEST_LOCK)
 	$(PYTHON) -m venv $(NEWEST)
 	rm -f $(NEWEST)/.installed-*
 	grep -vE '$(if $(filter $(NEWEST_TORCH),$(TORCH)),^$$,^(torch|triton|cuda-.*|nvidia-.*)==)' $(NEWEST_LOCK) > $(NEWEST)/constraints.txt
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev]'
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt torch==$(TORCH) -e '.[titan,dev,zoo]'
 	touch $@
 
 gpu: $(if $(PYTHON_GPU),,$(NEWEST_STAMP))

@@ -18,7 +18,7 @@ from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
-from .offload import resolved
+from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
@@ -82,6 +82,7 @@ def plan_step(
     parameters = [planned(fqn, tensor, options.split) for fqn, tensor in named]
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
+    check_offload(parameters, options)
     machine = planning_machine(options.machine, dispatch.device)
     return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern), machine)
 

@@ -273,13 +273,12 @@ class Executor:
     def _update_pieces(
         self, matrix: int, places: Sequence[Span], result: Tensor, views: Views
     ) -> Iterator[UpdatePiece]:
-        planned = self._matrices[matrix]
-        index = planned.parameter
+        index = self._matrices[matrix].parameter
         stored, group = views[index], self._planned.params[index].group
         if stored is None:
             return
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
-        scale = update.lr_scale(group["lr_scale"], planned.rows, planned.cols)
+        scale = update.lr_scale(group["lr_scale"], *self._planned.plan.out_in(matrix))
         for span in places:
             param = self.residence.rectangle("param", index, stored, span)
             yield UpdatePiece(group, scale, param, result[span.piece])

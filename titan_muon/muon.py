@@ -32,7 +32,7 @@ from .build import (
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import Fault, check_faults, names_with
-from .offload import moved_state, moves, new_state
+from .offload import moved_state, moves, new_state, with_offload
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .orthogonalize import DTYPES
 from .params import LocalViews, TrainedParam, local_views, placement_key
@@ -275,7 +275,7 @@ class Muon(Optimizer):
         if not moves(self._options.offload, to):
             return
         self._synchronize()
-        self._options = replace(self._options, offload=to)
+        self._options = with_offload(self._built.planned.plan, self._options, to)
         params = []
         for trained in self._built.planned.params:
             state = self.state[trained.param]

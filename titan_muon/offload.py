@@ -6,14 +6,15 @@ Device memory holds two loads at one time, never all of them: one is used while 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .dtensor import local, step_device, storage_device
-from .options import Offload
+from .options import MuonOptions, Offload, OptionError
+from .plan.types import Parameter, Plan
 
 LOADS_AT_ONCE = 2
 """Loads that the device holds at one time."""
@@ -162,6 +163,25 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor
     # Only from pinned memory does a copy run beside the host, and pinned memory takes a device to pin it for.
     pinned = step_device(parameter).type != "cpu"
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned)
+
+
+def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
+    """Raise OptionError if one of these parameters cannot be where the options say."""
+    # What comes from the host are whole rows, and goes back as it came. Of interleaved matrices two loads would have
+    # the same rows, and the one that goes back last would undo what the other did to them.
+    shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
+    if options.offload != "none" and shared is not None:
+        raise OptionError(
+            "offload",
+            f'= "{options.offload}" does not take {shared}, whose matrices share rows of its storage; set "none"',
+        )
+
+
+def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
+    """The options of a plan with its momentum elsewhere. Raises OptionError if it cannot be there."""
+    moved = replace(options, offload=to)
+    check_offload(plan.parameters, moved)
+    return moved
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -74,14 +74,20 @@ class Split:
     match: str
     """Glob on the parameter's fully qualified name; `*` also crosses dots."""
 
+    dims: str = ""
+    """einops notation, `(g f) d -> g | f d`: before the bar what counts matrices, after it their rows and columns."""
+
+    lengths: dict[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
+    """Lengths of axes in `dims` that the shape leaves open; a list cuts an axis before the bar into unequal parts."""
+
     rows: tuple[int, ...] = ()
-    """Rows of the matrices, in order; the pattern repeats down the parameter, within each matrix of a stack."""
+    """Without `dims`: rows of the matrices, in order; the pattern repeats down each matrix of a stack."""
 
     joined: bool = False
-    """Entries at the same place of the repeated pattern are one matrix: TorchTitan's fused q, k and v."""
+    """Without `dims`: entries at the same place of the repeated pattern are one matrix."""
 
     row_dims: int | None = None
-    """Leading dims that are flattened to rows, the others to columns; absent, all but the last."""
+    """Without `dims`: leading dims that are flattened to rows, the others to columns; absent, all but the last."""
 
 
 Owner = int | Literal["balanced", "layer"]

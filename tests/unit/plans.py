@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
-from titan_muon.options import Machine, MuonOptions
+from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan.cost import Work, standard_elements, standard_flops
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.types import (
@@ -110,11 +110,13 @@ def meshes(draw: st.DrawFn, world: int) -> Mesh:
 
 @st.composite
 def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
-    """A whole matrix, experts, heads, or projections whose rows alternate."""
-    kind = draw(st.sampled_from(["matrix", "experts", "heads", "fused"]))
+    """A whole matrix, experts, heads, projections whose rows alternate, or what the notation of `dims` says."""
+    kind = draw(st.sampled_from(["matrix", "experts", "heads", "fused", "dims"]))
     if kind == "experts":
         experts = draw(st.tuples(st.integers(1, 5), st.integers(1, 6), st.integers(1, 6)))
         return experts, stack_of(fqn, experts)
+    if kind == "dims":
+        return draw(in_dims(fqn))
     shape = draw(st.tuples(st.integers(1, 13), st.integers(1, 9)))
     if kind == "matrix":
         return shape, stack_of(fqn, shape)
@@ -124,6 +126,36 @@ def stacks(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
         return shape, MatrixStack(1, tuple(MatrixRows(str(i), (part,)) for i, part in enumerate(parts)))
     projections = [rows for rows in (tuple(parts[0::2]), tuple(parts[1::2])) if rows]
     return shape, MatrixStack(1, tuple(MatrixRows(str(i), rows) for i, rows in enumerate(projections)))
+
+
+@st.composite
+def in_dims(draw: st.DrawFn, fqn: str) -> tuple[tuple[int, ...], MatrixStack]:
+    """Up to five axes, each to count matrices by, of their rows or of their columns, in up to three dims."""
+    before, after = (draw(st.lists(st.sampled_from(side), max_size=most)) for side, most in (("nr", 2), ("nc", 1)))
+    sides = [*before, "r", "c", *after]
+    if draw(st.booleans()):
+        sides.reverse()
+    names = [f"{side}{i}" for i, side in enumerate(sides)]
+    sizes = {name: draw(st.integers(1, 4)) for name in names}
+    dims: list[list[str]] = []
+    for name in names:
+        # Rows and columns cannot be of one dim.
+        mixed = dims and {name[0], *(other[0] for other in dims[-1])} >= {"r", "c"}
+        if not dims or mixed or draw(st.booleans()):
+            dims.append([])
+        dims[-1].append(name)
+    left = " ".join(f"({' '.join(axes)})" for axes in dims)
+    count, rows, cols = (" ".join(name for name in names if name[0] == side) for side in "nrc")
+    shape = tuple(prod(sizes[name] for name in axes) for axes in dims)
+    split = Split(match="*", dims=f"{left} -> {count} | ({rows}) ({cols})", lengths=sizes)
+    return shape, stack_of(fqn, shape, [split])
+
+
+def taken(full: Tensor, matrix: MatrixRows) -> Tensor:
+    """A matrix of a parameter whose 2D view is `full`."""
+    cols = matrix.cols or (Interval(0, full.shape[1]),)
+    strips = torch.cat([full[start : stop : matrix.row_step] for start, stop in matrix.rows])
+    return torch.cat([strips[:, start : stop : matrix.col_step] for start, stop in cols], dim=1)
 
 
 @st.composite

@@ -6,6 +6,7 @@ import torch
 from titan_muon.matrices import check_splits, planned, stack_of
 from titan_muon.options import Split
 from titan_muon.plan.types import Interval, Layout, MatrixRows, Mesh, Replicate
+from titan_muon.titan.reading.roles import Seen
 from titan_muon.titan.recipe.sections import Rule
 from titan_muon.titan.rules import Assignment, assign, default_rules
 
@@ -24,13 +25,15 @@ MODEL = {
     "lm_head.weight": (512, 64),
 }
 
+SEEN = {name: Seen(shape) for name, shape in MODEL.items()}
+
 
 def rule(match: str, optimizer: str) -> Rule:
     return Rule(match=match, optimizer=optimizer)
 
 
 def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
-    found = assign(MODEL.items(), rules, default_rules() if defaults else None, **options)
+    found = assign(SEEN, rules, default_rules() if defaults else None, **options)
     assert [one.fqn for one in found] == list(MODEL), "in the order of the parameters"
     assert all(one.shape == MODEL[one.fqn] for one in found)
     return {one.fqn: one for one in found}
@@ -69,13 +72,13 @@ def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> No
     ],
 )
 def test_what_is_no_hidden_matrix_is_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
-    (found,) = assign([(fqn, shape)], [], default_rules())
+    (found,) = assign({fqn: Seen(shape)}, [], default_rules())
     assert found.optimizer == "adamw"
     assert found.reason.startswith(reason)
 
 
 def test_routers_go_where_the_recipe_says() -> None:
-    found = assign(MODEL.items(), [], default_rules(router="muon"))
+    found = assign(SEEN, [], default_rules(router="muon"))
     assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
 
 
@@ -128,7 +131,12 @@ def rows(*bounds: tuple[int, int]) -> tuple[Interval, ...]:
 
 
 def blocks_of(shape: tuple[int, ...], *splits: Split) -> list[tuple[Interval, ...]]:
-    return [block.rows for block in stack_of("layers.0.w", shape, splits).matrices]
+    return [
+        tuple(Interval(i, i + 1) for start, stop in block.rows for i in range(start, stop, block.row_step))
+        if block.row_step > 1
+        else block.rows
+        for block in stack_of("layers.0.w", shape, splits).matrices
+    ]
 
 
 def test_a_matrix_is_one_block() -> None:

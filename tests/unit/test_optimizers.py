@@ -12,6 +12,7 @@ from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
 from titan_muon.options import Split
 from titan_muon.titan import compat
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError, sections
 
 compat.install()
@@ -276,8 +277,8 @@ def test_parts_of_the_same_names_are_a_mistake() -> None:
         container(recipe(stages=2), Model(), Model())
 
 
-def whole_model() -> dict[str, tuple[int, ...]]:
-    return {name: tuple(parameter.shape) for name, parameter in Model().named_parameters()}
+def whole_model() -> dict[str, Seen]:
+    return see([Model()])
 
 
 def test_every_stage_has_the_groups_of_the_whole_model() -> None:
@@ -328,6 +329,18 @@ def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch
     monkeypatch.setattr("titan_muon.titan.optimizers._build", build)
     HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
     assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
+
+
+def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
+    """GPT-OSS's experts take turns in their rows, whose momentum cannot come from the host."""
+    experts = type("GptOssGroupedExperts", (nn.Module,), {})()
+    experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
+    model = Model()
+    model.experts = experts
+    (muon,) = (one for one in container(recipe(), model) if isinstance(one, Muon))
+    assert {len(p.stack.matrices) for p in muon.plan.parameters if p.fqn.startswith("experts")} == {4}
+    with pytest.raises(RecipeError, match=r'^optimizer\.offload = "state" does not take experts\.mlp1_weight_EGD'):
+        container(recipe(offload="state"), model)
 
 
 # Checkpoints

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, torch_local
-from titan_muon.plan.layout import Geometry, chunk, flattened, merged, overlap, region, take
+from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, taken, torch_local
+from titan_muon.plan.layout import Geometry, chunk, flattened, merged, overlap, region, spans, take
 from titan_muon.plan.types import (
     Interval,
     Layout,
@@ -80,12 +80,9 @@ def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.Da
         flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
         seen = 0
         for index, piece in geometry.pieces[rank].items():
-            matrix = torch.cat([rows[start:stop] for start, stop in stack.matrices[index].rows])
-            for row in piece.rows:
-                for col in piece.cols:
-                    mine = flat[row.local : row.local + row.length, col.local : col.local + col.length]
-                    whole = matrix[row.whole : row.whole + row.length, col.whole : col.whole + col.length]
-                    assert torch.equal(mine, whole)
+            matrix = taken(rows, stack.matrices[index])
+            for span in spans(piece):
+                assert torch.equal(flat[span.local], matrix[span.whole])
             assert geometry.elements(index)[rank] == piece.numel > 0
             seen += piece.numel
         assert seen == local.numel()

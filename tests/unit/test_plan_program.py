@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, torch_local
+from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
 from titan_muon.exchange import Slot, bucket_buffers, make_slots
 from titan_muon.plan.layout import Geometries, Span, spans
 from titan_muon.plan.program import BucketProgram, Leg, make_program
@@ -46,8 +46,7 @@ def numbered(plan: Plan) -> list[Tensor]:
 
 def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
     place = plan.matrices[matrix]
-    rows = plan.parameters[place.parameter].stack.matrices[place.index].rows
-    return torch.cat([full[place.parameter][start:stop] for start, stop in rows])
+    return taken(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

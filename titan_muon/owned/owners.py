@@ -165,8 +165,7 @@ def _item(fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flo
         return OwnedItem(fqn, layer_of(fqn), 0, size, owner=owner)
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
-    rows = [sum(stop - start for start, stop in block.rows) for block in stack.matrices]
-    cost = sum(flops(height, columns) for height in rows)
+    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
     if not _is_stack(parameter, stack):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
     # Of a stack that expert parallelism has cut, this rank and its peers divide what is theirs.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 from math import prod
 
 from .types import Interval, Layout, MatrixStack, Parameter, Piece, Placement, Replicate, Segment, Shard, StridedShard
@@ -86,20 +88,39 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
     return flat
 
 
-def overlap(stored: Intervals, wanted: Intervals) -> tuple[Segment, ...]:
-    """Where the wanted indices, counted in their own order, are found in the storage of the stored ones."""
+def overlap(stored: Intervals, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
+    """Where every `step`-th of the wanted indices, counted in their own order, is in the storage of the stored ones."""
     starts = [interval.start for interval in stored]
     offsets = _offsets(stored)
     segments, whole = [], 0
     for low, high in wanted:
         for i in range(max(0, bisect_right(starts, low) - 1), len(stored)):
-            start, stop = max(low, stored[i].start), min(high, stored[i].stop)
-            if start >= high:
+            skipped = max(0, -(-(stored[i].start - low) // step))
+            start, stop = low + skipped * step, min(high, stored[i].stop)
+            if stored[i].start >= high:
                 break
             if start < stop:
-                segments.append(Segment(offsets[i] + start - stored[i].start, whole + start - low, stop - start))
-        whole += high - low
-    return tuple(segments)
+                local = offsets[i] + start - stored[i].start
+                segments.append(Segment(local, whole + skipped, len(range(start, stop, step)), step))
+        whole += len(range(low, high, step))
+    return tuple(segments) if step == 1 else _evenly_spaced(segments)
+
+
+def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The same segments, with runs of single indices joined where they are evenly spaced."""
+    # A rank that stores one of two interleaved matrices alone has each of its rows between two that it has not: without
+    # this, one copy for each row.
+    joined: list[Segment] = []
+    for segment in segments:
+        last = joined[-1] if joined else None
+        follows = last is not None and segment.length == 1 and segment.whole == last.whole + last.length
+        if last is not None and follows:
+            space = segment.local - last.local if last.length == 1 else last.step
+            if space > 0 and segment.local == last.local + last.length * space:
+                joined[-1] = Segment(last.local, last.whole, last.length + 1, space)
+                continue
+        joined.append(segment if segment.length > 1 else segment._replace(step=1))
+    return tuple(joined)
 
 
 def _offsets(intervals: Intervals) -> list[int]:
@@ -128,13 +149,19 @@ def spans(piece: Piece) -> tuple[Span, ...]:
     """The rectangles of a piece."""
     return tuple(
         Span(
-            (slice(row.local, row.local + row.length), slice(col.local, col.local + col.length)),
+            (_stored(row), _stored(col)),
             (slice(row.whole, row.whole + row.length), slice(col.whole, col.whole + col.length)),
             (slice(row_start, row_start + row.length), slice(col_start, col_start + col.length)),
         )
         for row, row_start in _starts(piece.rows)
         for col, col_start in _starts(piece.cols)
     )
+
+
+def _stored(segment: Segment) -> slice:
+    stop = segment.local + (segment.length - 1) * segment.step + 1
+    # A step of None, as in slice(2, 5), so that what nothing interleaves compares equal to it.
+    return slice(segment.local, stop, segment.step if segment.step > 1 else None)
 
 
 def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
@@ -153,9 +180,8 @@ class Geometry:
         shape, split = layout.shape, stack.row_dims
         self.col_count = prod(shape[split:])
         self._starts = [matrix.rows[0].start for matrix in stack.matrices]
-        self._in_order = all(
-            a.rows[-1].stop <= b.rows[0].start for a, b in zip(stack.matrices, stack.matrices[1:], strict=False)
-        )
+        self._reach = max(matrix.rows[-1].stop - matrix.rows[0].start for matrix in stack.matrices)
+        self._in_order = all(a <= b for a, b in pairwise(self._starts))
         self._elements: list[dict[int, int]] = []
         self.replica: dict[int, tuple[int, ...]] = {}
         self.pieces: dict[int, dict[int, Piece]] = {}
@@ -170,27 +196,38 @@ class Geometry:
             )
 
     def _pieces(self, rows: Intervals, cols: Intervals) -> dict[int, Piece]:
-        col_segments = overlap(cols, (Interval(0, self.col_count),))
+        @cache
+        def col_segments(wanted: Intervals | None, step: int) -> tuple[Segment, ...]:
+            return overlap(cols, (Interval(0, self.col_count),) if wanted is None else wanted, step)
+
         held = {}
-        if rows and col_segments:
-            for index in self._candidates(rows):
-                row_segments = overlap(rows, self.stack.matrices[index].rows)
-                if row_segments:
-                    held[index] = Piece(row_segments, col_segments)
+        for index in self._candidates(rows):
+            matrix = self.stack.matrices[index]
+            if across := col_segments(matrix.cols, matrix.col_step):
+                down = overlap(rows, matrix.rows, matrix.row_step)
+                if down:
+                    held[index] = Piece(down, across)
         return held
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
         """Matrices that may touch the rows, by index."""
         # Experts and heads follow each other, so a bisection finds the few that a rank stores: 256 experts over 64
-        # ranks would otherwise be 16,384 overlaps to compute. Fused projections alternate, and are few.
+        # ranks would otherwise be 16,384 overlaps to compute. Matrices that interleave reach over each other, no
+        # further than the longest of them.
+        if not rows:
+            return ()
         if not self._in_order:
             return range(len(self.stack.matrices))
-        first = max(0, bisect_right(self._starts, rows[0].start) - 1)
+        first = max(0, bisect_right(self._starts, rows[0].start - self._reach))
         return range(first, bisect_right(self._starts, rows[-1].stop - 1))
+
+    def shape(self, index: int) -> tuple[int, int]:
+        """Rows and columns of a matrix, as they are stored."""
+        return self.stack.matrices[index].shape(self.col_count)
 
     def numel(self, index: int) -> int:
         """Elements of a matrix."""
-        return self.col_count * sum(stop - start for start, stop in self.stack.matrices[index].rows)
+        return prod(self.shape(index))
 
     def elements(self, index: int) -> dict[int, int]:
         """Elements of a matrix that each of its holders stores, in mesh order."""

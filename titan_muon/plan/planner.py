@@ -69,15 +69,14 @@ def _matrices(
     matrices = []
     works: dict[Work, int] = {}
     for number, parameter in enumerate(parameters):
-        cols = geometries[number].col_count
         # Experts are alike: hundreds of matrices are asked for once.
-        work_at: dict[int, tuple[int, int]] = {}
-        for index, matrix in enumerate(parameter.stack.matrices):
-            rows = sum(stop - start for start, stop in matrix.rows)
-            if rows not in work_at:
-                work = work_of(number, rows, cols)
-                work_at[rows] = work.flops, works.setdefault(work, len(works))
-            matrices.append(Matrix(number, index, rows, cols, *work_at[rows]))
+        work_at: dict[tuple[int, int], tuple[int, int]] = {}
+        for index in range(len(parameter.stack.matrices)):
+            shape = geometries[number].shape(index)
+            if shape not in work_at:
+                work = work_of(number, *shape)
+                work_at[shape] = work.flops, works.setdefault(work, len(works))
+            matrices.append(Matrix(number, index, *shape, *work_at[shape]))
     return tuple(matrices), tuple(works)
 
 

@@ -4,8 +4,9 @@
 # matrix   the 2D unit that Newton-Schulz sees: a parameter, or one of its experts, heads or fused projections.
 # piece    the part of a matrix that one rank stores. It need not be one rectangle: FSDP over tensor parallelism leaves
 #          a rank several row ranges (StridedShard), and the rows of q in a fused q|k|v are apart from each other.
-# segment  rows (or columns) that are consecutive both in the rank's storage and in the matrix. A piece is its row
-#          segments crossed with its column segments, because placements cut every dim on its own.
+# segment  rows (or columns) that are consecutive in the matrix and evenly spaced in the rank's storage: gate and up may
+#          take turns there. A piece is its row segments crossed with its column segments, because placements cut every
+#          dim on its own.
 # span     one such crossing (layout.Span): the largest rectangle that one strided copy can move.
 # parcel   a piece as it lies in a flat buffer (legs.Parcel): row-major and without gaps, so that a collective's splits
 #          are plain element counts and nothing but the matrix travels.
@@ -91,21 +92,46 @@ class Layout:
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """One matrix of a parameter: the ascending rows of the parameter's 2D view that it takes."""
+    """One matrix of a parameter: the ascending rows of the parameter's 2D view that it takes, and its columns of them.
+
+    Of each interval of `rows` it has every `row_step`-th row from the first on, and so with columns. `cols` None: all.
+    """
 
     label: str
     rows: tuple[Interval, ...]
+    cols: tuple[Interval, ...] | None = None
+    row_step: int = 1
+    col_step: int = 1
 
     def __post_init__(self) -> None:
-        assert all(a.stop <= b.start for a, b in pairwise(self.rows)), f"rows of matrix {self.label} do not ascend"
+        for side in (self.rows, self.cols or ()):
+            assert all(a.stop <= b.start for a, b in pairwise(side)), f"indices of matrix {self.label} do not ascend"
+
+    def shape(self, col_count: int) -> tuple[int, int]:
+        """Rows and columns, where the parameter's 2D view has `col_count` columns."""
+        cols = col_count if self.cols is None else _count(self.cols, self.col_step)
+        return _count(self.rows, self.row_step), cols
+
+
+def _count(intervals: tuple[Interval, ...], step: int) -> int:
+    return sum(len(range(start, stop, step)) for start, stop in intervals)
 
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """A parameter read as matrices: its first `row_dims` dims are flattened to rows, the others to columns."""
+    """A parameter read as matrices: its first `row_dims` dims are flattened to rows, the others to columns.
+
+    `transposed`: what is stored as rows are the matrices' columns, as where a layer stores (in, out).
+    """
 
     row_dims: int
     matrices: tuple[MatrixRows, ...]
+    transposed: bool = False
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether matrices share rows of the storage, or take turns in them."""
+        return any(matrix.cols is not None or matrix.row_step > 1 for matrix in self.matrices)
 
 
 @dataclass(frozen=True)
@@ -137,11 +163,12 @@ class Matrix:
 
 
 class Segment(NamedTuple):
-    """`length` indices from `local` in a rank's storage that are the indices from `whole` in the matrix."""
+    """`length` indices from `local` on in a rank's storage, every `step`-th: those from `whole` on in the matrix."""
 
     local: int
     whole: int
     length: int
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -207,6 +234,12 @@ class Plan:
     def rounds(self) -> int:
         """Number of rounds."""
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
+
+    def out_in(self, number: int) -> tuple[int, int]:
+        """Outputs and inputs of a matrix: its rows and columns, unless its layer stores (in, out)."""
+        matrix = self.matrices[number]
+        shape = matrix.rows, matrix.cols
+        return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:
         """The whole plan as JSON text."""

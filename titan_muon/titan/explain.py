@@ -21,7 +21,9 @@ from titan_muon.plan.groups import Assembly, assemblies
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.ownership import OwnedTotals, load_lines
 from titan_muon.plan.timeline import Timeline
-from titan_muon.titan.rules import Assignment
+from titan_muon.plan.types import MatrixStack
+from titan_muon.titan.doubts import doubts, matrix_shapes, split_lines
+from titan_muon.titan.rules import Assignment, splits_with
 
 OWNERS_SHOWN = 16
 """Lines of the owners' table unless all are asked for."""
@@ -46,7 +48,7 @@ def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
     """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
-    blocks = {} if plan is None else {p.fqn: len(p.stack.matrices) for p in plan.parameters}
+    blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
@@ -64,12 +66,11 @@ def _unnumbered(fqn: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
 
 
-def _matrices(assignment: Assignment, blocks: int | None) -> str:
-    if blocks is None:
+def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:
+    if stack is None:
         return "-"
-    rows, rest = divmod(prod(assignment.shape[:-1]), blocks)
-    # A split may cut a parameter into matrices of several heights; then there is no one shape to show.
-    return f"{blocks} of {rows}x{assignment.shape[-1]}" if rest == 0 else f"{blocks}"
+    counts = Counter(matrix_shapes(assignment.shape, stack))
+    return ", ".join(f"{count} of {rows}x{cols}" for (rows, cols), count in counts.items())
 
 
 def _placement(parameter: Tensor, full: bool) -> str:
@@ -86,7 +87,7 @@ def _placement(parameter: Tensor, full: bool) -> str:
 
 
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
-    """How much of the whole model each optimizer takes."""
+    """How much of the whole model each optimizer takes, what is split without being asked, and what looks wrong."""
     total = sum(prod(a.shape) for a in assigned)
     yield f"{total:,} parameters on {world_size} ranks"
     for optimizer in sorted({a.optimizer for a in assigned}):
@@ -95,8 +96,11 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
         what = f"{len(taken):,} tensors"
         if optimizer == "muon":
             # Not from the plan, which is of one pipeline rank.
-            what = f"{sum(len(stack_of(a.fqn, a.shape, splits).matrices) for a in taken):,} matrices"
+            every = splits_with(splits, assigned)
+            what = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in taken):,} matrices"
         yield f"{optimizer}: {what}, {share:.1f} % of parameters"
+    yield from split_lines(assigned, splits)
+    yield from doubts(assigned, splits)
 
 
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:

@@ -18,10 +18,11 @@ from titan_muon.adam import Adam, AdamW
 from titan_muon.matrices import check_splits
 from titan_muon.muon import Muon
 from titan_muon.titan.device import adamw_implementation
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
 from titan_muon.titan.recipe.sections import Rule
-from titan_muon.titan.rules import Assignment, Default, assign, default_rules
+from titan_muon.titan.rules import Assignment, Default, assign, default_rules, splits_with
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 _ADAM = ("foreach", "fused", "state_dtype", "offload")
@@ -62,8 +63,8 @@ class HybridOptimizers(OptimizersContainer):
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
         """What is on the host: the states of all optimizers, or parameters and gradients too."""
-        model: Mapping[str, tuple[int, ...]] | None = None
-        """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
+        model: Mapping[str, Seen] | None = None
+        """All trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
     assignments: tuple[Assignment, ...]
     """Who takes which of the parameters here."""
@@ -84,11 +85,11 @@ class HybridOptimizers(OptimizersContainer):
             for name, parameter in part.named_parameters()
             if parameter.requires_grad
         }
-        shapes = {name: tuple(p.shape) for name, p in trained.items()}
-        self.assignments = assignments(config, shapes)
+        seen = see(model_parts, canonical_fqn)
+        self.assignments = assignments(config, seen)
         # By the whole model: ranks build Muon together, and one that left it out, or a group of it, because its
         # pipeline stage has nothing for it would leave the others waiting.
-        self.whole = assignments(config, shapes if config.model is None else config.model)
+        self.whole = assignments(config, seen if config.model is None else config.model)
         every = grouped(config, self.whole)
         self.groups = {name: [_held(group, trained) for group in groups] for name, groups in every.items()}
         tables = held_tables(config, self.whole, trained)
@@ -162,8 +163,8 @@ class HybridOptimizers(OptimizersContainer):
         return {tag: float(group["lr"]) for tag, group in zip(tags, live, strict=True)}
 
 
-def optimizer_config(recipe: Recipe, model: Mapping[str, tuple[int, ...]] | None = None) -> HybridOptimizers.Config:
-    """The container that a recipe asks for; `model` has the shapes of all parameters if it is cut into stages.
+def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:
+    """The container that a recipe asks for; `model` has all parameters if it is cut into stages.
 
     Raises RecipeError for an optimizer that is not registered, and for a rule's option that cannot be the rule's own.
     """
@@ -227,9 +228,9 @@ def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[
     return agreed
 
 
-def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Assignment, ...]:
-    """Who takes which of the parameters in `shapes`: a model's or a pipeline stage's. Raises as the container does."""
-    assigned = assign((shapes if config.model is None else config.model).items(), config.rules, config.defaults)
+def assignments(config: HybridOptimizers.Config, seen: Mapping[str, Seen]) -> tuple[Assignment, ...]:
+    """Who takes which of the parameters in `seen`: a model's or a pipeline stage's. Raises as the container does."""
+    assigned = assign(seen if config.model is None else config.model, config.rules, config.defaults)
     by_default = [a for a in assigned if a.rule is None]
     # A model whose names or shapes the defaults do not know would otherwise train on AdamW alone, without a word.
     if by_default and not any(a.optimizer == "muon" for a in assigned):
@@ -237,28 +238,32 @@ def assignments(config: HybridOptimizers.Config, shapes: Mapping[str, tuple[int,
             "optimizer.rule: Muon takes no parameter of this model. If that is meant, say so with a last rule "
             "(match = '*', optimizer = 'adamw'); if not, correct the rules"
         )
-    return tuple(a for a in assigned if a.fqn in shapes)
+    return tuple(a for a in assigned if a.fqn in seen)
 
 
 def held_tables(
     config: HybridOptimizers.Config, whole: tuple[Assignment, ...], held: Collection[str]
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Options of all optimizers where a process holds the parameters `held`: without splits of other pipeline ranks'.
+    """Options of all optimizers where a process holds the parameters `held`: with the splits of known layouts, and
+    without those of other pipeline ranks'.
 
     Raises RecipeError for a split that matches no Muon parameter of the whole model.
     """
-    splits = config.tables.get("muon", {}).get("split", ())
-    # Muon refuses a split that matches nothing, and knows nothing of what other pipeline ranks have.
-    if config.model is None or not splits:
+    said = config.tables.get("muon", {}).get("split", ())
+    taken = [a for a in whole if a.optimizer == "muon"]
+    # Muon itself refuses a split that matches nothing, and knows nothing of what other pipeline ranks have.
+    if config.model is not None:
+        try:
+            check_splits([a.fqn for a in taken], said)
+        except ValueError as error:
+            raise recipe_error(error) from error
+    here = [a for a in taken if a.fqn in held]
+    splits = splits_with(said, here)
+    if config.model is not None:
+        splits = tuple(split for split in splits if any(fnmatch.fnmatchcase(a.fqn, split.match) for a in here))
+    if splits == said:
         return config.tables
-    taken = [a.fqn for a in whole if a.optimizer == "muon"]
-    try:
-        check_splits(taken, splits)
-    except ValueError as error:
-        raise recipe_error(error) from error
-    here = [fqn for fqn in taken if fqn in held]
-    kept = tuple(split for split in splits if any(fnmatch.fnmatchcase(fqn, split.match) for fqn in here))
-    return {**config.tables, "muon": {**config.tables["muon"], "split": kept}}
+    return {**config.tables, "muon": {**config.tables.get("muon", {}), "split": splits}}
 
 
 def grouped(config: HybridOptimizers.Config, assigned: tuple[Assignment, ...]) -> dict[str, list[ParamGroup]]:

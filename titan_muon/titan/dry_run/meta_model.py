@@ -26,6 +26,7 @@ from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
+from titan_muon.titan.reading.roles import see
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
 from titan_muon.titan.rules import Assignment
@@ -97,16 +98,13 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     kind = this_device() if device is None else device
     # Owners are balanced by what Newton-Schulz costs on the device, so another kind's would be other owners.
     with _fake_world(world_size, ranks[0]), planning_for(kind):
+        parts = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
-            canonical_fqn(name): p
-            for part in _sharded_parts(config, world_size)
-            for name, p in part.named_parameters()
-            if p.requires_grad
+            canonical_fqn(name): p for part in parts for name, p in part.named_parameters() if p.requires_grad
         }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        shapes = {name: tuple(p.shape) for name, p in parameters.items()}
-        assigned = assignments(optimizer, shapes)
+        assigned = assignments(optimizer, see(parts, canonical_fqn))
         whole = assigned if optimizer.model is None else assignments(optimizer, optimizer.model)
         groups = grouped(optimizer, assigned)
         table = held_tables(optimizer, whole, parameters).get("muon", {})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_muon.options import Owner
+from titan_muon.matrices import split_of
+from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
@@ -24,8 +25,9 @@ from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.optimizers import optimizer_config
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.rules import Assignment, assign
+from titan_muon.titan.rules import Assignment, assign, splits_with
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -78,18 +80,18 @@ def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    choices, elementwise = _choices(recipe, model, layers, _cuts_experts(dp_mesh, options))
-    expert_parallel = {parameter for parameter in choices if _is_expert_parallel(parameter)}
+    choice = _choice(recipe, model, layers, _cuts_experts(dp_mesh, options))
+    expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
     # Experts under expert parallelism are on other ranks than all else, and have a mesh of their own.
-    spaces = [(dp_mesh, choices.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
+    spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
     every = [
         Owners(
             model,
             mesh=mesh,
-            params={parameter: owner for parameter, owner in choices.items() if parameter in params},
-            split=recipe.muon.split,
+            params={parameter: owner for parameter, owner in choice.owners.items() if parameter in params},
+            split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
-            elementwise=elementwise,
+            elementwise=choice.elementwise,
         )
         for mesh, params in ((_owner_mesh(recipe, mesh), params) for mesh, params in spaces if params)
     ]
@@ -137,18 +139,25 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 
-def _choices(
+@dataclass(frozen=True)
+class _Choice:
+    """How the owners of each owned parameter are found, what Muon does not take, and how matrices are read."""
+
+    owners: Mapping[nn.Parameter, Owner]
+    elementwise: Collection[nn.Parameter]
+    split: Sequence[Split]
+
+
+def _choice(
     recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
-) -> tuple[dict[nn.Parameter, Owner], set[nn.Parameter]]:
-    """What of the layers is owned, with how its owners are found, and what of the model Muon does not take."""
+) -> _Choice:
     # What is outside of the layers stays sharded, since `own` gathers layer by layer.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = optimizer_config(recipe)
     # A pipeline stage may have nothing for a rule, nor for Muon. The container checks both on the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    shapes = {name: tuple(p.shape) for name, p in named.items()}
-    taken = assign(shapes.items(), config.rules, config.defaults, all_rules=whole)
+    taken = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in taken if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     kept = _unread_stacks(recipe) is not None
@@ -165,24 +174,25 @@ def _choices(
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     owners = placed(named, chosen, recipe.placement.rule)
     elementwise = {parameter for name, parameter in named.items() if name not in muon}
-    return {named[name]: owner for name, owner in owners.items()}, elementwise
+    split = splits_with(recipe.muon.split, taken)
+    return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)
 
 
-def check_placement_rules(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> None:
     """Raise RecipeError for a placement.rule that matches none of a model's parameters, or what cannot be owned."""
     try:
-        check_rules(shapes, recipe.placement.rule)
+        check_rules(parameters, recipe.placement.rule)
     except ValueError as error:
         raise RecipeError(str(error)) from error
     unread = _unread_stacks(recipe)
-    for name in placed(shapes, (), recipe.placement.rule):
+    for name in placed(parameters, (), recipe.placement.rule):
         if not name.startswith(("layers.", "mtp_layers.")):
             raise RecipeError(
                 f"placement.rule: {name} cannot be owned: matrices are gathered from their owners layer by layer, and "
                 "it is in none; FSDP2 keeps equal shares of it on all ranks. Write rules before it with "
                 'placement = "shard0", or narrower ones'
             )
-        if unread is not None and len(shapes[name]) == 3:
+        if unread is not None and len(parameters[name].shape) == 3:
             raise RecipeError(f'placement.rule: {name} cannot be owned with {unread}; set placement = "shard0" for it')
 
 
@@ -199,9 +209,10 @@ def _unread_stacks(recipe: Recipe) -> str | None:
 
 
 def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
-    return len(assignment.shape) == 2 or any(
-        split.row_dims is not None and fnmatch.fnmatchcase(assignment.fqn, split.match) for split in recipe.muon.split
-    )
+    split = split_of(assignment.fqn, recipe.muon.split)
+    read = split is not None and (split.row_dims is not None or split.dims != "")
+    known = split is None and assignment.split is not None and assignment.role != "experts"
+    return len(assignment.shape) == 2 or read or known
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.model.attention import share_dense_mask
 from titan_muon.titan.model.owned_placement import check_placement_rules, owned
 from titan_muon.titan.model.pipeline import check_pipeline, wrap_pipelining
-from titan_muon.titan.model.spec import parameter_shapes
+from titan_muon.titan.model.spec import whole_model
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.constraints import owns
 
@@ -34,7 +34,7 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     # What a rule has owned is placed by the same means whatever `placement.muon` says.
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
     if recipe.placement.rule:
-        check_placement_rules(recipe, parameter_shapes(spec))
+        check_placement_rules(recipe, whole_model(spec))
     check_pipeline(spec.model, degrees)
     _check_heads(spec.model, degrees.tensor_parallel_degree)
     _check_experts(spec.model, degrees.expert_parallel_degree)

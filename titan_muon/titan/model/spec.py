@@ -8,6 +8,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -38,8 +39,8 @@ def model_spec(
     return spec
 
 
-def parameter_shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
-    """Shapes of all trained parameters of a model, by name."""
+def whole_model(spec: "ModelSpec") -> dict[str, Seen]:
+    """All trained parameters of a model, by name."""
     with torch.device("meta"):
         model = spec.model.build()
-    return {canonical_fqn(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    return see([model], canonical_fqn)

@@ -311,6 +311,9 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
         return RecipeError(str(error))
     if error.option.startswith("machine."):
         return RecipeError(str(error))
+    if error.option == "offload":
+        # One key for all optimizers.
+        return RecipeError(f"optimizer.offload {error.problem}")
     if error.option != "buffer_bytes":
         return RecipeError(f"{table}.{error.option} {error.problem}")
     # The value and every size that the planner names with it: a user who wrote 0.5 must not read 536870912.

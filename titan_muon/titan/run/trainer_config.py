@@ -19,7 +19,7 @@ from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
-from titan_muon.titan.model.spec import model_spec, parameter_shapes
+from titan_muon.titan.model.spec import model_spec, whole_model
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns, scheduled_steps
@@ -68,7 +68,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
-        optimizer=optimizer_config(recipe, parameter_shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
+        optimizer=optimizer_config(recipe, whole_model(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),

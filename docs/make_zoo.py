@@ -1,0 +1,221 @@
+"""Writes the tables of docs/zoo.md: how the defaults read every family of TorchTitan, and models of Hugging Face.
+
+    python docs/make_zoo.py
+
+Models are built on the meta device from their configurations: nothing is downloaded and no weight is allocated.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from torch import nn  # noqa: E402
+
+from titan_muon.matrices import stack_of  # noqa: E402
+from titan_muon.titan import compat  # noqa: E402
+from titan_muon.titan.doubts import OUTSIDE, matrix_shapes  # noqa: E402
+from titan_muon.titan.reading.roles import see  # noqa: E402
+from titan_muon.titan.rules import EMBEDDING, HEAD, Assignment, assign, default_rules, splits_with  # noqa: E402
+
+PAGE = ROOT / "docs" / "zoo.md"
+START, END = "<!-- {}: written by docs/make_zoo.py -->\n", "<!-- end of {} -->\n"
+LAYERS = 4
+KERNELS = (
+    "fla.modules.conv.triton.ops",
+    "fla.modules.conv.causal_conv1d",
+    "fla.ops.gated_delta_rule.chunk",
+    "fla.ops.gated_delta_rule.fused_recurrent",
+)
+"""What qwen3_5 imports of flash-linear-attention."""
+SHAPES_SHOWN = 5
+HEADER = "| model | Muon's share | Muon's matrices | what AdamW takes |\n|---|---|---|---|\n"
+
+TITAN = {
+    "llama3": "debugmodel",
+    "qwen3": "debugmodel_moe",
+    "qwen3_5": "debugmodel_moe",
+    "deepseek_v3": "debugmodel",
+    "kimi_k2_7": "debugmodel",
+    "gpt_oss": "debugmodel",
+    "muse_glimmer": "debugmodel_mm",
+    "flux": "flux-debug",
+}
+"""A flavor of each family that has all kinds of parameters that the family has."""
+
+HUGGING_FACE = (
+    *(
+        "Llama",
+        "Mistral",
+        "Qwen2",
+        "Qwen3",
+        "Gemma2",
+        "Gemma3Text",
+        "Phi",
+        "Phi3",
+        "Glm4",
+        "Cohere",
+        "Olmo2",
+        "StableLm",
+    ),
+    *("GPT2", "GPTNeoX", "Bloom", "Falcon", "Mpt", "OPT", "CodeGen", "Starcoder2"),
+    *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "DeepseekV3", "Olmoe", "GraniteMoe", "GptOss", "Llama4Text"),
+    *("Mamba", "Mamba2", "Jamba", "Rwkv", "Bert", "ModernBert", "T5", "ViT", "CLIPVision"),
+)
+"""Architectures, by what their configuration classes are called."""
+
+
+class Fused(nn.Module):
+    """A layer as TorchTitan's main fuses it: q, k and v, gate and up (2, F, D), and those of experts (E, F, 2, D)."""
+
+    def __init__(self, dim: int = 256, hidden: int = 768, experts: int = 8) -> None:
+        super().__init__()
+        self.attention = FusedQKVLinear(dim)
+        self.feed_forward = _holding(w13=(2, hidden, dim), w2=(dim, hidden))
+        self.experts = _holding(w13=(experts, hidden, 2, dim), w2_EDF=(experts, dim, hidden))
+
+
+class FusedQKVLinear(nn.Module):
+    """Called as TorchTitan's own is: in each group 2 heads of q, one of k, one of v."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.heads_per_kv, self.head_dim = 2, 64
+        self.wqkv = nn.Linear(dim, 2 * 4 * 64, bias=False)
+
+
+def _holding(**shapes: tuple[int, ...]) -> nn.Module:
+    module = nn.Module()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.empty(shape)))
+    return module
+
+
+def fused_model() -> nn.Module:
+    """TorchTitan main's three fused layouts."""
+    with torch.device("meta"):
+        parts = {"tok_embeddings": nn.Embedding(2048, 256), "layers": nn.ModuleList([Fused()]), "lm_head": None}
+        return nn.ModuleDict({**parts, "lm_head": nn.Linear(256, 2048, bias=False)})  # type: ignore[dict-item]
+
+
+def titan_model(family: str, flavor: str) -> nn.Module:
+    """A model of TorchTitan on the meta device."""
+    compat.install()
+    with _stand_in_for_kernels() if family == "qwen3_5" else nullcontext():
+        module = importlib.import_module(f"torchtitan.models.{family}")
+    every = next(v for name, v in vars(module).items() if name.endswith("_configs") and isinstance(v, dict))
+    with torch.device("meta"):
+        built: nn.Module = _configured(every[flavor]).build()
+    return built
+
+
+def _configured(make: Any) -> Any:
+    # Families differ in what a flavor is asked for; the choices do not matter to its parameters.
+    for options in ({}, {"attn_backend": "flex"}, {"attn_backend": "flex", "moe_comm_backend": "standard"}):
+        try:
+            return make(**options) if callable(make) else make
+        except TypeError:
+            continue
+    raise AssertionError(f"{make} takes other options")
+
+
+@contextmanager
+def _stand_in_for_kernels() -> Iterator[None]:
+    """Qwen 3.5's kernels, which are imported with it and called on GPUs alone."""
+
+    class AnyModule(ModuleType):
+        __path__: tuple[str, ...] = ()
+
+        def __getattr__(self, name: str) -> Any:
+            return object
+
+    parts = [path.split(".") for path in KERNELS]
+    names = {".".join(path[:count]) for path in parts for count in range(1, len(path) + 1)}
+    added = {name: AnyModule(name) for name in names if importlib.util.find_spec("fla") is None}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        # Left there, they would tell other packages that the kernels are installed.
+        for name in added:
+            del sys.modules[name]
+
+
+def hugging_face_model(architecture: str) -> nn.Module:
+    """A model of Hugging Face on the meta device: 4 layers in the sizes that its configuration begins with."""
+    transformers: Any = importlib.import_module("transformers")
+    config = getattr(transformers, f"{architecture}Config")()
+    for key in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
+        if hasattr(config, key):
+            setattr(config, key, LAYERS)
+    # Which layers are of which kind, where a list says so.
+    if "layer_types" in vars(config) and config.layer_types:
+        config.layer_types = config.layer_types[:LAYERS]
+    causal = transformers.AutoModelForCausalLM
+    maker = causal if type(config) in causal._model_mapping else transformers.AutoModel
+    with torch.device("meta"):
+        built: nn.Module = maker.from_config(config)
+    return built
+
+
+def row(name: str, model: nn.Module) -> str:
+    """A model's line of the table."""
+    assigned = assign(see([model]), [], default_rules())
+    splits = splits_with((), assigned)
+    inside = [a for a in assigned if a.role not in OUTSIDE and a.reason not in (EMBEDDING, HEAD)]
+    taken = [a for a in assigned if a.optimizer == "muon"]
+    share = sum(prod(a.shape) for a in taken) / sum(prod(a.shape) for a in inside)
+    shapes = Counter(s for a in taken for s in matrix_shapes(a.shape, stack_of(a.fqn, a.shape, splits)))
+    return f"| {name} | {100 * share:.1f} % | {_shapes(shapes)} | {_elsewhere(assigned)} |\n"
+
+
+def _shapes(counts: Counter[tuple[int, int]]) -> str:
+    most = sorted(counts.items(), key=lambda item: (-item[1] * prod(item[0]), item[0]))
+    shown = [f"{count:,} of {rows}x{cols}" for (rows, cols), count in most[:SHAPES_SHOWN]]
+    rest = sum(count for _, count in most[SHAPES_SHOWN:])
+    return ", ".join([*shown, *([f"{rest:,} others"] if rest else [])])
+
+
+def _elsewhere(assigned: tuple[Assignment, ...]) -> str:
+    reasons = Counter(a.reason.partition(":")[0].partition(" (")[0] for a in assigned if a.optimizer != "muon")
+    return ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+
+
+def titan_rows() -> Iterator[str]:
+    """Every family of TorchTitan, and the layouts of its main."""
+    for family, flavor in TITAN.items():
+        yield row(f"{family} {flavor}", titan_model(family, flavor))
+    yield row("fused layers of main", fused_model())
+
+
+def hugging_face_rows() -> Iterator[str]:
+    """The architectures of Hugging Face."""
+    for architecture in HUGGING_FACE:
+        yield row(architecture, hugging_face_model(architecture))
+
+
+TABLES: dict[str, Callable[[], Iterator[str]]] = {"torchtitan": titan_rows, "hugging face": hugging_face_rows}
+
+
+def written(page: str, table: str) -> str:
+    """The page with one of its tables made anew."""
+    start, end = START.format(table), END.format(table)
+    before, rest = page.split(start)
+    return before + start + HEADER + "".join(TABLES[table]()) + end + rest.split(end)[1]
+
+
+if __name__ == "__main__":
+    for each in TABLES:
+        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), each), encoding="utf-8")
