@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -22,7 +21,7 @@ from titan_muon.plan.layout import Geometries
 from titan_muon.plan.ownership import OwnedTotals, load_lines
 from titan_muon.plan.timeline import Timeline
 from titan_muon.plan.types import MatrixStack
-from titan_muon.titan.doubts import doubts, matrix_shapes, split_lines
+from titan_muon.titan.doubts import doubts, family, matrix_shapes, split_lines
 from titan_muon.titan.rules import Assignment, splits_with
 
 OWNERS_SHOWN = 16
@@ -52,18 +51,13 @@ def parameter_table(
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
-        name = a.fqn if full else _unnumbered(a.fqn)
+        name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
     rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
     lines = [astuple(row) for row in (HEADER, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def _unnumbered(fqn: str) -> str:
-    """A parameter's name with a star for the number of its layer."""
-    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
 
 
 def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:
@@ -177,7 +171,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         elif is_owned(parameters[fqn]):
             yield "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not"
         else:
-            name = _unnumbered(fqn)
+            name = family(fqn)
             yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'
 
 
