@@ -102,7 +102,7 @@ def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
-def ours(exchange: str, params: Parameters, mesh: DeviceMesh, orthogonalize: str = "reference") -> Muon:
+def ours(exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference") -> Muon:
     """Titan Muon with one of its exchanges, in torch.optim.Muon's arithmetic unless told otherwise."""
     return Muon(list(params.items()), exchange=exchange, orthogonalize=orthogonalize, **HYPERPARAMETERS)  # type: ignore[arg-type]
 

@@ -1,6 +1,10 @@
-"""Muon's plan for the published models at 8 to 1,024 ranks, as a table: balance, calls, bytes, buffers.
+"""Muon's plan for the published models at 8 to 1,024 ranks, as a table: time, balance, calls, bytes, buffers.
 
-Nothing is timed but the planning: the figures are counts, the same on every machine.
+Nothing is timed but the planning, in CPU seconds. The step is played on a machine, beside the limit: the larger of the
+least possible Newton-Schulz and the busiest link. What comes on top has three parts, of the rank that is done last:
+Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which any plan has, and without
+which the last ratio is; and waits, mostly the first matrix's way to its owner and the last one's way back, when nothing
+is left to do.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
@@ -25,7 +29,9 @@ from titan_muon.titan import compat
 
 compat.install()
 
+from titan_muon.build import planning_machine
 from titan_muon.plan import summarize
+from titan_muon.plan.timeline import timeline
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import load
 
@@ -50,17 +56,45 @@ class Numbers:
     sent_mib_max: float
     sent_mib_bound: float
     buffers_gib: float
+    work_gib: float
+    step_ms: float
+    newton_schulz_ms: float
+    passes_ms: float
+    waits_ms: float
+    least_ms: float
+    link_ms: float
     seconds: float
 
+    @property
+    def limit_ms(self) -> float:
+        """What a step cannot be below."""
+        return max(self.least_ms, self.link_ms)
 
-def plan_numbers(model: str, ranks: int) -> Numbers:
-    """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs, its experts laid out as in real runs."""
-    degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64]
-    recipe = load(ROOT / f"configs/{model}_muon.toml", ["--parallelism.expert_parallel_degree", str(degree)])
-    start = time.perf_counter()
+    @property
+    def ratio(self) -> float:
+        """The step over its limit."""
+        return self.step_ms / self.limit_ms
+
+    @property
+    def ratio_without_passes(self) -> float:
+        """The same of the step without momentum, apply and copies."""
+        return (self.step_ms - self.passes_ms) / self.limit_ms
+
+
+def plan_numbers(model: str, ranks: int, machine: str = "h100x8", expert_parallel: int | None = None) -> Numbers:
+    """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
+
+    `expert_parallel` is by default what experts are laid out by in real runs.
+    """
+    degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
+    given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
+    recipe = load(ROOT / f"configs/{model}_muon.toml", given)
+    start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
+    taken = time.process_time() - start
+    played = timeline(plan, planning_machine(recipe.machine, "cuda"))
     return Numbers(
         model=model,
         ranks=ranks,
@@ -73,14 +107,22 @@ def plan_numbers(model: str, ranks: int) -> Numbers:
         sent_mib_max=summary.bytes_sent_max / 2**20,
         sent_mib_bound=summary.bytes_sent_lower_bound / 2**20,
         buffers_gib=summary.buffer_bytes_max / 2**30,
-        seconds=time.perf_counter() - start,
+        work_gib=summary.work_bytes_max / 2**30,
+        step_ms=1e3 * played.last.seconds,
+        newton_schulz_ms=1e3 * played.last.orthogonalize,
+        passes_ms=1e3 * played.last.passes,
+        waits_ms=1e3 * played.last.waits,
+        least_ms=1e3 * played.least,
+        link_ms=1e3 * played.link,
+        seconds=taken,
     )
 
 
 HEADER = (
-    "| model | ranks | EP | matrices | longest path / least possible | calls | sent MiB mean (max) | buffers GiB "
-    "| plan s |\n"
-    "|---|---|---|---|---|---|---|---|---|"
+    "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | least Newton-Schulz, link ms "
+    "| step / limit (without passes) | longest path / least possible | calls | sent MiB mean (max) "
+    "| buffers + workspace GiB | plan s |\n"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -88,14 +130,19 @@ def row(n: Numbers) -> str:
     """A line of the Markdown table."""
     once = "" if n.orthogonalizations == n.matrices else f" x {n.orthogonalizations / n.matrices:.2f}"
     return (
-        f"| {n.model} | {n.ranks} | {n.expert_parallel} | {n.matrices:,}{once} | {n.flops_over_bound:.3f} "
-        f"| {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) | {n.buffers_gib:.2f} | {n.seconds:.0f} |"
+        f"| {n.model} | {n.ranks} | {n.expert_parallel} | {n.matrices:,}{once} "
+        f"| {n.step_ms:,.1f} = {n.newton_schulz_ms:,.1f} + {n.passes_ms:,.1f} + {n.waits_ms:,.1f} "
+        f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.ratio:.2f} ({n.ratio_without_passes:.2f}) "
+        f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
+        f"| {n.buffers_gib:.2f} + {n.work_gib:.2f} | {n.seconds:.0f} |"
     )
 
 
 def main(
     models: tuple[str, ...] = MODELS,
     ranks: tuple[int, ...] = RANKS,
+    machine: str = "h100x8",
+    expert_parallel: int | None = None,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
@@ -103,13 +150,15 @@ def main(
     Args:
         models: names of recipes, without `_muon.toml`.
         ranks: world sizes.
+        machine: a named machine, as `machine.name` of a recipe.
+        expert_parallel: degree, by default what experts are laid out by in real runs.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world))
+            numbers.append(plan_numbers(model, world, machine, expert_parallel))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

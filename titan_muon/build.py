@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +19,14 @@ from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
 from .offload import check_offload, resolved
-from .options import Hyperparameters, MuonOptions, check
+from .options import Hyperparameters, MuonOptions, OptionError, check
+from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work
 from .plan.groups import components
 from .plan.layout import Geometries
+from .plan.machine import Machine, machine_of
 from .plan.planner import make_plan
 from .plan.program import make_program
 from .plan.types import Plan
@@ -80,7 +83,20 @@ def plan_step(
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
     check_offload(parameters, options)
-    return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern))
+    machine = planning_machine(options.machine, dispatch.device)
+    return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern), machine)
+
+
+def planning_machine(options: MachineOptions, device: str) -> Machine:
+    """The machine that a step on a type of device is planned for. Raises OptionError for a file that is no machine."""
+    measured = None
+    if options.file is not None:
+        try:
+            measured = Path(options.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
+            raise OptionError("machine.file", problem) from error
+    return machine_of(options, device, measured)
 
 
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> Callable[[int, int, int], Work]:
@@ -96,6 +112,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> Callable[[i
             reason=method.reason,
             batch=method.batch,
             bytes=method.work_bytes(rows, cols, dispatch.device),
+            dtype=method.dtype,
         )
 
     return work

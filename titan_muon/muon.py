@@ -33,7 +33,7 @@ from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import Fault, check_faults, names_with
 from .offload import moved_state, moves, new_state, with_offload
-from .options import HYPERPARAMETERS, Link, MuonOptions, Offload, Split
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .orthogonalize import DTYPES
 from .params import LocalViews, TrainedParam, local_views, placement_key
 from .plan.schedule import Act
@@ -89,7 +89,7 @@ class Muon(Optimizer):
         release_grads: bool = False,
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
-        link: Link = MuonOptions.link,
+        machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
     ) -> None:
         given = locals()

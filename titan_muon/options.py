@@ -1,7 +1,7 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
-Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[link]` tables, the planner, the choice of algorithms and
-the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help`
+Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[machine]` tables, the planner, the choice of algorithms
+and the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help`
 needs no PyTorch, and `plan/` may import nothing else.
 """
 
@@ -90,31 +90,64 @@ class Split:
     """Without `dims`: leading dims that are flattened to rows, the others to columns; absent, all but the last."""
 
 
+Owner = int | Literal["balanced", "layer"]
+"""Who owns parameters: the ranks by FLOPs and bytes, one rank for each layer, or this rank."""
+OWNER = Constraint(
+    '"balanced", "layer", or 0 or more',
+    lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Link:
-    """What communication costs, and what it is weighed against: for `exchange` and `replicas` of `auto`."""
+class PlacementRule:
+    """One `[[placement.rule]]`: where parameters whose name matches are between steps."""
 
-    bandwidth_gb: Annotated[float, POSITIVE] = 45.0
-    """Gigabytes per second that a rank can send."""
+    match: Annotated[str, TEXT]
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
 
-    latency_us: Annotated[float, NOT_NEGATIVE] = 15.0
-    """Microseconds that a collective takes however little it carries."""
+    placement: Literal["owned", "shard0"]
+    """`owned`: whole on one rank, a stack of experts as whole experts on several. `shard0`: left to FSDP2."""
 
-    tflops: Annotated[float, POSITIVE] = 700.0
-    """TFLOP/s at which a rank orthogonalizes."""
+    owner: Annotated[Owner, OWNER] = "balanced"
+    """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of the rank that owns them."""
 
-    @property
-    def latency(self) -> float:
-        """Seconds that a collective takes however little it carries."""
-        return self.latency_us * 1e-6
 
-    def transfer_seconds(self, sent: float) -> float:
-        """Time for one rank to send `sent` bytes, without the latency."""
-        return sent / (self.bandwidth_gb * 1e9)
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The machine that a step is planned for: a named one, and numbers that differ from its own."""
 
-    def compute_seconds(self, flops: float) -> float:
-        """Time for one rank to orthogonalize `flops` FLOPs."""
-        return flops / (self.tflops * 1e12)
+    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu"] = "auto"
+    """Nodes of 8 GPUs, joined by 400 Gb/s for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
+
+    file: Annotated[str, TEXT] | None = None
+    """File of measured numbers, `machine.json` of `make gpu`; they come before the named machine's."""
+
+    ranks_per_node: Annotated[int, COUNT] | None = None
+    """Ranks that are joined by the fast links of one node."""
+
+    tflops: Annotated[float, POSITIVE] | None = None
+    """TFLOP/s of large products in bfloat16 or float16."""
+
+    tflops_float32: Annotated[float, POSITIVE] | None = None
+    """TFLOP/s of large products in float32, without TF32."""
+
+    memory_gb: Annotated[float, POSITIVE] | None = None
+    """Gigabytes per second that a rank's memory reads and writes together."""
+
+    node_gb: Annotated[float, POSITIVE] | None = None
+    """Gigabytes per second that a rank sends to ranks of its node."""
+
+    node_latency_us: Annotated[float, NOT_NEGATIVE] | None = None
+    """Microseconds that a collective within a node takes however little it carries."""
+
+    network_gb: Annotated[float, POSITIVE] | None = None
+    """Gigabytes per second that a rank sends to ranks of other nodes."""
+
+    network_latency_us: Annotated[float, NOT_NEGATIVE] | None = None
+    """Microseconds that a collective between nodes takes however little it carries."""
+
+    launch_us: Annotated[float, NOT_NEGATIVE] | None = None
+    """Microseconds that a launch takes however little it computes."""
 
 
 Offload = Literal["none", "state", "parameters"]
@@ -204,17 +237,17 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(StepOptions, Hyperparameters):
-    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, `[link]` for `link`, and has one
-    `[optimizer] offload` for all optimizers.
+    """All keywords of Muon. A recipe says `[muon] buffer_gib` for `buffer_bytes`, `[machine]` for `machine`, and
+    `[optimizer] offload` for all optimizers together.
 
     Raises OptionError for a value out of range, or not among the choices.
     """
 
     buffer_bytes: Annotated[int, POSITIVE] | None = None
-    """Most bytes of exchange buffers on a rank. None: the smallest within 2 % of the best plan, at most 4 GiB."""
+    """Most bytes of exchange buffers on a rank. None: 1 GiB with the workspace; more if 3 % of the step each buy it."""
 
-    link: Link = Link()
-    """What communication costs, for choices of `auto`."""
+    machine: Machine = Machine()
+    """The machine that the step is planned for."""
 
     offload: Offload = "none"
     """What is on the host, from where a step brings it to the device bucket by bucket: the momentum (`state`), or also
@@ -222,6 +255,7 @@ class MuonOptions(StepOptions, Hyperparameters):
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))
+        check(Machine, vars(self.machine), "machine.")
 
     @property
     def wire_bytes(self) -> int:
@@ -243,11 +277,14 @@ def constraints(table: type) -> Iterator[tuple[str, Constraint]]:
                 yield from ((name, extra) for extra in get_args(part)[1:] if isinstance(extra, Constraint))
 
 
-def check(table: type, values: Mapping[str, Any]) -> None:
-    """Raise OptionError for the first of `values`, options of `table` by name, that its declaration refuses."""
+def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Raise OptionError for the first of `values`, options of `table` by name, that its declaration refuses.
+
+    `prefix` comes before its name.
+    """
     for name, kind in get_type_hints(table).items():
         if name in values and get_origin(kind) is Literal and values[name] not in get_args(kind):
-            raise OptionError(name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
     for name, constraint in constraints(table):
         if values.get(name) is not None and not constraint.holds(values[name]):
-            raise OptionError(name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
+            raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")

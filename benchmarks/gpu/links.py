@@ -4,13 +4,14 @@
 
 `machine` of the file, which `--machine FILE` also writes alone, is what a planner needs: bytes per second that a rank
 sends, seconds that a collective takes however little it carries, FLOP/s by dtype and bytes per second of its memory.
-`link` is the `[link]` table of a recipe.
+`recipe` is the `[machine]` table of a recipe that says the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +54,8 @@ class Machine:
     Attributes:
         gpu: name of one GPU.
         ranks: that the links were measured between.
-        bandwidth: bytes per second that a rank sends to others of this machine; None of one rank alone.
+        ranks_per_node: of them, on one node.
+        bandwidth: bytes per second that a rank sends to the others; None of one rank alone.
         latency: seconds that a collective takes however little it carries; None of one rank alone.
         flops: FLOP/s of large plain products by dtype, float32 without TF32.
         memory_bandwidth: bytes per second, read and written together.
@@ -61,6 +63,7 @@ class Machine:
 
     gpu: str
     ranks: int
+    ranks_per_node: int
     bandwidth: float | None
     latency: float | None
     flops: dict[str, float]
@@ -151,22 +154,29 @@ def main(words: Sequence[str]) -> int:
         bandwidth, latency = link_of(rows) if rows else (None, None)
         flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        machine = Machine(name, world, bandwidth, latency, flops, memory_rate(device))
-        document = {"machine": asdict(machine), "link": recipe_table(machine), "rows": [asdict(row) for row in rows]}
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        machine = Machine(name, world, here, bandwidth, latency, flops, memory_rate(device))
+        document = {"machine": asdict(machine), "recipe": recipe_table(machine), "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if given.machine is not None:
             given.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
-        print(json.dumps({key: document[key] for key in ("machine", "link")}, indent=1))
+        print(json.dumps({key: document[key] for key in ("machine", "recipe")}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
     return 0
 
 
 def recipe_table(machine: Machine) -> dict[str, float]:
-    """The `[link]` table of a recipe for this machine; without the links' keys where one rank has none."""
-    table = {"tflops": round(machine.flops["float16"] / 1e12, 1)}
+    """The `[machine]` table of a recipe for this machine; without the links' keys where one rank has none."""
+    table = {
+        "tflops": round(machine.flops["float16"] / 1e12, 1),
+        "tflops_float32": round(machine.flops["float32"] / 1e12, 1),
+        "memory_gb": round(machine.memory_bandwidth / 1e9, 1),
+    }
     if machine.bandwidth is not None and machine.latency is not None:
-        table |= {"bandwidth_gb": round(machine.bandwidth / 1e9, 1), "latency_us": round(machine.latency * 1e6, 1)}
+        where = "network" if machine.ranks > machine.ranks_per_node else "node"
+        table[f"{where}_gb"] = round(machine.bandwidth / 1e9, 1)
+        table[f"{where}_latency_us"] = round(machine.latency * 1e6, 1)
     return table
 
 

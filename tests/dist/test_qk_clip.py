@@ -18,7 +18,7 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.test_training_layouts import train
 from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
-from titan_muon.owned.param import place_on_owner
+from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.qk_clip import QKClip
 from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
@@ -45,7 +45,7 @@ def placed_weights() -> dict[str, dict[str, Tensor]]:
     found["plain"] = whole_weights()
     mesh = init_device_mesh("cpu", (4,))
     found["owned"] = {
-        key: place_on_owner(weight, mesh, number % 4) for number, (key, weight) in enumerate(whole_weights().items())
+        key: place_on_owners(weight, mesh, [number % 4]) for number, (key, weight) in enumerate(whole_weights().items())
     }
     return found
 

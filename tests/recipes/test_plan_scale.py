@@ -1,14 +1,20 @@
 """The balance of published models at scale: bars that the planner holds, on the layouts that TorchTitan makes."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
 import tyro
 
-from scripts.plan_scale import main, plan_numbers
+from scripts.plan_scale import main
+from scripts.plan_scale import plan_numbers as planned
 
-# Where matrices are fewest for the ranks, or buckets wait for each other most; scripts/plan_scale.py has all worlds.
+# Several tests look at one plan.
+plan_numbers = cache(planned)
+
+# Where matrices are fewest for the ranks, or buckets wait for each other most, and links take less time than
+# Newton-Schulz: where they take more, owners are even by bytes. scripts/plan_scale.py has all worlds.
 HARDEST = [
     ("qwen3_8b", 8, 1.11),
     ("qwen3_8b", 64, 1.11),
@@ -17,11 +23,30 @@ HARDEST = [
     ("llama3_70b", 64, 1.11),
     ("llama3_70b", 256, 1.35),
     ("qwen3_30b_a3b", 64, 1.11),
-    ("qwen3_30b_a3b", 1024, 1.35),
     ("deepseek_v3", 64, 1.11),
     ("kimi_k2", 256, 1.35),
-    ("kimi_k2", 512, 1.35),
 ]
+
+
+# Whole matrices do not divide evenly, and the first way and the last one hide behind nothing: what is above 1.
+MODELLED = [
+    ("qwen3_8b", 8, 1.01),
+    ("qwen3_8b", 64, 1.29),
+    ("llama3_70b", 64, 1.04),
+    ("llama3_70b", 128, 1.12),
+    ("llama3_70b", 256, 1.42),
+    ("qwen3_30b_a3b", 64, 1.06),
+    ("qwen3_30b_a3b", 1024, 1.05),
+    ("kimi_k2", 512, 1.10),
+]
+
+
+@pytest.mark.parametrize(("model", "ranks", "bar"), MODELLED)
+def test_the_modelled_step_without_passes_is_near_its_limit(model: str, ranks: int, bar: float) -> None:
+    numbers = plan_numbers(model, ranks)
+    assert numbers.ratio_without_passes <= bar
+    parts = numbers.newton_schulz_ms + numbers.passes_ms + numbers.waits_ms
+    assert numbers.step_ms == pytest.approx(parts)
 
 
 @pytest.mark.parametrize(("model", "ranks", "bar"), HARDEST)

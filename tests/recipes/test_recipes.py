@@ -82,37 +82,68 @@ def test_every_recipe_dry_runs(
 def test_owned_shows_who_owns_what(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan."""
+    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan; no step communicates."""
     experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
     plan = dry_run(recipe, world_size, tmp_path, "--placement.muon", "owned", *experts)
     printed = capsys.readouterr().out
-    owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) == 2]
+    # Where there are more ranks than experts, stacks are owned too.
+    stacks = 3 if world_size > 16 else 2
+    owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) <= stacks]
+    matrices = sum(p["shape"][0] if len(p["shape"]) == 3 else 1 for p in owned)
     assert sum(owner["bytes"] for owner in plan["owners"]) == sum(4 * prod(p["shape"]) for p in owned)
-    assert sum(owner["matrices"] for owner in plan["owners"]) == len(owned)
+    assert sum(owner["matrices"] for owner in plan["owners"]) == matrices
     flops = {rank["rank"]: rank["ns_flops"] for rank in plan["ranks"]}
     assert {owner["rank"]: owner["flops"] for owner in plan["owners"]} == dict.fromkeys(range(world_size), 0) | flops
     assert f"at rest on the fullest of {world_size} ranks" in printed
-    assert ("ranks own nothing" in printed) == (len(owned) < world_size)
-    if world_size <= 4:
-        assert plan["collectives_per_step"] == 0
-        assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
-        fullest = max(owner["bytes"] for owner in plan["owners"])
-        assert plan["memory"]["parameters"] >= fullest
+    assert ("ranks own nothing" in printed) == (matrices < world_size)
+    assert plan["collectives_per_step"] == 0
+    assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
+    fullest = max(owner["bytes"] for owner in plan["owners"])
+    assert plan["memory"]["parameters"] >= fullest
 
 
 @pytest.mark.parametrize(
     ("replicas", "muon_replicas", "exchanged", "orthogonalized"),
-    [("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
+    [("each", None, 0, 2), ("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
 )
 def test_owners_under_hsdp(
-    replicas: str, muon_replicas: str, exchanged: int, orthogonalized: int, tmp_path: Path
+    replicas: str,
+    muon_replicas: str | None,
+    exchanged: int,
+    orthogonalized: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats the work or shares it out; one owner in the world does neither."""
-    keys = {"placement.muon": "owned", "placement.replicas": replicas, "muon.replicas": muon_replicas}
+    """An owner in each replica repeats the work or, if asked to, shares it out; one owner in the world does neither."""
+    keys = {"placement.muon": "owned", "placement.replicas": replicas}
+    keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
     plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
     assert bool(plan["collectives_per_step"]) == bool(exchanged)
     assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
+    told = 'the step communicates: muon.replicas shares out copies; "redundant" would not'
+    assert (told in capsys.readouterr().out) == bool(exchanged)
+
+
+TALKS = {
+    "tensor parallel": (
+        ("--parallelism.tensor_parallel_degree", "2"),
+        "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not",
+    ),
+    "missing gradients": (
+        ("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
+        'muon.missing_grad = "skip" has copies compare their gradients; "error" would not',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TALKS)
+def test_an_owned_step_that_communicates_says_why(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = TALKS[case]
+    dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
+    assert f"owned, and yet the step communicates: {told}" in capsys.readouterr().out
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

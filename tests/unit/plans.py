@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
-from titan_muon.options import Link, MuonOptions, Split
+from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan.cost import Work, standard_elements, standard_flops
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.types import (
@@ -40,12 +40,12 @@ PROPERTY = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter", "auto")
-# Links on which an automatic choice falls on each of the exchanges.
-LINKS = (
-    Link(),
-    Link(bandwidth_gb=1e-6, tflops=1e-9),
-    Link(latency_us=1e6, tflops=1e-3),
-    Link(bandwidth_gb=1e3, latency_us=0.0, tflops=1e-12),
+# Machines on which an automatic choice falls on each of the exchanges.
+MACHINES = (
+    Machine(),
+    Machine(node_gb=1e-6, tflops=1e-9),
+    Machine(node_latency_us=1e6, tflops=1e-3),
+    Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
@@ -198,7 +198,7 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
         wire_dtype="float32",
-        link=draw(st.sampled_from(LINKS)),
+        machine=draw(st.sampled_from(MACHINES)),
     )
     try:
         plan = make_plan(parameters, work, options)

@@ -14,7 +14,7 @@ from titan_muon.options import (
     HYPERPARAMETERS,
     SHARED,
     Hyperparameters,
-    Link,
+    Machine,
     MuonOptions,
     OptionError,
     StepOptions,
@@ -34,7 +34,7 @@ def test_muon_shows_every_option_with_its_default() -> None:
 
 
 def test_muon_keeps_what_it_was_given() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="auto", missing_grad="skip", link=Link(tflops=1.0))
+    given = MuonOptions(lr=0.5, ns_steps=3, exchange="auto", missing_grad="skip", machine=Machine(tflops=1.0))
     keywords = {item.name: getattr(given, item.name) for item in fields(given)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
     assert muon._options == given
@@ -48,7 +48,7 @@ def test_an_option_is_of_a_group_or_of_all() -> None:
     assert not set(HYPERPARAMETERS) & set(SHARED)
 
 
-@pytest.mark.parametrize("table", [Hyperparameters, StepOptions, MuonOptions, Link])
+@pytest.mark.parametrize("table", [Hyperparameters, StepOptions, MuonOptions, Machine])
 def test_every_number_has_a_range(table: type) -> None:
     ranged = {name for name, _ in constraints(table)}
     numbers = {item.name for item in fields(table) if type(getattr(table(), item.name)) in (int, float)}

@@ -162,6 +162,17 @@ def test_a_mistake_is_one_message_with_file_key_value_and_what_is_accepted(
     assert [part for part in parts if part not in message] == []
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("bandwidth_gb", "network_gb"), ("latency_us", "network_latency_us"), ("tflops", "tflops")],
+)
+def test_a_key_that_has_another_name_now_is_told_its_new_line(tmp_path: Path, old: str, new: str) -> None:
+    path = write(tmp_path, f"[link]\n{old} = 1.0")
+    problem = f"link.{old} is machine.{new} now; write `{new}` under [machine]."
+    assert error_of(lambda: load(path)) == f"{path}: {problem}"
+    assert error_of(lambda: load(write(tmp_path, ""), [f"--link.{old}", "1.0"])) == f"command line: {problem}"
+
+
 def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
     message = error_of(lambda: load(write(tmp_path, "[muon]\nlr = 1\nlr = 2\n")))
     assert "run.toml: not valid TOML" in message

@@ -1,6 +1,6 @@
-"""docs/recipes.md tells every option of Muon as it is declared.
+"""docs/recipes.md tells every option of Muon and of its machine as it is declared.
 
-`python tests/unit/test_recipe_docs.py`, from the root of the repository, writes the table anew.
+`python tests/unit/test_recipe_docs.py`, from the root of the repository, writes the tables anew.
 """
 
 import ast
@@ -9,11 +9,14 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
+import pytest
+
 from titan_muon.options import constraints
 from titan_muon.titan.recipe import schema, sections, toml
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
-START, END = "<!-- options of muon: written by tests/unit/test_recipe_docs.py -->\n", "<!-- end of options -->\n"
+TABLES = {"muon": sections.Muon, "machine": sections.Machine}
+START, END = "<!-- options of {}: written by tests/unit/test_recipe_docs.py -->\n", "<!-- end of options -->\n"
 
 
 def meanings(table: type) -> dict[str, str]:
@@ -28,35 +31,42 @@ def meanings(table: type) -> dict[str, str]:
     return found
 
 
-def option_table() -> str:
-    """The options of `[muon]` as a Markdown table, in the order of the help."""
-    kinds, ranges, meaning = get_type_hints(sections.Muon), dict(constraints(sections.Muon)), meanings(sections.Muon)
+def option_table(name: str) -> str:
+    """The options of a table as Markdown, in the order of the help."""
+    table = TABLES[name]
+    kinds, ranges, meaning = get_type_hints(table), dict(constraints(table)), meanings(table)
     lines = ["| key | default | takes | meaning |", "|---|---|---|---|"]
-    for item in fields(sections.Muon):
+    for item in fields(table):
         assert item.default is not MISSING, f"a recipe need not give {item.name}"
         kind = kinds[item.name]
         takes = ranges[item.name].accepted if item.name in ranges else schema.describe(kind)
-        if get_origin(kind) is Literal:
-            takes = ", ".join(f"`{choice}`" for choice in get_args(kind))
-        cells = (f"`muon.{item.name}`", f"`{toml.value_text(item.default)}`", takes, meaning[item.name])
+        # An absent key may have the choices too.
+        choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        if choices and item.name not in ranges:
+            takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
+        default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
+        cells = (f"`{name}.{item.name}`", default, takes, meaning[item.name])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def rewritten(page: str) -> str:
-    """`page` with the table as it should be."""
-    before, rest = page.split(START)
-    return before + START + option_table() + END + rest.split(END)[1]
+    """`page` with the tables as they should be."""
+    for name in TABLES:
+        before, rest = page.split(START.format(name))
+        page = before + START.format(name) + option_table(name) + END + rest.split(END, 1)[1]
+    return page
 
 
-def test_the_page_lists_every_option_of_muon_with_default_choices_and_meaning() -> None:
+def test_the_page_lists_every_option_with_default_choices_and_meaning() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert page == rewritten(page), "run `python tests/unit/test_recipe_docs.py`"
 
 
-def test_the_table_has_a_row_for_every_option_and_no_other() -> None:
-    rows = [line.split("`")[1] for line in option_table().splitlines() if line.startswith("| `")]
-    assert rows == [key for key in schema.keys(sections.Recipe) if key.startswith("muon.")]
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_a_row_for_every_option_and_no_other(name: str) -> None:
+    rows = [line.split("`")[1] for line in option_table(name).splitlines() if line.startswith("| `")]
+    assert rows == [key for key in schema.keys(sections.Recipe) if key.startswith(f"{name}.")]
 
 
 if __name__ == "__main__":

@@ -132,7 +132,10 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
 ) -> None:
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    whole = (Assignment("layers.0.w", (2, 30, 40), "muon", "", None), Assignment("layers.1.b", (80,), "adamw", "", None))
+    whole = (
+        Assignment("layers.0.w", (2, 30, 40), "muon", "", None),
+        Assignment("layers.1.b", (80,), "adamw", "", None),
+    )
     optimizers = SimpleNamespace(whole=whole, assignments=whole[1:])
     trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
     parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]

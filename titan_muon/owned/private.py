@@ -21,15 +21,15 @@ class OwnerMesh(DeviceMesh):
     """The ranks that hold an owned parameter. Ranks outside of the mesh have it too, as non-participants.
 
     Attributes:
-        data: data-parallel mesh of this rank, with a rank that owns the parameter in its last axis.
-        owner: that rank.
+        data: data-parallel mesh of this rank, with the ranks that own the parameter in its last axis.
+        owners: those ranks.
         inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
     """
 
     def __init__(
-        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owner: int, inner: DeviceMesh | None
+        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owners: tuple[int, ...], inner: DeviceMesh | None
     ) -> None:
-        self.data, self.owner, self.inner = data, owner, inner
+        self.data, self.owners, self.inner = data, owners, inner
         # Without process groups: to make them is collective, one for each owner, and nothing communicates there.
         super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .cost import Work
+from .pieces import Pieces
 from .types import Matrix
 
 
@@ -16,9 +17,31 @@ def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[W
         alike.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
     found: list[tuple[int, ...]] = []
     for (_, _, work), indices in alike.items():
-        # Even sizes where one batch cannot take them all: 9 with room for 8 are 5 and 4, not 8 and 1. The workspace is
-        # as large as the largest batch, and a small last one would run at the low rate of a single matrix.
-        parts = -(-len(indices) // works[work].batch)
-        size = -(-len(indices) // parts)
-        found += (tuple(indices[start : start + size]) for start in range(0, len(indices), size))
+        start = 0
+        for size in batch_sizes(len(indices), works[work]):
+            found.append(tuple(indices[start : start + size]))
+            start += size
     return tuple(found)
+
+
+def batch_sizes(count: int, work: Work) -> list[int]:
+    """How many of `count` matrices of one shape are in each batch."""
+    # Even sizes where one batch cannot take them all: 9 with room for 8 are 5 and 4, not 8 and 1. The workspace is as
+    # large as the largest batch, and a small last one would run at the low rate of a single matrix.
+    parts = -(-count // work.batch)
+    size = -(-count // parts)
+    return [size] * (count // size) + ([count % size] if count % size else [])
+
+
+def counted_batches(
+    counts: Iterable[tuple[int, int]], pieces: Pieces, works: Sequence[Work]
+) -> Iterator[tuple[Matrix, int]]:
+    """(one of its matrices, size) of each batch of so many matrices of these kinds, as `batches` makes them."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for kind, count in counts:
+        matrix = pieces.matrices[pieces.examples[kind]]
+        found = alike.setdefault((matrix.rows, matrix.cols, matrix.work), [pieces.examples[kind], 0])
+        found[1] += count
+    for example, count in alike.values():
+        matrix = pieces.matrices[example]
+        yield from ((matrix, size) for size in batch_sizes(count, works[matrix.work]))

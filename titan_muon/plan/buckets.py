@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from enum import Enum
+from itertools import accumulate, groupby, pairwise
 
-from .owners import Groups, Task
+from .owners import Groups, OwnerOf, Task
 from .schedule import Act, schedule
 from .types import Bucket, Matrix
 
@@ -28,6 +32,93 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
         result[int(counts[task.group] * middle / total[task.group])].append(task)
         seen[task.group] += task.bytes
     return [chosen for chosen in result if chosen]
+
+
+class Order(Enum):
+    """The order in which a rank orthogonalizes what it owns."""
+
+    # Nothing hides the first round's way to its owners, nor the last one's way back: there small matrices cost least.
+    PEAKED = "small matrices first and last"
+    ASCENDING = "small matrices first"
+    DESCENDING = "small matrices last"
+
+
+class Cut(Enum):
+    """Where what a rank owns is cut into rounds."""
+
+    TIME = "all ranks are done with a round at about the same time"
+    COUNT = "a rank has about as many matrices of a group in each round"
+
+
+class Dealer:
+    """Deals tasks out to rounds by the queues of their owners.
+
+    Args:
+        tasks: of all groups.
+        groups: ranks of each group.
+    """
+
+    # A round is over when its last owner is done. Cut by the order of the parameters, one rank would have two large
+    # matrices in a round and another none, and all would wait for the first.
+
+    def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
+        self._tasks = tasks
+        self._share = [0.0] * len(groups)
+        for task in tasks:
+            self._share[task.group] += task.bytes / len(groups[task.group])
+        self._most = max(self._share, default=0.0)
+
+    def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
+        """Tasks in at most `count` rounds."""
+        queues = self._queue(owners, order)
+        result: list[list[Task]] = [[] for _ in range(count)]
+        if cut is Cut.COUNT:
+            for queue in queues:
+                self._deal(queue, result)
+        else:
+            middles = _typical_times(queues, count)
+            for queue in queues:
+                for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
+                    result[bisect_left(middles, end)].append(task)
+        return [chosen for chosen in result if chosen]
+
+    def _deal(self, queue: Sequence[Task], result: Sequence[list[Task]]) -> None:
+        for group, tasks in groupby(queue, key=lambda task: task.group):
+            # Groups with few bytes have fewer rounds, the first ones.
+            count = max(1, round(len(result) * self._share[group] / self._most))
+            mine = list(tasks)
+            for index, task in enumerate(mine):
+                result[count * (2 * index + 1) // (2 * len(mine))].append(task)
+
+    def _queue(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
+        """What each owner has, in its order."""
+        # Groups with few bytes come before those with many, all at once: a call takes its latency however little it
+        # carries.
+        share, sign = self._share, -1 if order is Order.DESCENDING else 1
+        found: dict[int, list[Task]] = {}
+        for task in sorted(self._tasks, key=lambda t: (share[t.group], t.group, sign * t.bytes, t.matrix)):
+            found.setdefault(owners[task.matrix, task.group], []).append(task)
+        if order is not Order.PEAKED:
+            return list(found.values())
+        queues = []
+        for queue in found.values():
+            start = next((i for i, task in enumerate(queue) if share[task.group] == self._most), len(queue))
+            last = queue[start:]
+            queues.append([*queue[:start], *last[::2], *reversed(last[1::2])])
+        return queues
+
+
+def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
+    """FLOPs in the middle between the ends of two rounds, as most owners have them."""
+    # What most owners have is cut, and what the others have is then put where it ends at the nearest time.
+    alike = Counter(tuple(task.flops for task in queue) for queue in queues)
+    typical = max(alike, key=lambda flops: (alike[flops], sum(flops), flops), default=())
+    before, ends = 0, dict[int, int]()
+    for flops in typical:
+        number = count * (2 * before + flops) // max(1, 2 * sum(typical))
+        before += flops
+        ends[min(number, count - 1)] = before
+    return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
 
 
 def home_flops(home: Sequence[tuple[int, ...]], matrices: Sequence[Matrix]) -> dict[int, int]:

@@ -48,6 +48,7 @@ class Work:
         reason: why an automatic choice fell on it; empty if nothing was chosen.
         batch: most matrices that are orthogonalized together.
         bytes: working memory for each of them.
+        dtype: dtype of its products.
     """
 
     method: str
@@ -55,3 +56,4 @@ class Work:
     reason: str = ""
     batch: int = 1
     bytes: int = 0
+    dtype: str = "bfloat16"

@@ -1,68 +1,57 @@
 """Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
 
 # Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
-# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, gathers_everything).
+# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles).
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ..options import Link, MuonOptions
-from .layout import Geometries, Geometry
 from .legs import BucketProgram, Collective, Leg, parcels, splits
-from .types import Bucket, Matrix, Piece
+from .machine import Machine
+from .pieces import Holders, Pieces, Replica
+from .types import Bucket, Piece
+
+KindCounts = tuple[tuple[int, int], ...]
+"""(kind, how many matrices of it), in ascending order."""
 
 
-class Pieces:
-    """Which rank stores what of each matrix of a plan."""
+class Flow(NamedTuple):
+    """Elements that one rank exchanges in a collective, with ranks of its own node (near) and of others (far)."""
 
-    def __init__(self, matrices: Sequence[Matrix], geometries: Geometries) -> None:
-        self.matrices = matrices
-        self._geometries = geometries
+    sent_near: int
+    sent_far: int
+    received_near: int
+    received_far: int
 
-    def ranks(self) -> list[int]:
-        """All ranks that any parameter is placed on, ascending."""
-        return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
-
-    def geometry(self, matrix: int) -> Geometry:
-        """The geometry of a matrix's parameter."""
-        return self._geometries[self.matrices[matrix].parameter]
-
-    def find(self, matrix: int, rank: int) -> Piece | None:
-        """The piece of a matrix that a rank of its mesh stores, if any."""
-        return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
-
-    def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(rank, elements) of each piece of a matrix on some ranks."""
-        stored = self.geometry(matrix).elements(self.matrices[matrix].index)
-        return ((rank, elements) for rank, elements in stored.items() if rank in ranks)
+    def seconds(self, element_bytes: int, machine: Machine) -> float:
+        """Time that the rank's busiest link needs for it."""
+        # Each way has its own wires, and so have the node and the network: all four are at work at once.
+        near = max(self.sent_near, self.received_near) / machine.node.bandwidth
+        far = max(self.sent_far, self.received_far) / machine.network.bandwidth
+        return max(near, far) * element_bytes
 
 
-@dataclass(frozen=True)
-class BucketTotals:
-    """What a bucket costs one rank: matrices that it orthogonalizes, elements that it sends to and receives from other
-    ranks, elements of its home buffer, inbox and outbox, and calls."""
+class BucketTotals(NamedTuple):
+    """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
+    to and receives from other ranks, elements of its home buffer, inbox and outbox, and what it exchanges in each
+    collective."""
 
-    matrices: tuple[int, ...]
+    owned: KindCounts
+    stored: int
     sent: int
     received: int
     buffers: tuple[int, int, int]
-    collectives: int
+    legs: tuple[Flow, ...]
 
-
-@dataclass(frozen=True)
-class BucketSize:
-    """What decides how long a bucket takes: ranks of its group, bytes of its matrices and of all stored pieces (more if
-    ranks hold copies), FLOPs of its matrices and of the owner with most."""
-
-    ranks: int
-    matrix_bytes: int
-    stored_bytes: int
-    flops: int
-    owner_flops: int
+    @property
+    def collectives(self) -> int:
+        """Calls."""
+        return len(self.legs)
 
 
 class Pattern(ABC):
@@ -71,12 +60,12 @@ class Pattern(ABC):
     Attributes:
         name: what a user and `Bucket.exchange` call it.
         has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
-        gathers_everything: whether every rank receives all pieces of the bucket, not only those of its own matrices.
+        settles: whether it is a choice among the others, made for each bucket.
     """
 
     name: str
     has_owners = True
-    gathers_everything = False
+    settles = False
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
@@ -87,14 +76,6 @@ class Pattern(ABC):
         """What the bucket costs each rank of its group."""
         # Counted from shapes and not from programs: the planner wants this of every rank of several drafts, and
         # programs of 1,024 ranks would take minutes. tests/unit/test_plan_summary.py holds both against each other.
-
-    @abstractmethod
-    def seconds(self, size: BucketSize, link: Link) -> float:
-        """How long a bucket takes. Communication and computing add up: within a bucket one waits for the other."""
-
-    def settle(self, bucket: Bucket, pieces: Pieces, options: MuonOptions) -> Bucket:
-        """The bucket with the pattern that it will be run by: this one, unless this is a choice of patterns."""
-        return bucket
 
 
 class AllToAll(Pattern):
@@ -132,32 +113,88 @@ class AllToAll(Pattern):
         )
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        members = frozenset(bucket.group)
-        stored, gathered, kept, inbox, outbox = (dict.fromkeys(bucket.group, 0) for _ in range(5))
-        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            replica = pieces.geometry(matrix).replica
-            for rank, elements in pieces.elements(matrix, members):
-                copied = elements if replica[rank] == replica[owner] else 0
-                stored[rank] += elements
-                gathered[rank] += copied
-                if rank == owner:
-                    kept[rank] += elements
-                else:
-                    inbox[owner] += copied
-                    outbox[owner] += elements
-        mine, found = _by_owner(bucket), {}
-        for rank in bucket.group:
-            mirrored = inbox[rank] == outbox[rank] and gathered[rank] == stored[rank]
-            sent, received = gathered[rank] + outbox[rank], stored[rank] + inbox[rank]
-            buffers = (stored[rank], inbox[rank], 0 if mirrored else outbox[rank])
-            own = tuple(mine.get(rank, ()))
-            found[rank] = BucketTotals(own, sent - kept[rank], received - kept[rank], buffers, 2)
-        return found
+        sums = {rank: _Sums() for rank in bucket.group}
+        owned = _owned_by_kind(bucket, pieces)
+        for kind, owners in owned.items():
+            _add_routes(sums, pieces.holders(kind, bucket.group), owners, pieces.replicas(kind), pieces)
+        mine = _counts(owned)
+        return {rank: found.totals(mine.get(rank, ())) for rank, found in sums.items()}
 
-    def seconds(self, size: BucketSize, link: Link) -> float:
-        # On the mean rank: its part of the matrices there and of all copies back, but for what it owns itself.
-        sent = (size.matrix_bytes + size.stored_bytes) * (size.ranks - 1) / size.ranks**2
-        return 2 * link.latency + link.transfer_seconds(sent) + link.compute_seconds(size.owner_flops)
+
+@dataclass
+class _Sums:
+    """Elements of an all-to-all on one rank: of its pieces, of those gathered and kept, and of what it owns; `near` are
+    those to and from its own node, in the order of Flow's gather and return."""
+
+    stored: int = 0
+    gathered: int = 0
+    kept: int = 0
+    inbox: int = 0
+    outbox: int = 0
+    gather_sent: int = 0
+    gather_received: int = 0
+    return_sent: int = 0
+    return_received: int = 0
+
+    def totals(self, owned: KindCounts) -> BucketTotals:
+        leaves, comes = self.gathered - self.kept, self.stored - self.kept
+        there = Flow(
+            self.gather_sent, leaves - self.gather_sent, self.gather_received, self.inbox - self.gather_received
+        )
+        back = Flow(
+            self.return_sent, self.outbox - self.return_sent, self.return_received, comes - self.return_received
+        )
+        mirrored = self.inbox == self.outbox and self.gathered == self.stored
+        buffers = (self.stored, self.inbox, 0 if mirrored else self.outbox)
+        return BucketTotals(owned, self.stored, leaves + self.outbox, comes + self.inbox, buffers, (there, back))
+
+
+def _owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:
+    """For each kind of matrices in the bucket how many of them each owner has."""
+    found: dict[int, dict[int, int]] = {}
+    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+        owners = found.setdefault(pieces.kinds[matrix], {})
+        owners[owner] = owners.get(owner, 0) + 1
+    return found
+
+
+def _counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
+    """What each owner has, by kind."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for kind in sorted(owned):
+        for owner, count in owned[kind].items():
+            found.setdefault(owner, []).append((kind, count))
+    return {owner: tuple(counts) for owner, counts in found.items()}
+
+
+def _add_routes(
+    sums: Mapping[int, _Sums],
+    holders: Holders,
+    owned: Mapping[int, int],
+    replicas: Mapping[int, Replica],
+    nodes: Pieces,
+) -> None:
+    """Add the routes of all matrices of one kind, which `owned` counts by owner."""
+    # Summed by node and replica first: that takes the holders plus the owners, and not one times the other.
+    matrices, on_node, of_replica = sum(owned.values()), Counter[int](), Counter[Replica]()
+    of_part = Counter[tuple[Replica, int]]()
+    for owner, count in owned.items():
+        replica, node = replicas[owner], nodes.node(owner)
+        mine, found = holders.on_rank.get(owner, 0), sums[owner]
+        found.inbox += count * (holders.of_replica[replica] - mine)
+        found.outbox += count * (holders.total - mine)
+        found.gather_received += count * (holders.of_part[replica, node] - mine)
+        found.return_sent += count * (holders.on_node[node] - mine)
+        on_node[node] += count
+        of_replica[replica] += count
+        of_part[replica, node] += count
+    for rank, elements, node, replica in holders.found:
+        mine, found = owned.get(rank, 0), sums[rank]
+        found.stored += elements * matrices
+        found.gathered += elements * of_replica[replica]
+        found.kept += elements * mine
+        found.gather_sent += elements * (of_part[replica, node] - mine)
+        found.return_received += elements * (on_node[node] - mine)
 
 
 class AllGather(Pattern):
@@ -165,7 +202,6 @@ class AllGather(Pattern):
 
     name = "all_gather"
     has_owners = False
-    gathers_everything = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         leg = self._leg(bucket, rank, pieces)
@@ -180,26 +216,36 @@ class AllGather(Pattern):
         return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group))
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        members, others = frozenset(bucket.group), len(bucket.group) - 1
+        others = len(bucket.group) - 1
         stored = dict.fromkeys(bucket.group, 0)
-        mine: dict[int, list[int]] = {rank: [] for rank in bucket.group}
-        for matrix in bucket.matrices:
-            for rank, elements in pieces.elements(matrix, members):
-                stored[rank] += elements
-                mine[rank].append(matrix)
-        whole = sum(stored.values())
+        held: dict[int, dict[int, int]] = {}
+        for kind, count in sorted(Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items()):
+            holders = pieces.holders(kind, bucket.group)
+            held[kind] = dict.fromkeys(holders.on_rank, count)
+            for rank, elements in holders.on_rank.items():
+                stored[rank] += count * elements
+        whole, flows, mine = sum(stored.values()), _ring(stored, pieces), _counts(held)
         return {
-            rank: BucketTotals(tuple(mine[rank]), kept * others, whole - kept, (kept, whole, 0), 1)
+            rank: BucketTotals(mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],))
             for rank, kept in stored.items()
         }
 
-    def seconds(self, size: BucketSize, link: Link) -> float:
-        # Over replicas it is refused instead of timed: the group of a choice has the ranks of all copies in it, so that
-        # owners can be any of them, and every rank would gather and unpack each piece once for every copy.
-        if size.stored_bytes != size.matrix_bytes:
-            return math.inf
-        sent = size.stored_bytes * (size.ranks - 1) / size.ranks
-        return link.latency + link.transfer_seconds(sent) + link.compute_seconds(size.flops)
+
+def _ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
+    """What the links of each rank carry in an all-gather, or backwards in a reduce-scatter."""
+    # Both go around rings: within a node every rank passes on what it has received, and what comes from other nodes
+    # comes in once, through the network links of all ranks of the node.
+    members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
+    for rank, elements in stored.items():
+        members[pieces.node(rank)] += 1
+        inside[pieces.node(rank)] += elements
+    flows = {}
+    for rank, elements in stored.items():
+        node = pieces.node(rank)
+        near = whole - elements if members[node] > 1 else 0
+        far = -(-(whole - inside[node]) // members[node])
+        flows[rank] = Flow(near, far, near, far)
+    return flows
 
 
 class AllGatherReduceScatter(AllGather):
@@ -218,41 +264,22 @@ class AllGatherReduceScatter(AllGather):
         return BucketProgram(bucket, tuple(_by_owner(bucket).get(rank, ())), leg, returning, False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        mine, found = _by_owner(bucket), {}
+        mine, found = _counts(_owned_by_kind(bucket, pieces)), {}
         for rank, there in super().totals(bucket, pieces).items():
-            both, (home, inbox, _) = there.sent + there.received, there.buffers
-            found[rank] = BucketTotals(tuple(mine.get(rank, ())), both, both, (home, inbox, inbox), 2)
+            both, (home, inbox, _), legs = there.sent + there.received, there.buffers, 2 * there.legs
+            own = mine.get(rank, ())
+            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), legs)
         return found
-
-    def seconds(self, size: BucketSize, link: Link) -> float:
-        sent = size.stored_bytes * (size.ranks - 1) / size.ranks
-        return 2 * (link.latency + link.transfer_seconds(sent)) + link.compute_seconds(size.owner_flops)
 
 
 class Auto(AllToAll):
-    """For each bucket the pattern that takes least time on the user's link."""
+    """For each bucket the pattern that takes least time on the machine, by `times.settle`."""
 
     # Planned as an all-to-all, whose owners and groups the other patterns can take over or do without. The reverse is
     # not so: an all-gather's groups are single copies, and its buckets have no owners.
 
     name = "auto"
-
-    def settle(self, bucket: Bucket, pieces: Pieces, options: MuonOptions) -> Bucket:
-        size = _size(bucket, pieces, options.wire_bytes)
-        timed = {name: pattern.seconds(size, options.link) for name, pattern in PATTERNS.items() if name != self.name}
-        fastest = min(timed, key=timed.__getitem__)
-        times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in timed.items() if value < math.inf)
-        # min takes the first of equally fast ones, so that ties go to the all-to-all.
-        owners = bucket.owners if PATTERNS[fastest].has_owners else ()
-        return replace(bucket, exchange=fastest, owners=owners, reason=f"{fastest} is the fastest: {times}")
-
-
-def _size(bucket: Bucket, pieces: Pieces, wire_bytes: int) -> BucketSize:
-    flops = {owner: sum(pieces.matrices[m].flops for m in mine) for owner, mine in _by_owner(bucket).items()}
-    whole = sum(pieces.matrices[m].numel for m in bucket.matrices)
-    stored = sum(sum(pieces.geometry(m).elements(pieces.matrices[m].index).values()) for m in bucket.matrices)
-    ranks = len(bucket.group)
-    return BucketSize(ranks, wire_bytes * whole, wire_bytes * stored, sum(flops.values()), max(flops.values()))
+    settles = True
 
 
 def _by_owner(bucket: Bucket) -> dict[int, list[int]]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
+from typing import NamedTuple
 
 BYTES_OVER_MEAN = 1.3
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """A matrix that needs one of the ranks of `groups[group]` as its owner, and what it costs that rank."""
 
     matrix: int
@@ -53,10 +52,24 @@ class Balancer:
 
     def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
         """The owner of a task: the least loaded with room for its bytes; one of `barred` only if there is no other."""
-        flops, bytes_, rank = _pop(heap, self._limit - task.bytes, barred)
-        self._flops[rank], self._bytes[rank] = flops + task.flops, bytes_ + task.bytes
+        _, _, rank = _pop(heap, self._limit - task.bytes, barred)
+        self.put(task, rank)
         heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
         return rank
+
+    def put(self, task: Task, rank: int) -> int:
+        """Give a task to a rank that is chosen already. Returns the rank."""
+        self._flops[rank] += task.flops
+        self._bytes[rank] += task.bytes
+        return rank
+
+    def least(self) -> int:
+        """The rank with the least to do, and of those the one with the fewest bytes."""
+        return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
+
+    def lightest(self) -> int:
+        """The rank with the fewest bytes."""
+        return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
 
 
 def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:
@@ -88,6 +101,11 @@ def balanced(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf
 def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but groups of few ranks go first, so that those of many make room for them."""
     return balanced_rounds([_flat(rounds)], groups, load, small_first=True)
+
+
+def balanced_bytes(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+    """As `balanced`, but by bytes, for links that take longer than Newton-Schulz."""
+    return balanced_rounds([[task._replace(flops=task.bytes) for task in _flat(rounds)]], groups, {})
 
 
 def _flat(rounds: Rounds) -> list[Task]:
@@ -145,7 +163,7 @@ def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerO
 
 
 OWNERS: Mapping[str, tuple[Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf], ...]] = {
-    "balanced": (balanced, balanced_rounds, balanced_small_first),
+    "balanced": (balanced, balanced_small_first, balanced_bytes),
     "round_robin": (round_robin,),
     "per_layer": (per_layer,),
 }

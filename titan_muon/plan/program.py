@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .exchanges import PATTERNS, Pieces
+from .exchanges import PATTERNS
 from .layout import Geometries
 from .legs import BucketProgram, Collective, Leg, Parcel
+from .pieces import Pieces
 from .schedule import Turn, schedule
 from .types import Piece, Plan
 

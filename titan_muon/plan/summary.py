@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .batches import batches
+from .batches import counted_batches
 from .buckets import home_flops, longest_path
-from .exchanges import Pieces
+from .exchanges import KindCounts
 from .layout import Geometries
-from .totals import Totals
+from .pieces import Pieces
+from .totals import Totals, home_counts
 from .types import Plan
 
 
@@ -66,8 +68,8 @@ class Summary:
 def summarize(plan: Plan) -> Summary:
     """Count everything that the plan will do."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters))
-    totals = Totals(plan.home, plan.buckets, pieces)
-    ranks = tuple(_rank_cost(rank, totals, plan) for rank in totals.home)
+    totals = Totals(plan.buckets, pieces)
+    ranks = tuple(_rank_cost(rank, home, totals, plan, pieces) for rank, home in home_counts(plan.home, pieces).items())
     flops = [matrix.flops for matrix in plan.matrices]
     return Summary(
         ranks=ranks,
@@ -83,43 +85,42 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, totals: Totals, plan: Plan) -> RankCost:
+def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
-    parts = [totals.home[rank], *(bucket.matrices for bucket in buckets)]
-    mine = [plan.matrices[matrix] for part in parts for matrix in part]
-    at_home = batches(totals.home[rank], plan.matrices, plan.works)
+    parts = [home, *(bucket.owned for bucket in buckets)]
     # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
-    loads = [len(batch) * plan.matrices[batch[0]].numel for batch in at_home]
+    loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
     loads += [bucket.buffers[0] for bucket in buckets]
     return RankCost(
         rank=rank,
-        matrices=len(mine),
-        ns_flops=sum(matrix.flops for matrix in mine),
+        matrices=sum(count for part in parts for _, count in part),
+        ns_flops=sum(count * plan.matrices[pieces.examples[kind]].flops for part in parts for kind, count in part),
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes,
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
-        work_bytes=_work_bytes(parts, plan),
+        work_bytes=_work_bytes(parts, plan, pieces),
         collectives=sum(bucket.collectives for bucket in buckets),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )
 
 
-def _work_bytes(parts: Iterable[Sequence[int]], plan: Plan) -> int:
+def _work_bytes(parts: Iterable[KindCounts], plan: Plan, pieces: Pieces) -> int:
     """Bytes of the largest batch that a rank assembles, and most bytes that one takes to be orthogonalized."""
     # Both at their largest, although of different batches: the workspace stays while all batches take turns in it.
-    found = [(batch, plan.matrices[batch[0]]) for part in parts for batch in batches(part, plan.matrices, plan.works)]
-    assembled = max((len(batch) * first.numel for batch, first in found), default=0)
-    return assembled * plan.wire_bytes + max((len(b) * plan.works[m.work].bytes for b, m in found), default=0)
+    found = [one for part in parts for one in counted_batches(part, pieces, plan.works)]
+    assembled = max((size * matrix.numel for matrix, size in found), default=0)
+    return assembled * plan.wire_bytes + max((size * plan.works[m.work].bytes for m, size in found), default=0)
 
 
 def _least_sent(plan: Plan, pieces: Pieces) -> int:
     """Bytes over all ranks if the rank with the largest piece of each matrix were its owner, in each bucket."""
     total = 0
     for bucket in plan.buckets:
-        members = frozenset(bucket.group)
-        for index in bucket.matrices:
-            stored = [elements for _, elements in pieces.elements(index, members)]
+        for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
+            holders = pieces.holders(kind, bucket.group)
+            most = max(holders.on_rank.values())
             # There, all that the owner lacks of one copy; back, all that it does not store itself, of every copy.
-            total += (plan.matrices[index].numel - max(stored)) + (sum(stored) - max(stored))
+            lacking = plan.matrices[pieces.examples[kind]].numel - most
+            total += count * (lacking + holders.total - most)
     return total * plan.wire_bytes

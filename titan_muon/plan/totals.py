@@ -4,32 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .exchanges import PATTERNS, BucketTotals, Pieces
+from .exchanges import PATTERNS, BucketTotals, KindCounts
+from .pieces import Pieces
 from .types import Bucket
 
 
-class Totals:
-    """For each rank the matrices that it orthogonalizes at home, and (round, totals) of its buckets in their order."""
+def home_counts(home: Sequence[tuple[int, ...]], pieces: Pieces) -> dict[int, KindCounts]:
+    """What each rank stores whole and orthogonalizes at home; `home` are the ranks of each matrix."""
+    found: dict[int, dict[int, int]] = {rank: {} for rank in pieces.ranks()}
+    for kind, ranks in zip(pieces.kinds, home, strict=True):
+        for rank in ranks:
+            found[rank][kind] = found[rank].get(kind, 0) + 1
+    return {rank: tuple(sorted(mine.items())) for rank, mine in found.items()}
 
-    def __init__(self, home: Sequence[tuple[int, ...]], buckets: Sequence[Bucket], pieces: Pieces) -> None:
-        self.home: dict[int, list[int]] = {rank: [] for rank in pieces.ranks()}
-        self.buckets: dict[int, list[tuple[int, BucketTotals]]] = {rank: [] for rank in self.home}
-        for matrix, ranks in enumerate(home):
-            for rank in ranks:
-                self.home[rank].append(matrix)
-        for bucket in buckets:
-            for rank, totals in PATTERNS[bucket.exchange].totals(bucket, pieces).items():
+
+class Totals:
+    """The totals of each bucket on the ranks of its group; for each rank (round, totals) of its buckets in order."""
+
+    def __init__(self, buckets: Sequence[Bucket], pieces: Pieces) -> None:
+        self.of_buckets = [PATTERNS[bucket.exchange].totals(bucket, pieces) for bucket in buckets]
+        self.buckets: dict[int, list[tuple[int, BucketTotals]]] = {rank: [] for rank in pieces.ranks()}
+        for bucket, by_rank in zip(buckets, self.of_buckets, strict=True):
+            for rank, totals in by_rank.items():
                 self.buckets[rank].append((bucket.round, totals))
 
     def buffer_elements(self, rank: int, slots: int) -> int:
         """Elements of the exchange's buffers on a rank, when `slots` rounds have buffers at a time."""
         # A round's buckets are in flight together, so each has three buffers of its own. Buckets at the same place of
         # other rounds in the slot take turns in them, and the largest of these decides.
-        largest: dict[tuple[int, int, int], int] = {}
-        seen: dict[int, int] = {}
+        largest: dict[tuple[int, int], tuple[int, int, int]] = {}
+        last, place = -1, 0
         for number, totals in self.buckets[rank]:
-            place = seen[number] = seen.get(number, -1) + 1
-            for kind, size in enumerate(totals.buffers):
-                key = (number % slots, place, kind)
-                largest[key] = max(largest.get(key, 0), size)
-        return sum(largest.values())
+            place = place + 1 if number == last else 0
+            last = number
+            home, inbox, outbox = totals.buffers
+            seen = largest.get((number % slots, place))
+            if seen is not None:
+                home, inbox, outbox = max(home, seen[0]), max(inbox, seen[1]), max(outbox, seen[2])
+            largest[number % slots, place] = home, inbox, outbox
+        return sum(map(sum, largest.values()))

@@ -214,6 +214,7 @@ class Plan:
     `home[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
     buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
     have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
+    `reason` says if the planner left off before it had tried all it would.
     """
 
     # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
@@ -227,6 +228,7 @@ class Plan:
     slots: int
     wire_bytes: int
     works: tuple[Work, ...]
+    reason: str = ""
 
     @property
     def rounds(self) -> int:

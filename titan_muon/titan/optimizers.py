@@ -202,7 +202,9 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
-    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
+    if recipe.muon.replicas is None:
+        table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
+    return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
 
 
 def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -7,12 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
+from titan_muon.plan.timeline import Timeline, timeline
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import (
     optimizer_lines,
+    owned_step_lines,
     owner_lines,
     owner_loads,
     parameter_table,
@@ -46,7 +49,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
     print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
-        lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
+        silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
+        lines = [*plan_lines(part.meta.plan, part.summary, part.timeline), *silent, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -63,14 +67,16 @@ class Part:
 
     meta: MetaModel
     summary: Summary | None
+    timeline: Timeline | None
     loads: Mapping[int, OwnedTotals]
     memory: Memory
 
 
 def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
+    played = None if meta.plan is None else timeline(meta.plan, planning_machine(recipe.machine, kind))
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, loads, memory_per_rank(meta, summary, loads, recipe, kind))
+    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
 def _headed(part: Part, text: str) -> str:

@@ -2,9 +2,13 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
 from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
+from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import RecipeError
 
 if TYPE_CHECKING:
@@ -33,3 +37,14 @@ def model_spec(
     spec: ModelSpec = family.build(flavor, vocab_size)
     use_attention(spec.model, attention, compat.install() if on_cpu is None else on_cpu)
     return spec
+
+
+def seen_parameters(spec: "ModelSpec") -> dict[str, Seen]:
+    """All trained parameters of a model by name, with what its modules say of them."""
+    with torch.device("meta"):
+        return see([spec.model.build()], canonical_fqn)
+
+
+def parameter_shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
+    """Shapes of all trained parameters of a model, by name."""
+    return {name: seen.shape for name, seen in seen_parameters(spec).items()}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
-from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, constraints
+from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
@@ -48,8 +48,14 @@ RELATIONS = (
         '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
         lambda recipe: (
             recipe.placement.replicas == "each"
-            or (recipe.placement.muon == "owned" and recipe.parallelism.data_parallel_replicate_degree > 1)
+            or (owns(recipe) and recipe.parallelism.data_parallel_replicate_degree > 1)
         ),
+    ),
+    # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
+    Relation(
+        "placement.rule",
+        'none, unless placement.muon is "shard0" or "owned"',
+        lambda recipe: not recipe.placement.rule or recipe.placement.muon in ("shard0", "owned"),
     ),
     Relation(
         "data.files",
@@ -222,6 +228,11 @@ RELATIONS = (
 )
 
 
+def owns(recipe: Recipe) -> bool:
+    """Whether a recipe has parameters owned."""
+    return recipe.placement.muon == "owned" or any(rule.placement == "owned" for rule in recipe.placement.rule)
+
+
 def scheduled_steps(recipe: Recipe) -> int:
     """Steps of the learning-rate schedule."""
     total = recipe.lr_scheduler.total_steps
@@ -242,6 +253,15 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     _check_relations(recipe, "", sources, file)
     for index, rule in enumerate(recipe.optimizer.rule):
         _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
+    for index, placed in enumerate(recipe.placement.rule):
+        _check_placement(placed, f"placement.rule[{index}]", sources.get("placement.rule", file))
+
+
+def _check_placement(rule: PlacementRule, place: str, source: str) -> None:
+    for name, constraint in constraints(PlacementRule):
+        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
+    if rule.placement == "shard0" and rule.owner != "balanced":
+        raise refuse(source, f"{place}.owner", rule.owner, '"balanced", or an owner with placement = "owned"')
 
 
 def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
@@ -270,6 +290,21 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
             raise refuse(source, relation.key + context, found[relation.key], relation.accepted)
 
 
+MOVED = {
+    "link.bandwidth_gb": "machine.network_gb",
+    "link.latency_us": "machine.network_latency_us",
+    "link.tflops": "machine.tflops",
+}
+"""Keys that recipes had, and those that took their place."""
+
+
+def refuse_moved(key: str, source: str) -> None:
+    """Raise RecipeError for a key that has another name now."""
+    if key in MOVED:
+        table, _, leaf = MOVED[key].partition(".")
+        raise RecipeError(f"{source}: {key} is {MOVED[key]} now; write `{leaf}` under [{table}].")
+
+
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     """What the library refuses, in the recipe's words: a keyword becomes the key in `table`, and bytes become GiB."""
     if not isinstance(error, OptionError):
@@ -277,6 +312,8 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     if error.option == "offload":
         # One key for all optimizers.
         return RecipeError(f"optimizer.offload {error.problem}")
+    if error.option.startswith("machine."):
+        return RecipeError(str(error))
     if error.option != "buffer_bytes":
         return RecipeError(f"{table}.{error.option} {error.problem}")
     # The value and every size that the planner names with it: a user who wrote 0.5 must not read 536870912.

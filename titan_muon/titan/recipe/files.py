@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titan_muon.titan.recipe.constraints import check
+from titan_muon.titan.recipe.constraints import check, refuse_moved
 from titan_muon.titan.recipe.flags import read_flags, refuse_unknown
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import Adam, AdamW, Muon, Recipe, Rule
@@ -22,6 +22,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     file = Path(path)
     written = read_file(file)
     given, unknown = read_flags(Recipe, Recipe(), overrides)
+    for flag in unknown:
+        refuse_moved(flag.removeprefix("--").partition("=")[0], "command line")
+    for key, entry in written.items():
+        refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
     # Later entries win: what the file and its bases say over the name of the file, the command line over all.
     entries = {"name": Entry(file.stem, str(file))} | written | given

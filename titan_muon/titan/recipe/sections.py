@@ -15,7 +15,8 @@ from titan_muon.options import (
     TEXT,
     Constraint,
     Hyperparameters,
-    Link,
+    Machine,
+    PlacementRule,
     StateDtype,
     StepOptions,
     at_least,
@@ -124,16 +125,24 @@ class Placement:
     replicas: Literal["each", "one"] = "each"
     """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
 
+    rule: tuple[PlacementRule, ...] = ()
+    """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and how it runs on many ranks."""
 
+    # Muon itself does not know where a recipe has put its matrices; by Muon's own default the replicas would exchange
+    # in each step what `owned` has placed so that they need not.
+    replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
+    """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
+
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
-    """Most GiB of exchange buffers on a rank. `auto`: the smallest within 2 % of the best plan, at most 4."""
+    """Most GiB of exchange buffers on a rank. `auto`: 1 with the workspace, and more if each saves 3 % of the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +304,7 @@ class Recipe:
     parallelism: Parallelism = field(default_factory=Parallelism)
     placement: Placement = field(default_factory=Placement)
     muon: Muon = field(default_factory=Muon)
-    link: Link = field(default_factory=Link)
+    machine: Machine = field(default_factory=Machine)
     qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
     adam: Adam = field(default_factory=Adam)

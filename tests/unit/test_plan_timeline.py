@@ -1,0 +1,122 @@
+"""Plans played on machines: what takes how long, what hides behind what, and that faster plans are taken."""
+
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.plans import PROPERTY, plan_of, plans
+from titan_muon.options import Machine as MachineOptions
+from titan_muon.options import MuonOptions, OptionError
+from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
+from titan_muon.plan.timeline import timeline
+from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+
+# Nothing but one thing takes time, so that what is expected can be said in a line.
+FREE = Machine(
+    "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
+)
+STACK = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
+
+
+def parameters(count: int, ranks: int) -> list[Parameter]:
+    """64 x 64 matrices cut into rows over all ranks."""
+    layout = Layout((64, 64), Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
+    return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, STACK) for index in range(count)]
+
+
+def seconds(plan: Plan, machine: Machine) -> float:
+    return timeline(plan, machine).last.seconds
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Four matrices over four ranks in one round: each rank owns one."""
+    return plan_of(parameters(4, 4), machine=MachineOptions(node_latency_us=1e6))
+
+
+def test_each_thing_takes_its_time(plan: Plan) -> None:
+    assert plan.rounds == 1, "one call each way, where calls alone cost"
+    flops, elements = plan.matrices[0].flops, 64 * 64
+    assert seconds(plan, FREE) == pytest.approx(0, abs=1e-12)
+    assert seconds(plan, replace(FREE, flops={"bfloat16": flops})) == pytest.approx(1)
+    assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
+    # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
+    assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
+    # 12 + 2 bytes to pack, 8 + 2 to apply, and four times 2 to make matrices whole and to cut them up again.
+    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(14 + 10 + 8)
+
+
+def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
+    slow = Link(64 * 64 * 2, 0)
+    assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
+    # Of the four quarters two are on the other node.
+    assert seconds(plan, replace(FREE, ranks_per_node=2, network=slow)) == pytest.approx(1)
+    assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
+
+
+def test_three_slots_hide_a_return_behind_the_next_round() -> None:
+    """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
+    plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
+    one = plan.buckets[0]
+    matrices = [[m for m in one.matrices if one.owners[one.matrices.index(m)] == rank] for rank in range(4)]
+    buckets = tuple(
+        replace(one, matrices=tuple(m[k] for m in matrices), owners=(0, 1, 2, 3), round=k) for k in range(4)
+    )
+    machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
+    took = {slots: seconds(replace(plan, buckets=buckets, slots=slots), machine) for slots in (1, 3)}
+    assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
+
+
+@settings(PROPERTY, max_examples=100)
+@given(plans())
+def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
+    played = timeline(plan, MACHINES["h100x8"])
+    assert all(rank.waits >= -1e-12 for rank in played.ranks)
+    assert played.last.seconds >= played.link - 1e-12
+    assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
+    assert timeline(plan, MACHINES["h100x8"]) == played
+
+
+def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
+    """On FLOPs alone one round is as good as any; on this machine it takes nearly twice as long as several."""
+    tasks = parameters(64, 4)
+    options = MachineOptions(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
+    machine = machine_of(options)
+    chosen = plan_of(tasks, machine=options)
+    one = plan_of(tasks, machine=MachineOptions(node_latency_us=1e9))
+    assert (one.rounds, chosen.rounds > 2) == (1, True)
+    assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+
+
+@pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
+def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
+    machine = machine_of(MachineOptions(name=name))  # type: ignore[arg-type]
+    rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
+    assert rates == sorted(set(rates))
+    assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
+
+
+def test_what_an_option_says_comes_before_the_named_machine() -> None:
+    machine = machine_of(MachineOptions(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
+    assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
+    assert machine.node == MACHINES["a100x8"].node
+
+
+def test_the_option_names_every_machine() -> None:
+    assert set(get_args(get_type_hints(MachineOptions)["name"])) == {"auto", *MACHINES}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
+)
+def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
+        MuonOptions(machine=MachineOptions(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
+def test_a_file_that_is_no_machine_is_refused_by_name(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
+        machine_of(MachineOptions(file="x.json"), "cuda", text)

@@ -1,0 +1,120 @@
+"""Which rank stores what of each matrix of a plan, and on which node."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from .layout import Geometries, Geometry
+from .types import Matrix, Piece
+
+Replica = tuple[int, ...]
+
+
+class Holder(NamedTuple):
+    """A rank that stores a piece of so many elements of each matrix of a kind."""
+
+    rank: int
+    elements: int
+    node: int
+    replica: Replica
+
+
+class Holders:
+    """The ranks of one group that store pieces of the matrices of a kind, and the elements of one such matrix that are
+    on each rank, node, replica, and part of a replica on a node."""
+
+    def __init__(self, found: Sequence[Holder]) -> None:
+        self.found = found
+        self.total, self.on_rank = 0, dict[int, int]()
+        self.on_node, self.of_replica = Counter[int](), Counter[Replica]()
+        self.of_part = Counter[tuple[Replica, int]]()
+        for rank, elements, node, replica in found:
+            self.total += elements
+            self.on_rank[rank] = elements
+            self.on_node[node] += elements
+            self.of_replica[replica] += elements
+            self.of_part[replica, node] += elements
+
+
+class Pieces:
+    """Which rank stores what of each matrix of a plan.
+
+    Args:
+        matrices: the plan's.
+        geometries: of its parameters.
+        ranks_per_node: ranks of one node, which follow each other.
+
+    Attributes:
+        kinds: of each matrix a number that it shares with all that are orthogonalized alike and whose pieces have the
+            same sizes on the same ranks.
+        examples: a matrix of each kind.
+    """
+
+    # A model has tens of thousands of experts and a few kinds of them. What is counted by kind takes time by the ranks;
+    # by piece, of which there are ranks times matrices, it would take minutes.
+
+    def __init__(self, matrices: Sequence[Matrix], geometries: Geometries, ranks_per_node: int = 8) -> None:
+        self.matrices = matrices
+        self.ranks_per_node = ranks_per_node
+        self._geometries = geometries
+        self.kinds, self.examples = _kinds(matrices, geometries)
+        self._holders: dict[tuple[int, tuple[int, ...]], Holders] = {}
+
+    def ranks(self) -> list[int]:
+        """All ranks that any parameter is placed on, ascending."""
+        return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
+
+    def geometry(self, matrix: int) -> Geometry:
+        """The geometry of a matrix's parameter."""
+        return self._geometries[self.matrices[matrix].parameter]
+
+    def find(self, matrix: int, rank: int) -> Piece | None:
+        """The piece of a matrix that a rank of its mesh stores, if any."""
+        return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
+
+    def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
+        """(rank, elements) of each piece of a matrix on some ranks."""
+        stored = self.geometry(matrix).elements(self.matrices[matrix].index)
+        return ((rank, elements) for rank, elements in stored.items() if rank in ranks)
+
+    def node(self, rank: int) -> int:
+        """The node of a rank."""
+        return rank // self.ranks_per_node
+
+    def holders(self, kind: int, group: tuple[int, ...]) -> Holders:
+        """The ranks of a group that store pieces of the matrices of a kind."""
+        key = (kind, group)
+        if key not in self._holders:
+            example, members = self.examples[kind], frozenset(group)
+            replica = self.geometry(example).replica
+            stored = self.elements(example, members)
+            self._holders[key] = Holders([Holder(r, size, self.node(r), replica[r]) for r, size in stored])
+        return self._holders[key]
+
+    def replicas(self, kind: int) -> Mapping[int, Replica]:
+        """The copy that each rank of the mesh of a kind's parameter is part of."""
+        return self.geometry(self.examples[kind]).replica
+
+
+def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The kind of each matrix, and a matrix of each kind."""
+    # By geometry first: to compare the elements on all ranks for each of the experts of all layers would take longer
+    # than all that kinds save.
+    stored: dict[tuple[int, int], int] = {}
+    alike: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+    numbers: dict[tuple[int, int, int], int] = {}
+    kinds: list[int] = []
+    examples: list[int] = []
+    for number, matrix in enumerate(matrices):
+        place = (geometries.index[matrix.parameter], matrix.index)
+        if place not in stored:
+            elements = tuple(geometries.shared[place[0]].elements(matrix.index).items())
+            stored[place] = alike.setdefault((place[0], elements), len(alike))
+        key = (stored[place], matrix.rows, matrix.work)
+        if key not in numbers:
+            numbers[key] = len(examples)
+            examples.append(number)
+        kinds.append(numbers[key])
+    return tuple(kinds), tuple(examples)

@@ -1,0 +1,264 @@
+"""Which of the many possible plans to take: the fastest on the machine, within the memory that it may take."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ..options import MuonOptions, OptionError
+from .buckets import Cut, Dealer, Order, rounds
+from .exchanges import Pattern
+from .owners import OWNERS, OwnerOf, Task
+from .timeline import play
+from .times import BucketTimes, Costs, bucket_times, settle
+from .totals import Totals, home_counts
+from .types import Bucket
+
+FREE_BYTES = 2**30
+"""Buffers and workspace that a step may take without a gain in time for it."""
+WORTH_OF_GIB = 0.03
+"""Part of the step's time that every further GiB has to save."""
+NEAR_LIMIT = 1.01
+"""A plan so near to what its busiest rank computes is not improved."""
+SHORT_SECONDS = 1e-4
+"""Waits that are not worth a search."""
+PAYS = 1.1
+"""More rounds are tried while none is slower than the best by more than this factor."""
+SLOTS = (3, 2, 4, 1)
+"""A round that is computed, one that comes and one that returns are three; two or one save memory, four even out."""
+MOST_PLAYED = 400_000
+"""Turns of single ranks that are played in a search."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
+    other matrix for each group that assembles it."""
+
+    options: MuonOptions
+    pattern: Pattern
+    costs: Costs
+    home: tuple[tuple[int, ...], ...]
+    tasks: tuple[Task, ...]
+    groups: tuple[tuple[int, ...], ...]
+    load: Mapping[int, int]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Buckets that could be the plan's: seconds of the step, bytes of buffers on the fullest rank, and of buffers and
+    workspace together. `busiest` are the seconds that the busiest rank computes."""
+
+    buckets: tuple[Bucket, ...]
+    slots: int
+    seconds: float
+    buffer_bytes: int
+    bytes: int
+    busiest: float
+    reason: str = ""
+
+    @property
+    def price(self) -> float:
+        """Seconds, and what the memory beyond the free part is worth."""
+        return self.seconds * (1 + WORTH_OF_GIB * max(0, self.bytes - FREE_BYTES) / 2**30)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut."""
+
+    owners: int = 0
+    order: Order = Order.PEAKED
+    cut: Cut = Cut.TIME
+
+
+def fastest(problem: Problem) -> Draft:
+    """The draft to take. Raises OptionError if the user's buffers are too small for any."""
+    search = _Search(problem)
+    search.run()
+    # One round for a few matrices each, as many as there are matrices: slow, and the smallest buffers there are.
+    search.smallest()
+    return search.chosen()
+
+
+class _Search:
+    """Drafts that were played, and those to play next."""
+
+    # All ranks search for themselves and must find the same plan. So what ends the search is a count of what was
+    # played, never a clock.
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        ranks = problem.costs.pieces.ranks()
+        self._place = {rank: index for index, rank in enumerate(ranks)}
+        owned = [problem.costs.owned(mine) for mine in home_counts(problem.home, problem.costs.pieces).values()]
+        self._home = [one.seconds + problem.costs.home_passes(one) for one in owned]
+        self._home_work = [(one.assembled, one.iteration) for one in owned]
+        self._dealer = Dealer(problem.tasks, problem.groups)
+        self._drafts: list[Draft] = []
+        self._played: dict[tuple[int, Way], Draft] = {}
+        self._owners: list[OwnerOf | None] = [None]
+        self._left = MOST_PLAYED
+        self._reason = ""
+        if problem.pattern.has_owners:
+            self._owners = []
+            for assign in OWNERS[problem.options.owners]:
+                owners = assign([problem.tasks], problem.groups, problem.load)
+                if owners not in self._owners:
+                    self._owners.append(owners)
+
+    def run(self) -> None:
+        """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
+        most, count = self._most_rounds(), self._first_count()
+        played = self._play(count, Way())
+        while played is not None and count < most:
+            if self._fits(played) and played.price > PAYS * self._best().price:
+                break
+            count = min(2 * count, most)
+            played = self._play(count, Way())
+        best = None
+        while best != self._best_played():
+            best = self._best_played()
+            self._vary(most)
+
+    def _vary(self, most: int) -> None:
+        """Play what differs from the best so far in one respect."""
+        # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
+        # in the best way so far: all combinations would be ten times as many.
+        count, way = self._best_played()
+        for order, cut in product(Order, Cut):
+            # Another order changes little where a rank has many matrices, and those worlds are large.
+            if order is way.order or self._left > MOST_PLAYED // 2:
+                self._play(count, replace(way, cut=cut, order=order))
+        count, way = self._best_played()
+        for owners in range(len(self._owners)):
+            self._play(count, replace(way, owners=owners))
+        count, way = self._best_played()
+        for near in (count - 1, count + 1, 3 * count // 4, 3 * count // 2):
+            if 1 <= near <= most:
+                self._play(near, way)
+
+    def _first_count(self) -> int:
+        """As many rounds as keep three of them within a few times the free memory."""
+        taken = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
+        return max(1, min(self._most_rounds(), int(taken * max(SLOTS) / (8 * FREE_BYTES))))
+
+    def _most_rounds(self) -> int:
+        """So many that each round has one matrix of every owner, or several owners take turns."""
+        owners = self._owners[0]
+        if owners is None:
+            return max(1, len(self._problem.tasks))
+        return 2 * max(Counter(owners.values()).values(), default=1)
+
+    def _fits(self, draft: Draft) -> bool:
+        wanted = self._problem.options.buffer_bytes
+        return wanted is None or draft.buffer_bytes <= wanted
+
+    def _worth(self, draft: Draft) -> tuple[bool, float, int]:
+        fits = self._fits(draft)
+        return not fits, draft.price if fits else draft.buffer_bytes, draft.bytes
+
+    def _best(self) -> Draft:
+        return min(self._drafts, key=self._worth)
+
+    def _best_played(self) -> tuple[int, Way]:
+        return min(self._played, key=lambda key: self._worth(self._played[key]))
+
+    def _ended(self) -> bool:
+        """Whether there is little to gain, or too much has been played."""
+        if not self._drafts:
+            return False
+        best = self._best()
+        if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
+            return True
+        if self._left <= 0:
+            self._reason = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
+        return self._left <= 0
+
+    def _play(self, count: int, way: Way) -> Draft | None:
+        """Add the drafts of so many rounds dealt out in a way, one for each number of slots; returns the best of them,
+        or None if the search has ended."""
+        if (count, way) in self._played:
+            return self._played[count, way]
+        if self._ended():
+            return None
+        problem, owners = self._problem, self._owners[way.owners]
+        if owners is None:
+            grouped = rounds(problem.tasks, problem.groups, count)
+        else:
+            grouped = self._dealer.rounds(owners, count, way.order, way.cut)
+        best = self._played[count, way] = self._add(grouped, owners)
+        return best
+
+    def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
+        problem = self._problem
+        buckets = self._buckets(grouped, owners)
+        totals = Totals(buckets, problem.costs.pieces)
+        times = [
+            bucket_times(bucket, found, problem.costs, self._place)
+            for bucket, found in zip(buckets, totals.of_buckets, strict=True)
+        ]
+        numbers, work = [bucket.round for bucket in buckets], self._work(times)
+        busiest = max(self._busy(times), default=0.0)
+        added = []
+        for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in SLOTS):
+            self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
+            seconds = max(play(times, numbers, self._home, slots), default=0.0)
+            buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
+            taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
+            added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))
+        self._drafts += added
+        return min(added, key=self._worth)
+
+    def _buckets(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> tuple[Bucket, ...]:
+        problem, found = self._problem, []
+        for number, tasks in enumerate(grouped):
+            by_group: dict[int, list[int]] = {}
+            for task in tasks:
+                by_group.setdefault(task.group, []).append(task.matrix)
+            for group in sorted(by_group):
+                chosen = tuple(by_group[group])
+                ranks = () if owners is None else tuple(owners[matrix, group] for matrix in chosen)
+                bucket = Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number)
+                found.append(settle(bucket, problem.costs) if problem.pattern.settles else bucket)
+        return tuple(found)
+
+    def _work(self, times: Sequence[BucketTimes]) -> list[int]:
+        """Bytes of the workspace of each rank."""
+        most = [list(pair) for pair in self._home_work]
+        for one in times:
+            for index, owned in zip(one.group, one.owned, strict=True):
+                most[index][0] = max(most[index][0], owned.assembled)
+                most[index][1] = max(most[index][1], owned.iteration)
+        return [sum(pair) for pair in most]
+
+    def _busy(self, times: Sequence[BucketTimes]) -> list[float]:
+        busy = list(self._home)
+        for one in times:
+            for index, pack, owned, copies, apply in zip(
+                one.group, one.pack, one.owned, one.copies, one.apply, strict=True
+            ):
+                busy[index] += pack + owned.seconds + copies + apply
+        return busy
+
+    def smallest(self) -> None:
+        """Unless a draft fits, add those of more and more rounds of matrices that follow each other until one does."""
+        owners, tasks, count = self._owners[0], self._problem.tasks, 1
+        while not self._fits(self._best()):
+            self._add(rounds(tasks, self._problem.groups, count), owners)
+            if count >= len(tasks):
+                return
+            count = min(2 * count, len(tasks))
+
+    def chosen(self) -> Draft:
+        """The draft that is worth most. Raises OptionError if the user's buffers are too small for any."""
+        best = self._best()
+        if not self._fits(best):
+            raise OptionError(
+                "buffer_bytes",
+                f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
+                f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
+            )
+        return replace(best, reason=self._reason)

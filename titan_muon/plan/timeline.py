@@ -1,0 +1,171 @@
+"""A plan played on a machine: when each rank computes, sends and waits, turn by turn as the executor runs it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .exchanges import BucketTotals, Flow
+from .layout import Geometries
+from .machine import Machine
+from .pieces import Pieces
+from .schedule import Act, schedule
+from .times import BucketTimes, Costs, bucket_times
+from .totals import Totals, home_counts
+from .types import Plan
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link."""
+
+    rank: int
+    orthogonalize: float
+    passes: float
+    waits: float
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        """When the rank is done."""
+        return self.orthogonalize + self.passes + self.waits
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step in seconds.
+
+    Attributes:
+        machine: its name.
+        ranks: what each rank does.
+        least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
+    """
+
+    machine: str
+    ranks: tuple[RankTime, ...]
+    least: float
+
+    @property
+    def last(self) -> RankTime:
+        """The rank that is done last."""
+        return max(self.ranks, key=lambda rank: (rank.seconds, -rank.rank))
+
+    @property
+    def link(self) -> float:
+        """Seconds of the busiest link of all ranks."""
+        return max(rank.link for rank in self.ranks)
+
+    @property
+    def limit(self) -> float:
+        """What a step cannot be below: the least Newton-Schulz, or the busiest link."""
+        return max(self.least, self.link)
+
+
+def timeline(plan: Plan, machine: Machine) -> Timeline:
+    """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces."""
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    ranks = pieces.ranks()
+    place = {rank: index for index, rank in enumerate(ranks)}
+    totals = Totals(plan.buckets, pieces).of_buckets
+    times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
+    owned = [costs.owned(counts) for counts in home_counts(plan.home, pieces).values()]
+    newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
+    home = [sum(pair) for pair in zip(newton, passes, strict=True)]
+    ends = play(times, [bucket.round for bucket in plan.buckets], home, plan.slots)
+    for one in times:
+        for index, mine, *others in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
+            newton[index] += mine.seconds
+            passes[index] += sum(others)
+    links = _links(totals, ranks, plan.wire_bytes, machine)
+    found = zip(ranks, newton, passes, ends, links, strict=True)
+    return Timeline(
+        machine.name,
+        tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
+        _least(plan, costs, len(ranks)),
+    )
+
+
+def play(times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int) -> list[float]:
+    """When each rank is done. `rounds` are of the buckets, `home` the seconds of what each rank stores whole."""
+    count = max(rounds, default=-1) + 1
+    by_round: list[list[int]] = [[] for _ in range(count)]
+    for index, number in enumerate(rounds):
+        by_round[number].append(index)
+    clock = _Clock(times, len(home))
+    for act, number in schedule(count, max(1, min(slots, count))):
+        if act is Act.HOME:
+            clock.now = [now + taken for now, taken in zip(clock.now, home, strict=True)]
+            continue
+        for bucket in by_round[number]:
+            if act is Act.GATHER:
+                clock.gather(bucket)
+            elif act is Act.ORTHOGONALIZE:
+                clock.orthogonalize(bucket)
+            else:
+                clock.apply(bucket)
+    return clock.now
+
+
+class _Clock:
+    """The time of every rank's computation, and of its links, as a step goes on."""
+
+    # The host runs ahead: it enqueues the turns of a rank without waiting for them. A rank's computation goes on when
+    # the collective that it waits for is over, which is when its last rank is done: each rank sends to the slowest one
+    # too. Collectives of one group follow each other, since a communicator has one stream. Those of several groups run
+    # side by side but share the wires, which a rank's own part alone keeps busy.
+
+    def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
+        self._times = times
+        self.now = [0.0] * ranks
+        self._wires = [0.0] * ranks
+        self._streams: dict[tuple[int, ...], float] = {}
+        self._over = [0.0] * len(times)
+
+    def gather(self, bucket: int) -> None:
+        one = self._times[bucket]
+        for index, taken in zip(one.group, one.pack, strict=True):
+            self.now[index] += taken
+        self._launch(bucket, one.legs[0])
+
+    def orthogonalize(self, bucket: int) -> None:
+        one, now, over = self._times[bucket], self.now, self._over[bucket]
+        for index, copies, owned in zip(one.group, one.copies, one.owned, strict=True):
+            now[index] = max(now[index], over) + copies + owned.seconds
+        if len(one.legs) > 1:
+            self._launch(bucket, one.legs[1])
+
+    def apply(self, bucket: int) -> None:
+        one, now, over = self._times[bucket], self.now, self._over[bucket]
+        for index, taken in zip(one.group, one.apply, strict=True):
+            now[index] = max(now[index], over) + taken
+
+    def _launch(self, bucket: int, leg: Sequence[float]) -> None:
+        one, now, wires = self._times[bucket], self.now, self._wires
+        group = one.group
+        start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
+        for index, taken in zip(group, leg, strict=True):
+            wires[index] = start + taken
+        self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
+
+
+def _links(
+    totals: Iterable[Mapping[int, BucketTotals]], ranks: Sequence[int], wire_bytes: int, machine: Machine
+) -> list[float]:
+    """Seconds that the busiest link of each rank is at work in a step."""
+    sums = {rank: [0, 0, 0, 0] for rank in ranks}
+    for bucket in totals:
+        for rank, found in bucket.items():
+            for flow in found.legs:
+                sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
+    return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
+
+
+def _least(plan: Plan, costs: Costs, ranks: int) -> float:
+    """The mean over ranks, or the largest matrix; of products alone, since launches weigh less in batches."""
+    machine, works = costs.machine, plan.works
+    counts = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
+    alone = {key: works[key[0]].flops / machine.rate(works[key[0]].dtype, key[1]) for key in counts}
+    mean = sum(count * alone[key] for key, count in counts.items()) / max(1, ranks)
+    return max([mean, *alone.values()])
