@@ -173,7 +173,9 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
     registry.models.register("their_llama", registry.ModelFamily(lambda: ("small",), build))
     plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
-    assert plan["muon_matrices"] == sum(p["optimizer"] == "muon" for p in plan["parameters"]) > 0
+    taken = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
+    # Of its fused projections queries, keys and values are three matrices.
+    assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in taken) > len(taken)
     with pytest.raises(
         RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
     ):
