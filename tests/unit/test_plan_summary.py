@@ -238,6 +238,8 @@ def changed(value: Any) -> Iterator[Any]:
         yield from (type(value)(*other) for i in range(len(value)) for other in bumped(tuple(value), i))
     elif is_dataclass(value):
         yield from (replace_unchecked(value, f.name, o) for f in fields(value) for o in changed(getattr(value, f.name)))
+    elif value is None:
+        yield 7
     else:
         yield value + "x" if isinstance(value, str) else (not value if isinstance(value, bool) else value + 1)
 
