@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from .offload import Window
-from .params import LocalViews
+from .params import Gradients, Storage
+from .parts import Advance, Part
 from .plan.layout import Span
-
-Views = list[LocalViews | None]
-"""Storage of each parameter in the plan's order; None for those that are left alone in this step."""
+from .update import Tensors
 
 
 @dataclass(frozen=True)
@@ -28,17 +27,17 @@ class Use:
 class Momentum:
     """Momentum that stays on the device."""
 
-    def begin(self, views: Views) -> None:
-        """Start a step on these parameters."""
+    def begin(self, gradients: Gradients) -> None:
+        """Start a step with these gradients."""
 
     @contextmanager
     def there(self) -> Iterator[None]:
         """Meanwhile the momentum that is used next in the step can be read and written."""
         yield
 
-    def rectangle(self, parameter: int, stored: LocalViews, span: Span) -> Tensor:
-        """The momentum of a rectangle of a parameter's local storage, to be advanced in place."""
-        return stored.average[span.local]
+    def averages(self, advance: Advance) -> Tensors:
+        """The momentum of the parts, to be advanced in place."""
+        return advance.averages
 
     def end(self) -> None:
         """End the step."""
@@ -52,22 +51,21 @@ class OffloadedMomentum(Momentum):
 
     Args:
         uses: what is advanced together, in the order of the step.
+        storage: where the momentum of each parameter is on the host.
         device: device that advances it.
     """
 
-    def __init__(self, uses: Sequence[Sequence[Use]], device: torch.device) -> None:
-        self._uses, self.window = tuple(uses), Window(device)
+    def __init__(self, uses: Sequence[Sequence[Use]], storage: Sequence[Storage], device: torch.device) -> None:
+        self._uses, self._storage, self.window = tuple(uses), storage, Window(device)
         self._waiting: list[list[Use]] = []
         self._here: Mapping[tuple[int, int], Tensor] = {}
 
-    def begin(self, views: Views) -> None:
+    def begin(self, gradients: Gradients) -> None:
         """The first two loads come."""
-        self._waiting, loads = [], []
-        for uses in self._uses:
-            stored = [(use, view) for use in uses if (view := views[use.parameter]) is not None]
-            self._waiting.append([use for use, _ in stored])
-            loads.append([view.average[slice(*use.rows)] for use, view in stored])
-        self.window.begin(loads)
+        self._waiting = [[use for use in uses if gradients.stored[use.parameter] is not None] for uses in self._uses]
+        self.window.begin(
+            [[self._storage[use.parameter].average[slice(*use.rows)] for use in uses] for uses in self._waiting]
+        )
 
     @contextmanager
     def there(self) -> Iterator[None]:
@@ -78,10 +76,13 @@ class OffloadedMomentum(Momentum):
         self._here = {}
         self.window.give_back()
 
-    def rectangle(self, parameter: int, stored: LocalViews, span: Span) -> Tensor:
-        """The momentum of a rectangle, in what is on the device now."""
-        rows, columns = span.local
-        return self._here[parameter, rows.start][:, columns]
+    def averages(self, advance: Advance) -> Tensors:
+        """The momentum of the parts, in what is on the device now."""
+        return [self._of(part) for part in advance.parts]
+
+    def _of(self, part: Part) -> Tensor:
+        rows, columns = (slice(0, None), slice(None)) if part.place is None else part.place
+        return self._here[part.parameter, rows.start][:, columns]
 
     def end(self) -> None:
         """What was advanced last goes back."""

@@ -93,7 +93,7 @@ class Window:
     def _fetch(self, number: int) -> None:
         load, slot = self._loads[number], self.slots[number % len(self.slots)]
         with self._module.stream(self._arriving):
-            here = list(_carved(slot, load))
+            here = list(carved(slot, load))
             for there, host in zip(here, load, strict=True):
                 there.copy_(host, non_blocking=True)
         self._here[number] = here, self._arriving.record_event()
@@ -104,7 +104,7 @@ def load_bytes(load: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in load)
 
 
-def _carved(slot: Tensor, load: Sequence[Tensor]) -> Iterator[Tensor]:
+def carved(slot: Tensor, load: Sequence[Tensor]) -> Iterator[Tensor]:
     """Parts of a slot with the shapes and dtypes of a load, one after the other."""
     start = 0
     for tensor in load:

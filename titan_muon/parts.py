@@ -1,0 +1,201 @@
+"""What a step does to this rank's storage of the parameters, with every view that is the same in each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .offload import carved, load_bytes
+from .params import Storage
+from .plan.layout import Span
+
+ACCELERATOR_BYTES = 2**25
+"""Most bytes of a parameter's dtype that one call works on: as many may be new memory meanwhile."""
+CPU_BYTES = 2**18
+"""The same on a CPU, whose caches should still have them when the next operation comes."""
+
+
+class Part(NamedTuple):
+    """A rectangle of a parameter's storage: `place` in its (rows, cols) view, None for all of it."""
+
+    parameter: int
+    place: tuple[slice, slice] | None
+
+    def of(self, stored: Tensor | None) -> Tensor:
+        """The rectangle of a tensor that is stored as the parameter is."""
+        assert stored is not None, "a gradient is released after its last piece is packed"
+        return stored if self.place is None else stored[self.place]
+
+
+def part_of(parameter: int, span: Span, stored: Tensor) -> Part:
+    """The part of a parameter, stored as a (rows, cols) tensor, that a span is."""
+    rows, cols = span.local
+    whole = (rows.start, rows.stop, cols.start, cols.stop) == (0, stored.size(0), 0, stored.size(1))
+    return Part(parameter, None if whole else span.local)
+
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Advance:
+    """Parts whose momentum is advanced in one call; `packed` take Newton-Schulz's input, if it leaves from here."""
+
+    group: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    averages: tuple[Tensor, ...]
+    packed: tuple[Tensor, ...]
+
+    def split(self, kind: Callable[[Part], K]) -> dict[K, Advance]:
+        """The same for the parts of each kind."""
+        kinds = [kind(part) for part in self.parts]
+        return {each: self._only([found == each for found in kinds]) for each in dict.fromkeys(kinds)}
+
+    def _only(self, kept: Sequence[bool]) -> Advance:
+        averages, packed = _those(self.averages, kept), _those(self.packed, kept)
+        return Advance(self.group, _those(self.parts, kept), averages, packed)
+
+
+@dataclass(frozen=True)
+class Apply:
+    """Parts of matrices of one shape that are decayed and updated in one call.
+
+    `scratch` takes the updates in the dtype of the parameters, where that is a wider one; it needs `scratch_bytes`.
+    """
+
+    group: Mapping[str, Any]
+    shape: tuple[int, int]
+    parameters: tuple[int, ...]
+    params: tuple[Tensor, ...]
+    updates: tuple[Tensor, ...]
+    scratch: tuple[Tensor, ...]
+    scratch_bytes: int
+
+    def without(self, parameters: Collection[int]) -> Apply:
+        """The same but for these parameters."""
+        kept = [parameter not in parameters for parameter in self.parameters]
+        params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
+        remaining = _those(self.parameters, kept)
+        return Apply(self.group, self.shape, remaining, params, updates, scratch, self.scratch_bytes)
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Copies that are made together."""
+
+    targets: tuple[Tensor, ...]
+    sources: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
+        """From (target, source) pairs."""
+        targets, sources = zip(*pairs, strict=True)
+        return cls(targets, sources)
+
+    def run(self) -> None:
+        """Make them."""
+        torch._foreach_copy_(self.targets, self.sources)
+
+
+class Piece(NamedTuple):
+    """Where a piece of a matrix is on this rank: the rectangles of its parameter, and the piece itself as a tensor."""
+
+    parameter: int
+    shape: tuple[int, int]
+    spans: tuple[Span, ...]
+    view: Tensor | None
+
+
+def advances(
+    pieces: Iterable[Piece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
+) -> tuple[Advance, ...]:
+    """Stage 2 of these pieces; `view` is what a piece is packed into. `groups` and `storage` are by parameter."""
+    found = []
+    for piece in pieces:
+        stored = storage[piece.parameter]
+        for span in piece.spans:
+            part = part_of(piece.parameter, span, stored.average)
+            packed = () if piece.view is None else (piece.view[span.piece],)
+            found.append((part, part.of(stored.average), packed))
+    # By the group itself and not by its numbers, which a scheduler may change between steps.
+    numbers = _numbered(groups)
+    alike = _grouped(found, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most)
+    return tuple(
+        Advance(
+            groups[items[0][0].parameter],
+            tuple(part for part, _, _ in items),
+            tuple(average for _, average, _ in items),
+            tuple(view for _, _, packed in items for view in packed),
+        )
+        for items in alike
+    )
+
+
+def applies(
+    pieces: Iterable[Piece],
+    groups: Sequence[Mapping[str, Any]],
+    storage: Sequence[Storage],
+    most: int,
+    scratch: Tensor,
+) -> tuple[Apply, ...]:
+    """Stage 6 of these pieces; `view` is a piece of an orthogonalized matrix. All take turns in the bytes of `scratch`.
+
+    Those must be `most` bytes, or as many as the largest parameter has.
+    """
+    found = []
+    for piece in pieces:
+        assert piece.view is not None, "every piece that is stored comes back"
+        for span in piece.spans:
+            param = part_of(piece.parameter, span, storage[piece.parameter].param).of(storage[piece.parameter].param)
+            found.append((piece, param, piece.view[span.piece]))
+    numbers = _numbered(groups)
+    alike = _grouped(found, lambda item: (numbers[item[0].parameter], item[0].shape, item[1].dtype), most)
+    return tuple(_apply(groups[items[0][0].parameter], items, scratch) for items in alike)
+
+
+def _apply(group: Mapping[str, Any], items: Sequence[tuple[Piece, Tensor, Tensor]], scratch: Tensor) -> Apply:
+    pieces, params, updates = zip(*items, strict=True)
+    dtype, other = params[0].dtype, updates[0].dtype
+    # Updates of a wider dtype than the parameter's are rounded once, with the sum.
+    widens = dtype != other and torch.promote_types(dtype, other) == dtype
+    wide = tuple(carved(scratch, params)) if widens else ()
+    parameters = tuple(piece.parameter for piece in pieces)
+    return Apply(group, pieces[0].shape, parameters, params, updates, wide, load_bytes(wide))
+
+
+def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A number for each parameter that is its group's alone, although groups may be equal."""
+    numbers: list[int] = []
+    for before, group in pairwise((None, *groups)):
+        last = numbers[-1] if numbers else -1
+        numbers.append(last if group is before else last + 1)
+    return numbers
+
+
+T = TypeVar("T", bound=tuple[Any, Tensor, Any])
+
+
+def _grouped(items: Iterable[T], kind: Callable[[T], Hashable], most: int) -> Iterator[list[T]]:
+    """Items of one kind, in lists of at most `most` bytes, or of one item."""
+    waiting: dict[Hashable, list[T]] = {}
+    held: dict[Hashable, int] = {}
+    for item in items:
+        key, tensor = kind(item), item[1]
+        if key in waiting and held[key] + tensor.nbytes > most:
+            yield waiting.pop(key)
+        held[key] = tensor.nbytes + (held[key] if key in waiting else 0)
+        waiting.setdefault(key, []).append(item)
+    yield from waiting.values()
+
+
+V = TypeVar("V")
+
+
+def _those(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
+    """The values that are kept; where there are none of them, none."""
+    return tuple(value for value, keep in zip(values, kept, strict=False) if keep)
