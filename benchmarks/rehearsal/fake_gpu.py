@@ -221,6 +221,8 @@ def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
         for module, replaced in _replaced(gpu):
             for name, value in replaced.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=True))
+        # By its own patch: an option that mock has replaced and taken back does not exist anymore.
+        stack.enter_context(torch._dynamo.config.patch(disable=True))
         for hop in (flex_attention, flex_attention_backward):
             # Operators of higher order have one implementation for each mode, found by its class.
             hop.python_key_table[FakeGpu] = hop.python_key_table[FakeTensorMode]
@@ -254,7 +256,6 @@ def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
         (torch, {"Event": event}),
         # Nothing can be compiled for a device without a driver. Uncompiled, FlexAttention is one operator all the same.
         (flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}),
-        (torch._dynamo.config, {"disable": True}),
         *_seen_from_cpp(),
     )
 

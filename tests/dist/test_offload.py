@@ -207,6 +207,7 @@ def train(recipe: object) -> Path:
     compat.install()
     from titan_muon.titan.run import job
 
+    compat.forget_meshes()
     return Path(job.train(recipe))  # type: ignore[arg-type]
 
 

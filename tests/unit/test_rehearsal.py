@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_faults, faults
+from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
 from tests.tiny import write_recipe
@@ -172,3 +173,11 @@ def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_pa
     seen = Seen.read(file)
     assert seen.orthogonalized > 0
     assert MATRIX_PRODUCTS & seen.operations.keys()
+
+
+@needs_cuda_build
+def test_a_process_is_what_it_was_when_the_fake_gpu_is_gone() -> None:
+    before = torch.cuda.is_available(), torch._dynamo.config.disable
+    with fake_gpu():
+        assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)
+    assert (torch.cuda.is_available(), torch._dynamo.config.disable) == before
