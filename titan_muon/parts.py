@@ -16,8 +16,8 @@ from .plan.layout import Span
 
 ACCELERATOR_BYTES = 2**25
 """Most bytes of a parameter's dtype that one call works on: as many may be new memory meanwhile."""
-CPU_BYTES = 2**18
-"""The same on a CPU, whose caches should still have them when the next operation comes."""
+CPU_BYTES = 2**15
+"""The same on a CPU, whose nearest cache should still have them when the next operation comes."""
 
 
 class Part(NamedTuple):
@@ -143,9 +143,9 @@ def applies(
     most: int,
     scratch: Tensor,
 ) -> tuple[Apply, ...]:
-    """Stage 6 of these pieces; `view` is a piece of an orthogonalized matrix. All take turns in the bytes of `scratch`.
+    """Stage 6 of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    Those must be `most` bytes, or as many as the largest parameter has.
+    All take turns in the bytes of `scratch`, which has `most` of them, or as many as the largest parameter.
     """
     found = []
     for piece in pieces:
