@@ -81,8 +81,10 @@ class OffloadedMomentum(Momentum):
         return [self._of(part) for part in advance.parts]
 
     def _of(self, part: Part) -> Tensor:
-        rows, columns = (slice(0, None), slice(None)) if part.place is None else part.place
-        return self._here[part.parameter, rows.start][:, columns]
+        if isinstance(part.place, tuple):
+            rows, columns = part.place
+            return self._here[part.parameter, rows.start][:, columns]
+        return self._here[part.parameter, 0 if part.place is None else part.place.start]
 
     def end(self) -> None:
         """What was advanced last goes back."""
