@@ -26,8 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "memory.md"
 BEGIN, END = "<!-- table: written by docs/make_memory.py -->", "<!-- end of table -->"
 RECIPE, WORLD = "qwen3_8b_muon", 8
+CPU_OFFLOAD = "training.enable_cpu_offload"
+"""In place of `optimizer.offload`: parameters and gradients are on the host too."""
 OPTIONS = {
-    "optimizer.offload": ("none", "state"),
+    "optimizer.offload": ("none", "state", CPU_OFFLOAD),
     "muon.state_dtype": ("float32", "bfloat16"),
     "adamw.state_dtype": ("parameter", "bfloat16"),
     "muon.release_grads": (False, True),
@@ -46,7 +48,8 @@ def with_options(recipe: Recipe, offload: str, momentum: str, averages: str, rel
     """The recipe with one combination of options."""
     return replace(
         recipe,
-        optimizer=replace(recipe.optimizer, offload=offload),
+        training=replace(recipe.training, enable_cpu_offload=offload == CPU_OFFLOAD),
+        optimizer=replace(recipe.optimizer, offload="none" if offload == CPU_OFFLOAD else offload),
         muon=replace(recipe.muon, state_dtype=momentum, release_grads=releases),
         adamw=replace(recipe.adamw, state_dtype=averages),
     )
@@ -57,8 +60,9 @@ def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
     local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
     elements = sum(tensor.numel() for tensor in local.values())
     kept = sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != "muon" or not recipe.muon.release_grads)
-    between = 0 if recipe.optimizer.offload == "state" else memory.optimizer_states
-    sizes = (between, memory.optimizer_states, kept, memory.sizes["total"], memory.host_states)
+    kept = 0 if recipe.training.enable_cpu_offload else kept
+    between = memory.optimizer_states if memory.host_states == 0 else 0
+    sizes = (between, memory.optimizer_states, kept, memory.sizes["total"], sum(memory.host_sizes.values()))
     return (size / elements for size in sizes)
 
 

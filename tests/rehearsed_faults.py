@@ -97,6 +97,8 @@ def main(folder: Path) -> dict[str, list[str]]:
             "offload": right(optimizer__offload="state"),
             "offload owned": right(optimizer__offload="state", placement__muon="owned", adamw__state_dtype="bfloat16"),
             "offloaded and on the device": offloaded_on_the_device(),
+            "host parameters": right(training__enable_cpu_offload="true"),
+            "host parameters owned": right(training__enable_cpu_offload="true", placement__muon="owned"),
             "tensor parallel": right(**parallel),
             "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),

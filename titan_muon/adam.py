@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .dtensor import local, storage_device
-from .offload import Window, moved_state, new_state
+from .dtensor import local, step_device
+from .offload import Load, Window, moved_state, moves, new_state, resolved
 from .options import SLOWEST_IN_BFLOAT16, Offload, OptionError, StateDtype
 from .params import placement_key
 
 BATCH_BYTES = 2**26
-"""Most bytes of states that are on the device together, or have copies in the parameters' dtype, at one time."""
+"""Most bytes that come to the device together, or of states that have copies in the parameters' dtype at one time."""
 
 VECTOR = 64
 """Parts are cut at multiples of so many elements: the CPU's kernels compute the rest of a vector to other bits."""
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 """States of a parameter's shape, by torch's names: the averages of gradients and of their squares."""
+
+CHANGED: Mapping[Offload, tuple[str, ...]] = {
+    "none": (),
+    "state": ("average", "square_average"),
+    "parameters": ("average", "square_average", "param"),
+}
+"""What a step takes from the host, of a Part, and sends back."""
+
+READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
+"""What it takes besides."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +45,9 @@ class Part:
     square_average: Tensor
     step: Tensor
 
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of both averages."""
-        return self.average.nbytes + self.square_average.nbytes
+    def element_bytes(self, names: Iterable[str]) -> int:
+        """Bytes of an element in these of its tensors."""
+        return sum(getattr(self, name).element_size() for name in names)
 
 
 @dataclass(frozen=True)
@@ -48,10 +57,15 @@ class Batch:
     group: Mapping[str, Any]
     parts: tuple[Part, ...]
 
-    @property
-    def states(self) -> list[Tensor]:
-        """Their averages, those of the gradients first."""
-        return [part.average for part in self.parts] + [part.square_average for part in self.parts]
+    def tensors(self, names: Iterable[str]) -> list[Tensor]:
+        """One kind of tensor of all parts after the other."""
+        return [getattr(part, name) for name in names for part in self.parts]
+
+    def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Batch:
+        """The same with other tensors, in the order of `tensors`."""
+        count = len(self.parts)
+        parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
+        return replace(self, parts=tuple(parts))
 
 
 class _InBatches(torch.optim.Adam):
@@ -59,7 +73,8 @@ class _InBatches(torch.optim.Adam):
 
     Args:
         state_dtype: dtype of the averages: their parameter's, or bfloat16. The arithmetic is in the parameter's dtype.
-        offload: where the averages are between steps; `state`: in pinned memory of the host.
+        offload: what is in pinned memory of the host: the averages (`state`), or also parameters and gradients
+            (`parameters`), which is taken unasked where FSDP's CPUOffloadPolicy keeps them there.
 
     The other keywords are torch's. Raises OptionError for a beta that bfloat16 is too coarse for.
     """
@@ -84,6 +99,7 @@ class _InBatches(torch.optim.Adam):
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round the averages' steps away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
         super().add_param_group(param_group)
+        self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -93,40 +109,43 @@ class _InBatches(torch.optim.Adam):
             with torch.enable_grad():
                 loss = closure()
         batches = tuple(self._batches())
-        window = self._window_of(batches)
-        if window is not None:
-            window.begin([batch.states for batch in batches])
-        for batch in batches:
-            states = batch.states if window is None else window.take()
-            self._update(batch, states)
-            if window is not None:
-                window.give_back()
-        if window is not None:
-            window.end()
+        if self._offload == "none":
+            for batch in batches:
+                self._update(batch)
+        elif batches:
+            self._update_in_window(batches)
         return loss
 
-    def _window_of(self, batches: tuple[Batch, ...]) -> Window | None:
-        if self._offload == "none" or not batches:
-            return None
+    def _update_in_window(self, batches: Sequence[Batch]) -> None:
+        changed, read = CHANGED[self._offload], READ[self._offload]
         if self._window is None:
-            self._window = Window(batches[0].parts[0].param.device)
-        return self._window
+            first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
+            self._window = Window(step_device(first))
+        self._window.begin([Load(batch.tensors(changed), batch.tensors(read)) for batch in batches])
+        for batch in batches:
+            self._update(batch.with_tensors((*changed, *read), self._window.take()))
+            self._window.give_back()
+        self._window.end()
+        # Parameters of the host are read there without another word, by a checkpoint for one.
+        if "param" in changed:
+            self._window.synchronize()
 
     def _batches(self) -> Iterator[Batch]:
-        bounded = self._offload == "state" or self._state_dtype == "bfloat16"
+        bounded = self._offload != "none" or self._state_dtype == "bfloat16"
+        moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
         for group in self.param_groups:
             waiting: dict[torch.dtype, list[Part]] = {}
             sizes: dict[torch.dtype, int] = {}
-            for part in self._parts(group, BATCH_BYTES if bounded else None):
-                kind, size = part.param.dtype, part.state_bytes
+            for part in self._parts(group, moved if bounded else ()):
+                kind, size = part.param.dtype, part.param.numel() * part.element_bytes(moved)
                 if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
                     yield Batch(group, tuple(waiting.pop(kind)))
                 sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
                 waiting.setdefault(kind, []).append(part)
             yield from (Batch(group, tuple(parts)) for parts in waiting.values())
 
-    def _parts(self, group: Mapping[str, Any], most: int | None) -> Iterator[Part]:
-        """The parts of a group's parameters, of at most `most` bytes of states each."""
+    def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Part]:
+        """The parts of a group's parameters, of at most BATCH_BYTES of the tensors `bounded` each."""
         names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
         for fqn, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is None:
@@ -134,13 +153,13 @@ class _InBatches(torch.optim.Adam):
             state = self._state_of(parameter, group)
             average, square = (local(state[name]) for name in AVERAGES)
             whole = Part(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
-            yield from [whole] if most is None else _cut(whole, most)
+            yield from _cut(whole, whole.element_bytes(bounded)) if bounded else [whole]
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
             # torch's own places of it: a fused kernel counts on its device.
-            device = storage_device(parameter) if group["fused"] else torch.device("cpu")
+            device = step_device(parameter) if group["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in AVERAGES:
                 state[name] = self._new_average(parameter)
@@ -148,10 +167,10 @@ class _InBatches(torch.optim.Adam):
 
     def _new_average(self, parameter: Tensor) -> Tensor:
         dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
-        return new_state(parameter, dtype, on_host=self._offload == "state")
+        return new_state(parameter, dtype, self._offload)
 
-    def _update(self, batch: Batch, states: list[Tensor]) -> None:
-        group, parts = batch.group, batch.parts
+    def _update(self, batch: Batch) -> None:
+        group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
         # The arithmetic is the parameters', whatever the averages are stored in.
         wide = [state.to(parts[0].param.dtype) for state in states]
         adam(
@@ -211,13 +230,13 @@ class _InBatches(torch.optim.Adam):
         self._move("none")
 
     def _move(self, to: Offload) -> None:
-        if self._offload == to:
+        if not moves(self._offload, to):
             return
         self._synchronize()
         self._offload = to
         for parameter, state in self.state.items():
             for name in AVERAGES:
-                state[name] = moved_state(state[name], parameter, on_host=to == "state")
+                state[name] = moved_state(state[name], parameter, to)
 
     def _synchronize(self) -> None:
         """Have the host wait for the averages that are on their way to it."""
@@ -225,10 +244,10 @@ class _InBatches(torch.optim.Adam):
             self._window.synchronize()
 
 
-def _cut(whole: Part, most: int) -> Iterator[Part]:
-    """A parameter in parts of at most `most` bytes of states."""
+def _cut(whole: Part, element_bytes: int) -> Iterator[Part]:
+    """A parameter in parts of at most BATCH_BYTES, at so many bytes for an element."""
     numel = whole.param.numel()
-    size = max(VECTOR, most // (whole.average.element_size() + whole.square_average.element_size()) // VECTOR * VECTOR)
+    size = max(VECTOR, BATCH_BYTES // element_bytes // VECTOR * VECTOR)
     if size >= numel:
         yield whole
         return

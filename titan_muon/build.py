@@ -12,11 +12,12 @@ from torch import Tensor
 
 from . import registry
 from .agreement import Agreement, PlanReport
-from .dtensor import mesh_axes, storage_device
+from .dtensor import mesh_axes, step_device, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
+from .offload import resolved
 from .options import Hyperparameters, MuonOptions, check
 from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
 from .params import TrainedParam, storage_fault
@@ -42,7 +43,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
     """Plan the step of these parameters. Raises ValueError as `plan_step` does."""
     if not params:
         return _nothing(options, rank)
-    device = storage_device(params[0].param)
+    device = step_device(params[0].param)
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
     plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options)
@@ -143,6 +144,14 @@ def faults_here(
     return found, moved
 
 
+def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:
+    """The options as the parameters in these groups have them. Raises ValueError as `check_group`."""
+    for group in groups:
+        check_group(group)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return replace(options, offload=resolved(options.offload, parameters))
+
+
 def check_group(group: Mapping[str, Any]) -> None:
     """Raise ValueError unless a group has names and hyperparameters in range."""
     if "param_names" not in group:
@@ -177,9 +186,15 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
     )
 
 
-def storage_faults(planned: RankPlan) -> Iterator[str]:
+def storage_faults(planned: RankPlan, options: MuonOptions) -> Iterator[str]:
     """What is wrong with this rank's storage of the parameters."""
     for index, trained in enumerate(planned.params):
+        where = storage_device(trained.param)
+        if options.offload == "parameters" and trained.here and where.type != "cpu":
+            yield (
+                f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
+                "Muon's parameters there, or none"
+            )
         fault = storage_fault(trained.fqn, trained.param, planned.geometries[index], planned.program.rank)
         if fault is not None:
             yield fault
@@ -208,11 +223,8 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
-    offloaded = options.offload == "state"
-    zeroes = options.nonfinite != "propagate"
-    return Executor(
-        planned, exchange, faults, zeroes=zeroes, releases=options.release_grads, offloaded=offloaded, dtype=dtype
-    )
+    zeroes, releases = options.nonfinite != "propagate", options.release_grads
+    return Executor(planned, exchange, faults, zeroes=zeroes, releases=releases, offload=options.offload, dtype=dtype)
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:

@@ -74,9 +74,19 @@ def storage_device(tensor: Tensor) -> torch.device:
     """Device of a tensor's storage; on a rank outside of its mesh, the device that it has on the others."""
     # There the local tensor is empty, and DTensor's operators make it on the CPU whatever the mesh is of.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
-        kind = tensor.device_mesh.device_type
-        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        return _mesh_device(tensor)
     return local(tensor).device
+
+
+def step_device(tensor: Tensor) -> torch.device:
+    """Device on which a parameter is updated: that of its mesh, whose storage FSDP may keep on the host, or its own."""
+    stored = storage_device(tensor)
+    return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
+
+
+def _mesh_device(tensor: DTensor) -> torch.device:
+    kind = tensor.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,16 +13,19 @@ from torch import Tensor
 from . import update
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
-from .momentum import Momentum, OffloadedMomentum, Use, uses_of
+from .offload import Window, slot_bytes
+from .options import Offload
 from .orthogonalize import DTYPES, Iteration, Method, frobenius_norms, orthogonalize, zero_nonfinite_
 from .params import Gradients, TrainedParam, storage_of
 from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
-from .plan.schedule import Act
 from .plan.types import Plan
+from .residence import Offloaded, Resident, rows_of, stage_uses
+from .scaling import Scaling
 from .step_memory import StepMemory
+from .update import Tensors
 
 HOME = -1
 """In place of a bucket's number: the matrices that are whole on this rank."""
@@ -98,7 +101,7 @@ class Executor:
         report: where matrices that are not finite are noted.
         zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
-        offloaded: whether the momentum is on the host.
+        offload: what is on the host.
         dtype: dtype in which matrices are made whole.
     """
 
@@ -110,7 +113,7 @@ class Executor:
         *,
         zeroes: bool,
         releases: bool,
-        offloaded: bool,
+        offload: Offload,
         dtype: torch.dtype,
     ) -> None:
         self._planned, self._exchange, self._report = planned, exchange, report
@@ -120,7 +123,7 @@ class Executor:
         self.storage = tuple(map(storage_of, planned.params, plan.parameters))
         self._groups = tuple(trained.group for trained in planned.params)
         self._most = CPU_BYTES if planned.device.type == "cpu" else ACCELERATOR_BYTES
-        largest_param = max((storage.param.nbytes for storage in self.storage), default=0)
+        largest_param = max((slot_bytes(storage.param) for storage in self.storage), default=0)
         self._scratch = torch.empty(max(self._most, largest_param), dtype=torch.uint8, device=planned.device)
         self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
         self._last_bucket = self._last_buckets()
@@ -138,8 +141,7 @@ class Executor:
         self._scratch.untyped_storage().resize_(0)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
-        uses = tuple(self._uses()) if offloaded else ()
-        self.momentum = OffloadedMomentum(uses, self.storage, planned.device) if offloaded else Momentum()
+        self.residence = self._residence(offload)
 
     @property
     def batches(self) -> tuple[Batch, ...]:
@@ -191,25 +193,20 @@ class Executor:
             for piece in buffers.stored
         }
 
-    def _uses(self) -> Iterator[tuple[Use, ...]]:
-        """What momentum is advanced together, in the order of the step."""
-        for act, number in self._planned.program.turns:
-            if act is Act.HOME:
-                for run in self._home:
-                    matrices = run.batch.matrices
-                    yield uses_of([(self._matrices[m].parameter, self._home_spans[m]) for m in matrices])
-            elif act is Act.GATHER:
-                for bucket in self._planned.program.rounds[number]:
-                    stored = self._exchange.buckets[bucket].stored
-                    yield uses_of([(self._matrices[piece.matrix].parameter, piece.spans) for piece in stored])
+    def _residence(self, offload: Offload) -> Resident:
+        if offload == "none":
+            return Resident()
+        at_home, in_buckets = ([rows_of(run.advances) for run in runs] for runs in (self._home, self._buckets))
+        uses = stage_uses(self._planned.program, at_home, in_buckets)
+        return Offloaded(uses, self.storage, offload, Window(self._planned.device))
 
     def begin(self, gradients: Gradients) -> None:
-        """Take the step's memory, and bring its first momentum if that is on the host."""
+        """Take the step's memory, and bring what it uses first if that is on the host."""
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
         self.orthogonalized = 0
-        self.momentum.begin(gradients)
+        self.residence.begin(gradients)
 
     def advance_momentum(self, bucket: int, gradients: Gradients) -> None:
         """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
@@ -239,11 +236,11 @@ class Executor:
         self._release(HOME, gradients)
 
     def finish(self) -> None:
-        """Stage 7: start telling all ranks what was wrong, behind the last momentum that goes back to the host.
+        """Stage 7: start telling all ranks what was wrong, behind what goes back to the host last.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
-        self.momentum.end()
+        self.residence.end()
         self._report.send()
         self._memory.free()
         if self.orthogonalized != self.planned:
@@ -256,20 +253,19 @@ class Executor:
         """
         if not self._zeroes or not any(faults):
             return
-        self.momentum.synchronize()
+        self.residence.synchronize()
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
 
     def _advance(self, chosen: Iterable[Advance], gradients: Gradients) -> None:
-        with self.momentum.there():
+        with self.residence.there("advance"):
             for each in chosen:
                 for advance in self._with_gradients(each, gradients):
-                    group, stored = advance.group, gradients.stored
-                    grads = [part.of(stored[part.parameter]) for part in advance.parts]
-                    averages = self.momentum.averages(advance)
+                    averages, grads = self.residence.averages(advance), self.residence.grads(advance, gradients)
                     if gradients.scaling is not None:
                         grads = gradients.scaling.unscaled(grads, averages)
+                    group = advance.group
                     update.momentum(averages, grads, advance.packed, group["momentum"], group["nesterov"])
 
     def _with_gradients(self, advance: Advance, gradients: Gradients) -> Iterable[Advance]:
@@ -283,23 +279,26 @@ class Executor:
         return by_dtype.values()
 
     def _apply(self, chosen: Iterable[Apply], gradients: Gradients) -> None:
+        with self.residence.there("apply"):
+            for each in chosen:
+                run = each.without(gradients.left) if gradients.left else each
+                if run.params:
+                    self._update(run, self.residence.params(run), gradients.scaling)
+
+    def _update(self, run: Apply, params: Tensors, scaling: Scaling | None) -> None:
+        # Taken for the call alone, by views that are always there: it may be as large as a parameter.
         memory = self._scratch.untyped_storage()
-        for each in chosen:
-            run = each.without(gradients.left) if gradients.left else each
-            if not run.params:
-                continue
-            # Taken for the call alone, by views that are always there: it may be as large as a parameter.
-            memory.resize_(run.scratch_bytes)
-            group = run.group
-            # Of the whole matrix: a piece's own shape would give each rank another learning rate.
-            scale = update.lr_scale(group["lr_scale"], *run.shape)
-            numbers = (group["lr"], scale, group["weight_decay"])
-            change = partial(update.apply, run.params, run.updates, *numbers, run.scratch)
-            if gradients.scaling is None:
-                change()
-            else:
-                gradients.scaling.unless_skipped(run.params, change)
-            memory.resize_(0)
+        memory.resize_(run.scratch_bytes)
+        group = run.group
+        # Of the whole matrix: a piece's own shape would give each rank another learning rate.
+        scale = update.lr_scale(group["lr_scale"], *run.shape)
+        numbers = (group["lr"], scale, group["weight_decay"])
+        change = partial(update.apply, params, run.updates, *numbers, run.scratch)
+        if scaling is None:
+            change()
+        else:
+            scaling.unless_skipped(params, change)
+        memory.resize_(0)
 
     def _newton_schulz(self, batch: Batch, gradients: Gradients) -> None:
         self.orthogonalized += len(batch.matrices)

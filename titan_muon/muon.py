@@ -21,7 +21,7 @@ from .agreement import Agreement
 from .build import (
     Built,
     build,
-    check_group,
+    checked,
     faults_here,
     plan_changed,
     plan_rank,
@@ -32,7 +32,7 @@ from .build import (
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
-from .offload import moved_state, new_state
+from .offload import moved_state, moves, new_state
 from .options import HYPERPARAMETERS, Link, MuonOptions, Offload, Split
 from .orthogonalize import DTYPES
 from .params import Gradients, TrainedParam, gradients, placement_key
@@ -156,8 +156,8 @@ class Muon(Optimizer):
                 continue
             for bucket in program.rounds[number]:
                 if act is Act.GATHER:
-                    # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before it and goes back
-                    # behind it. Stage 3, gather: pieces to their owners.
+                    # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before its stage and
+                    # goes back behind it. Stage 3, gather: pieces to their owners.
                     executor.advance_momentum(bucket, grads)
                     exchange.gather(bucket)
                 elif act is Act.ORTHOGONALIZE:
@@ -271,14 +271,14 @@ class Muon(Optimizer):
         self._move("none")
 
     def _move(self, to: Offload) -> None:
-        if self._options.offload == to:
+        if not moves(self._options.offload, to):
             return
         self._synchronize()
         self._options = replace(self._options, offload=to)
         params = []
         for trained in self._built.planned.params:
             state = self.state[trained.param]
-            average = moved_state(state["momentum_buffer"], trained.param, on_host=to == "state")
+            average = moved_state(state["momentum_buffer"], trained.param, to)
             state["momentum_buffer"] = average
             params.append(replace(trained, average=average, average_device=local(average).device.type))
         self._build = rebuild(self._built, params, self._options)
@@ -286,7 +286,7 @@ class Muon(Optimizer):
     def _synchronize(self) -> None:
         """Have the host wait for the momentum that is on its way to it."""
         if self._build is not None:
-            self._build.executor.momentum.synchronize()
+            self._build.executor.residence.synchronize()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
@@ -309,11 +309,10 @@ class Muon(Optimizer):
         self._build = None
         fault: ValueError | None = None
         try:
-            for group in self.param_groups:
-                check_group(group)
+            self._options = checked(self.param_groups, self._options)
             planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
             report = report_of(planned, self._options, self.param_groups)
-            fault = next((ValueError(text) for text in storage_faults(planned)), None)
+            fault = next(map(ValueError, storage_faults(planned, self._options)), None)
         except ValueError as error:
             fault = error
         self._agreement.raise_together(fault)
@@ -346,4 +345,4 @@ class Muon(Optimizer):
         return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, local(average).device.type)
 
     def _new_average(self, parameter: Tensor) -> Tensor:
-        return new_state(parameter, DTYPES[self._options.state_dtype], on_host=self._options.offload == "state")
+        return new_state(parameter, DTYPES[self._options.state_dtype], self._options.offload)

@@ -1,20 +1,25 @@
-"""Optimizer states that live on the host, and the window of the device in which they take turns in a step.
+"""Tensors that live on the host, and the window of the device in which they take turns in a step.
 
-Device memory holds two loads at one time, never all states: one is used while the next one comes and the last one goes.
+Device memory holds two loads at one time, never all of them: one is used while the next comes and the last one goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .dtensor import local, storage_device
+from .dtensor import local, step_device, storage_device
+from .options import Offload
 
 LOADS_AT_ONCE = 2
 """Loads that the device holds at one time."""
+
+ALIGNMENT = 64
+"""Bytes at whose multiples tensors begin in a slot: their dtypes differ, and kernels read several elements at once."""
 
 # [Note: a load and its slot]
 # - A load is what is used together: the momentum of a bucket, for one. Loads come in the order of the step, so the one
@@ -24,6 +29,24 @@ LOADS_AT_ONCE = 2
 # - A load goes back once the computing stream is done with it, and the next one takes its slot once it has gone back.
 # - The computing stream waits for all that leaves at the end. Then the slots are freed, and what it allocates next may
 #   be their memory.
+
+
+@dataclass(frozen=True)
+class Load:
+    """Contiguous tensors of the host that come to the device together. Those that are `changed` there go back."""
+
+    changed: Sequence[Tensor]
+    read: Sequence[Tensor] = ()
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """All of them, those that are changed first."""
+        return [*self.changed, *self.read]
+
+    @property
+    def bytes(self) -> int:
+        """What they take on the device."""
+        return sum(slot_bytes(tensor) for tensor in self.tensors)
 
 
 class Window:
@@ -39,39 +62,39 @@ class Window:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
-        self._loads: tuple[Sequence[Tensor], ...] = ()
+        self._loads: dict[int, Load] = {}
         self._here: dict[int, tuple[list[Tensor], Any]] = {}
         self._used = 0
         self.slots: tuple[Tensor, ...] = ()
 
-    def begin(self, loads: Sequence[Sequence[Tensor]]) -> None:
-        """Start a step that uses these loads in this order: contiguous tensors of the host. The first ones come."""
+    def begin(self, loads: Sequence[Load]) -> None:
+        """Start a step that uses these loads in this order. The first ones come."""
         # An exception in the step before may have left it open.
         self.end()
-        self._loads, self._used = tuple(loads), 0
-        size = max((load_bytes(load) for load in self._loads), default=0)
-        count = min(LOADS_AT_ONCE, len(self._loads))
+        self._loads, self._used = dict(enumerate(loads)), 0
+        size = max((load.bytes for load in loads), default=0)
+        count = min(LOADS_AT_ONCE, len(loads))
         self.slots = tuple(torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count))
         self._arriving.wait_stream(self._current)
         for number in range(count):
             self._fetch(number)
 
     def take(self) -> list[Tensor]:
-        """The next load, on the device. What is computed with it waits until it is there."""
+        """The tensors of the next load, on the device. What is computed with them waits until they are there."""
         here, arrived = self._here[self._used]
         self._current.wait_event(arrived)
         return here
 
     def give_back(self) -> None:
-        """Send the load that was taken last back to the host, and have another one come in its place."""
-        here, _ = self._here.pop(self._used)
+        """Send what changed of the load that was taken last to the host, and have another one come in its place."""
+        (here, _), load = self._here.pop(self._used), self._loads.pop(self._used)
         self._leaving.wait_stream(self._current)
         with self._module.stream(self._leaving):
-            for host, there in zip(self._loads[self._used], here, strict=True):
+            for host, there in zip(load.changed, here, strict=False):
                 host.copy_(there, non_blocking=True)
         coming = self._used + len(self.slots)
         self._used += 1
-        if coming < len(self._loads):
+        if coming in self._loads:
             self._arriving.wait_stream(self._leaving)
             self._fetch(coming)
 
@@ -80,7 +103,8 @@ class Window:
         self._current.wait_stream(self._leaving)
         self._current.wait_stream(self._arriving)
         self._here.clear()
-        self._loads = self.slots = ()
+        self._loads.clear()
+        self.slots = ()
 
     def synchronize(self) -> None:
         """Have the host wait until all that left is there, before it reads it."""
@@ -93,42 +117,55 @@ class Window:
     def _fetch(self, number: int) -> None:
         load, slot = self._loads[number], self.slots[number % len(self.slots)]
         with self._module.stream(self._arriving):
-            here = list(carved(slot, load))
-            for there, host in zip(here, load, strict=True):
+            here = list(carved(slot, load.tensors))
+            for there, host in zip(here, load.tensors, strict=True):
                 there.copy_(host, non_blocking=True)
         self._here[number] = here, self._arriving.record_event()
 
 
-def load_bytes(load: Sequence[Tensor]) -> int:
-    """Bytes that a load takes on the device."""
-    return sum(tensor.nbytes for tensor in load)
+def slot_bytes(tensor: Tensor) -> int:
+    """Bytes of a tensor up to where the next one may begin."""
+    return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def carved(slot: Tensor, load: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Parts of a slot with the shapes and dtypes of a load, one after the other."""
+def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Parts of a slot with the shapes and dtypes of some tensors, one after the other."""
     start = 0
-    for tensor in load:
+    for tensor in tensors:
         yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += tensor.nbytes
+        start += slot_bytes(tensor)
+
+
+def resolved(chosen: Offload, parameters: Iterable[Tensor]) -> Offload:
+    """What is on the host: what was chosen, or parameters too where FSDP's CPUOffloadPolicy keeps them."""
+    apart = any(storage_device(parameter).type != step_device(parameter).type for parameter in parameters)
+    return "parameters" if apart else chosen
+
+
+def moves(now: Offload, to: Offload) -> bool:
+    """Whether states have to be moved. Raises ValueError for those of parameters that are on the host themselves."""
+    if now == "parameters" and to == "none":
+        raise ValueError("reload: the parameters are on the host (CPUOffloadPolicy), and their states stay with them")
+    return now not in (to, "parameters")
 
 
 def host_bytes(size: int, device: str) -> int:
-    """What `size` bytes of a state take on the host: pinned for a GPU, which PyTorch allocates in powers of two."""
+    """What a tensor of `size` bytes takes on the host: pinned for a GPU, which PyTorch allocates in powers of two."""
     return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
-def new_state(parameter: Tensor, dtype: torch.dtype, *, on_host: bool) -> Tensor:
+def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
     """A state of zeros, placed as its parameter is, so that a checkpoint reshards both alike; pinned on the host."""
     # Made where it stays: all states at once may be more than the device has room for.
-    if not on_host:
+    if offload == "none":
         return torch.zeros_like(parameter, dtype=dtype)
     # Only from pinned memory does a copy run beside the host, and pinned memory takes a device to pin it for.
-    pinned = storage_device(parameter).type != "cpu"
+    pinned = step_device(parameter).type != "cpu"
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned)
 
 
-def moved_state(state: Tensor, parameter: Tensor, *, on_host: bool) -> Tensor:
+def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
     """A copy of a state on the host, or where its parameter is."""
-    moved = new_state(parameter, state.dtype, on_host=on_host)
+    moved = new_state(parameter, state.dtype, offload)
     local(moved).copy_(local(state))
     return moved

@@ -84,6 +84,28 @@ class Split:
     """Leading dims that are flattened to rows, the others to columns; absent, all but the last."""
 
 
+Owner = int | Literal["balanced", "layer"]
+"""Who owns parameters: the ranks by FLOPs and bytes, one rank for each layer, or this rank."""
+OWNER = Constraint(
+    '"balanced", "layer", or 0 or more',
+    lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementRule:
+    """One `[[placement.rule]]`: where parameters whose name matches are between steps."""
+
+    match: Annotated[str, TEXT]
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+
+    placement: Literal["owned", "shard0"]
+    """`owned`: whole on one rank, a stack of experts as whole experts on several. `shard0`: left to FSDP2."""
+
+    owner: Annotated[Owner, OWNER] = "balanced"
+    """With `owned`: `balanced` over the ranks, one rank for each `layer`, or the index of the rank that owns them."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """What communication costs, and what it is weighed against: for `exchange` and `replicas` of `auto`."""
@@ -111,7 +133,7 @@ class Link:
         return flops / (self.tflops * 1e12)
 
 
-Offload = Literal["none", "state"]
+Offload = Literal["none", "state", "parameters"]
 """Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
 
 StateDtype = Literal["parameter", "bfloat16"]
@@ -211,7 +233,8 @@ class MuonOptions(StepOptions, Hyperparameters):
     """What communication costs, for choices of `auto`."""
 
     offload: Offload = "none"
-    """Where the momentum is between steps. `state`: on the host; a step brings it to the device bucket by bucket."""
+    """What is on the host, from where a step brings it to the device bucket by bucket: the momentum (`state`), or also
+    parameters and gradients (`parameters`), which is taken unasked where FSDP's CPUOffloadPolicy keeps them there."""
 
     def __post_init__(self) -> None:
         check(type(self), vars(self))

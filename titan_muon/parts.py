@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .offload import carved, load_bytes
+from .offload import carved, slot_bytes
 from .params import Storage
 from .plan.layout import Span
 
@@ -31,6 +31,17 @@ class Part(NamedTuple):
         """The rectangle of a tensor that is stored as the parameter is."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
+
+    @property
+    def rows(self) -> Part:
+        """The whole rows that it is in."""
+        return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
+
+    @property
+    def start(self) -> int:
+        """The first of them."""
+        place = self.rows.place
+        return place.start if isinstance(place, slice) else 0
 
 
 def part_of(parameter: int, span: Span, stored: Tensor) -> Part:
@@ -72,7 +83,7 @@ class Apply:
 
     group: Mapping[str, Any]
     shape: tuple[int, int]
-    parameters: tuple[int, ...]
+    parts: tuple[Part, ...]
     params: tuple[Tensor, ...]
     updates: tuple[Tensor, ...]
     scratch: tuple[Tensor, ...]
@@ -80,10 +91,10 @@ class Apply:
 
     def without(self, parameters: Collection[int]) -> Apply:
         """The same but for these parameters."""
-        kept = [parameter not in parameters for parameter in self.parameters]
+        kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
-        remaining = _those(self.parameters, kept)
-        return Apply(self.group, self.shape, remaining, params, updates, scratch, self.scratch_bytes)
+        parts = _those(self.parts, kept)
+        return Apply(self.group, self.shape, parts, params, updates, scratch, self.scratch_bytes)
 
 
 @dataclass(frozen=True)
@@ -152,22 +163,28 @@ def applies(
     found = []
     for piece in pieces:
         assert piece.view is not None, "every piece that is stored comes back"
+        stored = storage[piece.parameter].param
         for span in piece.spans:
-            param = part_of(piece.parameter, span, storage[piece.parameter].param).of(storage[piece.parameter].param)
-            found.append((piece, param, piece.view[span.piece]))
+            part = part_of(piece.parameter, span, stored)
+            found.append(((part, piece.shape), part.of(stored), piece.view[span.piece]))
     numbers = _numbered(groups)
-    alike = _grouped(found, lambda item: (numbers[item[0].parameter], item[0].shape, item[1].dtype), most)
-    return tuple(_apply(groups[items[0][0].parameter], items, scratch) for items in alike)
+    alike = _grouped(found, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), most)
+    return tuple(_apply(groups, items, scratch) for items in alike)
 
 
-def _apply(group: Mapping[str, Any], items: Sequence[tuple[Piece, Tensor, Tensor]], scratch: Tensor) -> Apply:
-    pieces, params, updates = zip(*items, strict=True)
+Placed = tuple[tuple[Part, tuple[int, int]], Tensor, Tensor]
+"""A part and the shape of its matrix, the part of the parameter, and the piece of the orthogonalized matrix."""
+
+
+def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
+    places, params, updates = zip(*items, strict=True)
     dtype, other = params[0].dtype, updates[0].dtype
     # Updates of a wider dtype than the parameter's are rounded once, with the sum.
     widens = dtype != other and torch.promote_types(dtype, other) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
-    parameters = tuple(piece.parameter for piece in pieces)
-    return Apply(group, pieces[0].shape, parameters, params, updates, wide, load_bytes(wide))
+    parts, shape = tuple(part for part, _ in places), places[0][1]
+    scratch_bytes = sum(map(slot_bytes, wide))
+    return Apply(groups[parts[0].parameter], shape, parts, params, updates, wide, scratch_bytes)
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -183,14 +200,14 @@ T = TypeVar("T", bound=tuple[Any, Tensor, Any])
 
 
 def _grouped(items: Iterable[T], kind: Callable[[T], Hashable], most: int) -> Iterator[list[T]]:
-    """Items of one kind, in lists of at most `most` bytes, or of one item."""
+    """Items of one kind, in lists of at most `most` bytes as `carved` counts them, or of one item."""
     waiting: dict[Hashable, list[T]] = {}
     held: dict[Hashable, int] = {}
     for item in items:
-        key, tensor = kind(item), item[1]
-        if key in waiting and held[key] + tensor.nbytes > most:
+        key, size = kind(item), slot_bytes(item[1])
+        if key in waiting and held[key] + size > most:
             yield waiting.pop(key)
-        held[key] = tensor.nbytes + (held[key] if key in waiting else 0)
+        held[key] = size + (held[key] if key in waiting else 0)
         waiting.setdefault(key, []).append(item)
     yield from waiting.values()
 

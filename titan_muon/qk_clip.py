@@ -255,6 +255,8 @@ class _ScaledRows:
 
     def scale(self, factors: Tensor, alpha: float) -> None:
         """Multiply the rows held here; `factors` has one for each query head."""
+        # Weights may be on the host while logits are on the device.
+        factors = factors.to(self._entries.device)
         keys = factors[self._sharing].amin(1)
         table = torch.cat([factors.new_ones(1), factors**alpha, factors, keys ** (1 - alpha)])
         tensors = [local(weight.tensor) for weight in self.weights]

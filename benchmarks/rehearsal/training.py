@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import fields
 from unittest import mock
 
@@ -21,14 +21,17 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
-from titan_muon.offload import Window
+from titan_muon.offload import Load, Window
 from titan_muon.owned import private
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 
 
 def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> Seen:
-    """Two training steps of one rank. Raises DeviceSync if the host waits in the optimizer step."""
+    """Two training steps of one rank.
+
+    Raises DeviceSync if the host waits in the optimizer step, but for parameters of its own (`enable_cpu_offload`).
+    """
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
         # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
@@ -98,7 +101,7 @@ class _Rehearsal:
             held, window = self._held(), dict[object, int]()
             begin = Window.begin
 
-            def begins(opened: Window, loads: Sequence[Sequence[Tensor]]) -> None:
+            def begins(opened: Window, loads: Sequence[Load]) -> None:
                 begin(opened, loads)
                 window.update(storages(opened.slots))
 
@@ -107,7 +110,9 @@ class _Rehearsal:
             self.counter.calls.clear()
             self.memory.reset()
             self.step_start = _bytes(self.memory.largest(), held)
-            with mock.patch.object(Window, "begin", begins), self.gpu.no_sync(), Operations() as operations:
+            unwatched = self.trainer.config.training.enable_cpu_offload
+            no_sync = _no_sync(self.gpu, unwatched=unwatched)
+            with mock.patch.object(Window, "begin", begins), no_sync, Operations() as operations:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
@@ -164,10 +169,16 @@ def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
 
 def _operations_of_a_step(muon: Muon, gpu: FakeGpu) -> Counter[str]:
     give_gradients(parameter for group in muon.param_groups for parameter in group["params"])
-    with gpu.no_sync(), Operations() as operations:
+    unwatched = muon._options.offload == "parameters"
+    with _no_sync(gpu, unwatched=unwatched), Operations() as operations:
         muon.step()
     muon.zero_grad()
     return operations.counts
+
+
+def _no_sync(gpu: FakeGpu, *, unwatched: bool) -> AbstractContextManager[None]:
+    # The end of a step is waited for where parameters are on the host, which may read them next.
+    return nullcontext() if unwatched else gpu.no_sync()
 
 
 def give_gradients(parameters: Iterable[Tensor]) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
 from titan_muon.owned import gather
-from titan_muon.owned.param import owned_like, place_on_owner
+from titan_muon.owned.param import owned_like, place_on_owners
 from titan_muon.titan.clip import GradientClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3))
@@ -46,7 +46,7 @@ def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradien
 
 def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor) -> nn.Parameter:
     whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
-    parameter = place_on_owner(whole, data, owner).requires_grad_()
+    parameter = place_on_owners(whole, data, [owner]).requires_grad_()
     if parameter.to_local().numel() > 0:
         parameter.grad = parameter.detach().clone()
     return parameter

@@ -88,27 +88,31 @@ def layouts() -> Iterator[tuple[str, str]]:
 
 
 def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout, whether bits are equal after steps, after both moved their states, and after loading each other's."""
+    """By layout, whether bits are equal after steps, after both moved their states, and after loading each other's.
+
+    A third one has its parameters and gradients on the host as well, and moves nothing.
+    """
     batched.BATCH_BYTES = 512
     found = {}
     for layout, exchange in layouts():
-        on, off = (Sharded(world_size, layout, exchange, offload) for offload in ("state", "none"))
-        for each in (on, off):
+        on, off, every = (Sharded(world_size, layout, exchange, offload) for offload in ("state", "none", "parameters"))
+        for each in (on, off, every):
             each.train((1, 2))
-        steps = equal(tensors(on), tensors(off))
+        steps = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
         for optimizer, other in zip(on.optimizers, off.optimizers, strict=True):
             optimizer.reload()
             other.offload()
-        for each in (on, off):
+        for each in (on, off, every):
             each.train((3, 4))
         moved = equal(tensors(on), tensors(off))
         saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in on.optimizers]
-        for each in (on, off):
+        for each in (on, off, every):
             each.train((5,))
             for optimizer, state in zip(each.optimizers, saved, strict=True):
                 optimizer.load_state_dict(copy.deepcopy(state))
             each.train((6,))
-        found[f"{layout} {exchange}"] = steps, moved, equal(tensors(on), tensors(off))
+        loaded = equal(tensors(on), tensors(off)) and equal(tensors(every), tensors(off))
+        found[f"{layout} {exchange}"] = steps, moved, loaded
     return found
 
 
@@ -150,9 +154,10 @@ def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list
 
 
 def owned(rank: int, world_size: int, setup: Setup) -> tuple[bool, bool]:
-    off, none = losses(rank, world_size, setup, "none")
-    on, some = losses(rank, world_size, setup, "state")
-    return equal(on, off), none == 0 and some > 0
+    (off, none), (on, some), (every, most) = (
+        losses(rank, world_size, setup, offload) for offload in ("none", "state", "parameters")
+    )
+    return equal(on, off) and equal(every, off), 0 == none < some < most
 
 
 @pytest.mark.parametrize("setup", [Setup("owned"), Setup("owned", replicas=2)], ids=["owned", "replicas"])
@@ -222,20 +227,53 @@ SHORT = {
 }
 
 
+PLACES: dict[str, dict[str, object]] = {
+    "device": {},
+    "states": {"optimizer__offload": "state"},
+    "parameters": {"training__enable_cpu_offload": "true"},
+}
+WAYS = (("device", "states"), ("states", "parameters"), ("parameters", "device"))
+
+
 def curves(rank: int, world_size: int, folder: Path) -> list[Path]:
-    """Runs with states on the device, and halfway from there to the host and back."""
+    """Runs with all on the device, and halfway from each place to another one."""
     runs = [train(tiny.recipe(folder, name="device", training__steps=4, **SHORT))]
-    for name, before, after in (("to_host", "none", "state"), ("to_device", "state", "none")):
-        train(tiny.recipe(folder, name=name, optimizer__offload=before, training__steps=2, **SHORT))
-        rest = {"optimizer__offload": after, "training__steps": 4, "checkpoint__load": "latest"}
+    for before, after in WAYS:
+        name = f"{before}_{after}"
+        train(tiny.recipe(folder, name=name, training__steps=2, **PLACES[before], **SHORT))
+        rest = {"training__steps": 4, "checkpoint__load": "latest", **PLACES[after]}
         runs.append(train(tiny.recipe(folder, name=name, **rest, **SHORT)))
     return runs
 
 
-def test_a_recipe_has_the_same_curve_wherever_states_are_and_goes_on_from_either(tmp_path: Path) -> None:
+def test_a_recipe_has_the_same_curve_wherever_it_is_kept_and_goes_on_from_each(tmp_path: Path) -> None:
     tiny.write_recipe(tmp_path)
     device, *others = run_ranks(curves, 2, tmp_path, timeout=400)[0]
     expected = [tiny.records(device, key) for key in ("loss", "grad_norm")]
     assert expected[0].keys() == set(range(1, 5))
     for run in others:
         assert [tiny.records(run, key) for key in ("loss", "grad_norm")] == expected
+
+
+def owned_curves(rank: int, world_size: int, folder: Path) -> tuple[dict[int, float], dict[int, float], set[str]]:
+    """Losses with owned matrices on the device and on the host, and where their window is opened."""
+    begin, opened = Window.begin, set()
+
+    def begins(self: Window, loads: Any) -> None:
+        opened.update(str(tensor.device) for load in loads for tensor in load.tensors)
+        begin(self, loads)
+
+    Window.begin = begins  # type: ignore[method-assign]
+    values: dict[str, object] = {**SHORT, "placement__muon": "owned", "training__steps": 3}
+    device = train(tiny.recipe(folder, name="device", **values))
+    assert not opened
+    host = train(tiny.recipe(folder, name="host", training__enable_cpu_offload="true", **values))
+    return tiny.records(device, "loss"), tiny.records(host, "loss"), opened
+
+
+def test_owned_matrices_are_kept_on_the_host_too(tmp_path: Path) -> None:
+    tiny.write_recipe(tmp_path)
+    for device, host, opened in run_ranks(owned_curves, 2, tmp_path, timeout=400):
+        assert device.keys() == set(range(1, 4))
+        assert host == device
+        assert opened == {"cpu"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,7 @@ DENSE = {"model__name": "llama3", "model__flavor": "tiny"}
 LAYOUTS = {
     "dense": (2, DENSE, 1e-4),
     "experts": (2, {"parallelism__expert_parallel_degree": 2}, 1e-3),
+    "more ranks than experts": (4, {"parallelism__expert_parallel_degree": 2, "model__flavor": "two_experts"}, 1e-3),
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
@@ -37,6 +39,9 @@ def train(recipe: object) -> str:
 
 
 def both(rank: int, world_size: int, folder: Path, options: dict[str, object], replicas: str) -> list[str]:
+    from models import qwen3
+
+    qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
     batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
     shared = {**SHARED, **batch, **options}
     owned = {"placement__muon": "owned", "placement__replicas": replicas}
@@ -54,6 +59,43 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
     assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
     assert "owned by rank" in (Path(owned) / "optimizers.txt").read_text()
+
+
+RULES = """
+[[placement.rule]]
+match = "*_norm.weight"
+placement = "owned"
+owner = "layer"
+[[placement.rule]]
+match = "*.wo.weight"
+placement = "owned"
+owner = 1
+[[placement.rule]]
+match = "*.w1.weight"
+placement = "shard0"
+"""
+
+
+def test_rules_change_where_parameters_are_and_not_what_is_learnt(tmp_path: Path) -> None:
+    """Norms, which AdamW takes, and a matrix that one rank owns; another is sharded, and the run says so."""
+    file = tiny.write_recipe(tmp_path)
+    plain = file.read_text()
+    file.write_text(plain + RULES)
+    ruled = run_ranks(half, 2, tmp_path, "owned", 6, "")[0]
+    file.write_text(plain)
+    (tmp_path / "runs").rename(tmp_path / "ruled")
+    sharded = run_ranks(half, 2, tmp_path, "shard0", 6, "")[0]
+    folder = tmp_path / "ruled" / Path(ruled).relative_to(tmp_path / "runs")
+    assert tiny.records(folder, "loss") == pytest.approx(tiny.records(sharded, "loss"), abs=1e-4)
+    lines = (folder / "optimizers.txt").read_text().splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("layers.")}
+    assert "adamw" in rows["layers.0.ffn_norm.weight"]
+    assert "owned by rank" in rows["layers.0.ffn_norm.weight"]
+    assert all("owned by rank 1" in row for name, row in rows.items() if name.endswith(".wo.weight"))
+    assert all("S(0)" in row for name, row in rows.items() if name.endswith(".w1.weight"))
+    told = [line for line in lines if line.startswith("owned, and yet the step communicates")]
+    assert len(told) == 1
+    assert "w1.weight is sharded" in told[0]
 
 
 def half(rank: int, world_size: int, folder: Path, placement: str, steps: int, load: str) -> str:

@@ -195,6 +195,7 @@ class Stacked(Block):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.Parameter(torch.ones(3, 4, 5))
+        self.kernel = nn.Parameter(torch.ones(3, 4, 5, 2))
 
 
 def refusals(rank: int, world_size: int) -> dict[str, str]:
@@ -240,7 +241,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     stacked = Stacked()
     return {
         "tied": said(lambda: Owners(Tied(), mesh=mesh)),
-        "3D": said(lambda: own(stacked, mesh=mesh, params=[stacked.experts])),
+        "4D": said(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
         "vector": said(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
         "stranger": said(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
         "nothing": said(lambda: own(nn.LayerNorm(4), mesh=mesh)),
@@ -259,7 +260,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 REFUSALS = {
     "tied": r"layers\.0\.wv\.weight, layers\.2\.wq\.weight are one tied parameter.*fully_shard",
-    "3D": r"experts: shape \(3, 4, 5\) is no matrix; leave it to fully_shard.*split",
+    "4D": r"kernel: shape \(3, 4, 5, 2\) is no matrix; leave it to fully_shard.*split",
     "vector": r"norm1\.weight: shape \(32,\) is no matrix",
     "stranger": r"the model does not have, of shapes \[\(32, 32\)\]",
     "nothing": r"nothing to own",
@@ -271,7 +272,7 @@ REFUSALS = {
     "outside": r"Linear: its owned parameters are there only within the forward of Block",
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
     "neither": r"own needs a mesh, or the owners",
-    "both": r"own takes mesh and params, or owners",
+    "both": r"own takes mesh, params and rules, or owners",
     "elsewhere": r"Block: has none of the parameters that have an owner",
 }
 
@@ -293,9 +294,9 @@ def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
     """A stack that a split says how to read is owned; a copy of a module with owned parameters is one too."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     block = Stacked()
-    owners = Owners(block, mesh=mesh, params=[block.experts], split=[Split(match="experts", row_dims=1)])
+    owners = Owners(block, mesh=mesh, params=[block.kernel], split=[Split(match="kernel", row_dims=1)])
     own(block, owners=owners)
-    return is_owned(block.experts), is_owned(copy.deepcopy(block.experts))
+    return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
 
 
 def test_a_rule_makes_matrices_of_other_shapes() -> None:

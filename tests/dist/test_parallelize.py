@@ -52,6 +52,8 @@ KEYS = {
     "ep": "expert_parallel_degree",
 }
 DENSE, MOE, LLAMA, DEEPSEEK = "qwen3/tiny", "qwen3/moe_tiny", "llama3/tiny", "deepseek_v3/tiny"
+# Fewer experts than ranks, which FSDP2 cuts and owners hold whole.
+FEW = "qwen3/two_experts"
 LAYOUTS = {
     2: [
         Layout(MOE, {"shard": 2}),
@@ -72,6 +74,10 @@ LAYOUTS = {
         Layout(MOE, {"shard": 2, "tp": 2, "ep": 2}),
         Layout(MOE, {"replicate": 2, "shard": 2, "ep": 2}),
         Layout(DEEPSEEK, {"shard": 2, "tp": 2, "ep": 4}),
+        Layout(FEW, {"shard": 4}),
+        Layout(FEW, {"shard": 4, "ep": 2}),
+        Layout(FEW, {"replicate": 2, "shard": 2}),
+        Layout(FEW, {"shard": 2, "tp": 2}),
     ],
 }
 # Every layout with owned matrices too, and HSDP with one owner among all replicas.
@@ -79,6 +85,7 @@ for _layouts in LAYOUTS.values():
     _layouts += [replace(layout, placement="owned") for layout in _layouts]
 LAYOUTS[2].append(Layout(LLAMA, {"replicate": 2}, placement="owned", replicas="one"))
 LAYOUTS[4].append(Layout(MOE, {"replicate": 2, "shard": 2, "ep": 2}, placement="owned", replicas="one"))
+LAYOUTS[4].append(Layout(FEW, {"replicate": 2, "shard": 2}, placement="owned", replicas="one"))
 
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -98,12 +105,13 @@ def _config(layout: Layout):
     from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig
     from torchtitan.trainer import Trainer
 
-    import models  # noqa: F401 (registers the families)
+    from models import qwen3
     from titan_muon.titan.model.parallelize import with_placement
     from titan_muon.titan.model.spec import model_spec
     from titan_muon.titan.recipe import Recipe
     from titan_muon.titan.recipe.sections import Placement
 
+    qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
     spec = model_spec(*layout.model.split("/"), vocab_size=VOCAB)
     degrees = {"data_parallel_shard_degree": 1} | {KEYS[axis]: n for axis, n in layout.degrees.items()}
     return Trainer.Config(

@@ -18,9 +18,10 @@ from tests import tiny
 from tests.dist.harness import run_ranks
 from tests.dist.test_training_layouts import train
 from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
-from titan_muon.owned.param import place_on_owner
+from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather
 from titan_muon.qk_clip import QKClip
+from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, has_torch
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]] = {
     "fsdp": ((4,), (Shard(0),)),
@@ -44,7 +45,7 @@ def placed_weights() -> dict[str, dict[str, Tensor]]:
     found["plain"] = whole_weights()
     mesh = init_device_mesh("cpu", (4,))
     found["owned"] = {
-        key: place_on_owner(weight, mesh, number % 4) for number, (key, weight) in enumerate(whole_weights().items())
+        key: place_on_owners(weight, mesh, [number % 4]) for number, (key, weight) in enumerate(whole_weights().items())
     }
     return found
 
@@ -96,7 +97,10 @@ TRAINED: dict[str, tuple[str, list[str]]] = {
     "owned": ("llama3", ["--placement.muon", "owned"]),
     "tp": ("deepseek_v3", ["--parallelism.tensor_parallel_degree", "2"]),
     "ep": ("deepseek_v3", ["--parallelism.expert_parallel_degree", "2"]),
+    # Each rank sees the layers of its own stage, and reports those of all.
+    "pp": ("llama3", ["--parallelism.pipeline_parallel_degree", "2", "--training.local_batch_size", "2"]),
 }
+NEEDS = {"pp": pytest.mark.skipif(not has_torch(*PIPELINE_TORCH), reason="pipeline parallelism needs torch 2.14")}
 
 
 def trained(rank: int, world_size: int, path: str, overrides: list[str]) -> list[dict[int, Any]]:
@@ -131,7 +135,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[
     return reference
 
 
-@pytest.mark.parametrize("layout", TRAINED)
+@pytest.mark.parametrize("layout", [pytest.param(name, marks=NEEDS.get(name, ())) for name in TRAINED])
 def test_two_ranks_clip_as_one_does(layout: str, one_rank: Callable) -> None:
     family, degrees = TRAINED[layout]
     folder, (losses, logits) = one_rank(family)

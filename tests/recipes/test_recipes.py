@@ -82,37 +82,68 @@ def test_every_recipe_dry_runs(
 def test_owned_shows_who_owns_what(
     recipe: str, world_size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan."""
+    """Bytes of the table are those of the owned matrices, and its FLOPs those of the plan; no step communicates."""
     experts = ["--parallelism.expert_parallel_degree", str(min(world_size, 16))] if recipe != "llama_muon" else []
     plan = dry_run(recipe, world_size, tmp_path, "--placement.muon", "owned", *experts)
     printed = capsys.readouterr().out
-    owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) == 2]
+    # Where there are more ranks than experts, stacks are owned too.
+    stacks = 3 if world_size > 16 else 2
+    owned = [p for p in plan["parameters"] if p["optimizer"] == "muon" and len(p["shape"]) <= stacks]
+    matrices = sum(p["shape"][0] if len(p["shape"]) == 3 else 1 for p in owned)
     assert sum(owner["bytes"] for owner in plan["owners"]) == sum(4 * prod(p["shape"]) for p in owned)
-    assert sum(owner["matrices"] for owner in plan["owners"]) == len(owned)
+    assert sum(owner["matrices"] for owner in plan["owners"]) == matrices
     flops = {rank["rank"]: rank["ns_flops"] for rank in plan["ranks"]}
     assert {owner["rank"]: owner["flops"] for owner in plan["owners"]} == dict.fromkeys(range(world_size), 0) | flops
     assert f"at rest on the fullest of {world_size} ranks" in printed
-    assert ("ranks own nothing" in printed) == (len(owned) < world_size)
-    if world_size <= 4:
-        assert plan["collectives_per_step"] == 0
-        assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
-        fullest = max(owner["bytes"] for owner in plan["owners"])
-        assert plan["memory"]["parameters"] >= fullest
+    assert ("ranks own nothing" in printed) == (matrices < world_size)
+    assert plan["collectives_per_step"] == 0
+    assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
+    fullest = max(owner["bytes"] for owner in plan["owners"])
+    assert plan["memory"]["parameters"] >= fullest
 
 
 @pytest.mark.parametrize(
     ("replicas", "muon_replicas", "exchanged", "orthogonalized"),
-    [("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
+    [("each", None, 0, 2), ("each", "redundant", 0, 2), ("each", "split", 1, 1), ("one", "split", 0, 1)],
 )
 def test_owners_under_hsdp(
-    replicas: str, muon_replicas: str, exchanged: int, orthogonalized: int, tmp_path: Path
+    replicas: str,
+    muon_replicas: str | None,
+    exchanged: int,
+    orthogonalized: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats the work or shares it out; one owner in the world does neither."""
-    keys = {"placement.muon": "owned", "placement.replicas": replicas, "muon.replicas": muon_replicas}
+    """An owner in each replica repeats the work or, if asked to, shares it out; one owner in the world does neither."""
+    keys = {"placement.muon": "owned", "placement.replicas": replicas}
+    keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
     plan = dry_run("llama_muon", 4, tmp_path, *(w for k, v in {**keys, **degrees}.items() for w in (f"--{k}", v)))
     assert bool(plan["collectives_per_step"]) == bool(exchanged)
     assert plan["orthogonalizations"] == orthogonalized * plan["muon_matrices"]
+    told = 'the step communicates: muon.replicas shares out copies; "redundant" would not'
+    assert (told in capsys.readouterr().out) == bool(exchanged)
+
+
+TALKS = {
+    "tensor parallel": (
+        ("--parallelism.tensor_parallel_degree", "2"),
+        "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not",
+    ),
+    "missing gradients": (
+        ("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
+        'muon.missing_grad = "skip" has copies compare their gradients; "error" would not',
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TALKS)
+def test_an_owned_step_that_communicates_says_why(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words, told = TALKS[case]
+    dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
+    assert f"owned, and yet the step communicates: {told}" in capsys.readouterr().out
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,9 +195,9 @@ def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None
     assert full["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
     assert half["memory"]["optimizer_states"] == 2 * elements["muon"] + 8 * elements["adamw"]
     for memory in (full["memory"], half["memory"]):
-        others = ("total", "host_states", "uncounted_optimizers")
+        others = ("total", "host_parameters", "host_gradients", "host_states", "uncounted_optimizers")
         counted = {name: size for name, size in memory.items() if name not in others}
-        assert memory["host_states"] == 0
+        assert memory["host_parameters"] == memory["host_gradients"] == memory["host_states"] == 0
         assert memory["total"] == sum(counted.values())
         assert memory["uncounted_optimizers"] == []
 
@@ -192,6 +223,25 @@ def test_offloaded_states_are_counted_on_the_host_and_two_loads_of_them_on_the_d
     assert memory["optimizer_states"] == max(2 * 4 * cost["load_elements"], 2 * averages)
     mib = sum(pinned if device == "cuda" else sizes) / 2**20
     assert re.search(rf"host: states +{mib:,.1f} MiB", capsys.readouterr().out)
+
+
+def test_offloaded_parameters_are_counted_on_the_host_and_two_loads_of_them_on_the_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.json"
+    words = ["--data.cache", str(tmp_path), "--training.enable_cpu_offload", "true", "--muon.state_dtype", "bfloat16"]
+    report(load(CONFIGS / "llama_muon.toml", words), 1, full=False, json=str(file), device="cpu")
+    plan = json.loads(file.read_text())
+    memory, (cost,) = plan["memory"], plan["ranks"]
+    parameters = sum(4 * prod(a["shape"]) for a in plan["parameters"])
+    assert (memory["parameters"], memory["gradients"]) == (0, 0)
+    assert memory["host_parameters"] == memory["host_gradients"] == parameters
+    states = sum((2 if a["optimizer"] == "muon" else 8) * prod(a["shape"]) for a in plan["parameters"])
+    assert memory["host_states"] == states
+    # Momentum in bfloat16 with the gradient, and of AdamW's both averages, the parameter and the gradient.
+    adamw = sum(16 * prod(a["shape"]) for a in plan["parameters"] if a["optimizer"] == "adamw")
+    assert memory["optimizer_states"] == max(2 * (2 + 4) * cost["load_elements"], 2 * adamw)
+    assert re.search(r"host: gradients +[\d.,]+ MiB\n +host: states", capsys.readouterr().out)
 
 
 def test_states_of_another_packages_optimizer_are_said_not_to_be_counted(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon import adam as batched
-from titan_muon.offload import LOADS_AT_ONCE, Window
+from titan_muon.offload import ALIGNMENT, LOADS_AT_ONCE, Load, Window
 
 __all__ = ["stream_order"]
 
@@ -22,8 +22,15 @@ SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4
 CPU = torch.device("cpu")
 
 
-def loads(count: int = 5) -> list[list[Tensor]]:
-    return [[torch.full((2, 3), float(i)), torch.full((4 + i,), float(i))] for i in range(count)]
+def loads(count: int = 5) -> list[Load]:
+    """Each of two tensors that are changed, of bytes that would leave the next one misaligned, and one that is not."""
+    return [
+        Load(
+            [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
+            [torch.full((3,), float(i))],
+        )
+        for i in range(count)
+    ]
 
 
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -66,22 +73,23 @@ ORDER = [
 def test_a_load_comes_while_the_one_before_is_used_and_two_are_there_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     log, window, host = watched(monkeypatch), Window(CPU), loads()
     window.begin(host)
-    assert [slot.nbytes for slot in window.slots] == [4 * (6 + 8)] * LOADS_AT_ONCE, "as large as the largest load"
-    for number in range(len(host)):
+    assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * LOADS_AT_ONCE, "as large as the largest load"
+    for number, load in enumerate(host):
         here = window.take()
-        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in host[number]]
+        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in load.tensors]
         for tensor in here:
             assert torch.equal(tensor, torch.full_like(tensor, float(number)))
             tensor.add_(100)
-        assert all((tensor == number).all() for tensor in host[number]), "not in place on the host"
+        assert all((tensor == number).all() for tensor in load.tensors), "not in place on the host"
         window.give_back()
-        assert all((tensor == 100 + number).all() for tensor in host[number])
+        assert all((tensor == 100 + number).all() for tensor in load.changed)
+        assert all((tensor == number).all() for tensor in load.read), "only what is changed goes back"
     window.end()
     assert log[: len(ORDER)] == ORDER
     assert window.slots == (), "between steps their memory is free"
 
 
-def used(window: Window, host: list[list[Tensor]]) -> None:
+def used(window: Window, host: list[Load]) -> None:
     window.begin(host)
     for _ in host:
         for tensor in window.take():
@@ -90,7 +98,7 @@ def used(window: Window, host: list[list[Tensor]]) -> None:
     window.end()
 
 
-def steps(window: Window, host: list[list[Tensor]]) -> None:
+def steps(window: Window, host: list[Load]) -> None:
     """Steps, after each of which something else is computed in what may be their memory."""
     for _ in range(2):
         used(window, host)
@@ -124,7 +132,7 @@ def test_a_step_that_raised_leaves_nothing_for_the_next(monkeypatch: pytest.Monk
     window.begin(host)
     window.take()[0].add_(1)
     used(window, host)
-    assert all((tensor == 2 * i).all() for i, load in enumerate(host) for tensor in load)
+    assert all((tensor == 2 * i).all() for i, load in enumerate(host) for tensor in load.changed)
 
 
 def named(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -179,6 +187,60 @@ def test_states_pass_through_the_window_and_the_bits_are_the_same(name: str, mon
     assert log.count("0 comes") == 2
     assert equal(here, there)
     assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 1200)
+    log, build = watched(monkeypatch), OPTIMIZERS[name]
+    here, there = named(), named()
+    resident, offloaded = build(here), build(there, offload="parameters")
+    train(resident, here, range(3))
+    train(offloaded, there, range(3))
+    assert log.count("0 comes") == 3
+    assert log[: len(ORDER)] == ORDER
+    assert equal(here, there)
+    assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
+    offloaded.offload()
+    with pytest.raises(ValueError, match="reload: the parameters are on the host"):
+        offloaded.reload()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("offload", ["state", "parameters"])
+def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = named()
+    optimizer = OPTIMIZERS[name](params, offload=offload)
+    train(optimizer, params, range(1))
+    take, begin, changed = Window.take, Window.begin, set[int]()
+
+    def begins(window: Window, loads: list[Load]) -> None:
+        changed.update(tensor.data_ptr() for load in loads for tensor in load.changed)
+        begin(window, loads)
+
+    monkeypatch.setattr(Window, "begin", begins)
+    monkeypatch.setattr(Window, "take", lambda window: [tensor.clone() for tensor in take(window)])
+    kept = [*averages(optimizer), *(params.values() if offload == "parameters" else ())]
+    before = copy.deepcopy(kept)
+    train(optimizer, params, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    assert changed.isdisjoint(param.grad.data_ptr() for param in params.values()), "gradients do not go back"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whoever_reads_what_is_on_the_host_finds_it_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Window] = []
+    monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
+    for offload, of_a_step in (("state", 0), ("parameters", 1)):
+        params = named()
+        optimizer = OPTIMIZERS[name](params, offload=offload)
+        waits.clear()
+        train(optimizer, params, range(1))
+        assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
+        saved = optimizer.state_dict()
+        assert len(waits) == of_a_step + 1
+        optimizer.load_state_dict(saved)
+        assert len(waits) > of_a_step + 1, "what is still on its way would overwrite what was loaded"
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -208,6 +208,14 @@ def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
     return "their_sgd"
 
 
+def test_parameters_on_the_host_are_said_to_every_optimizer_that_knows_of_it(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5))
+    taken = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
+    by_name = dict(zip(names(taken), taken, strict=True))
+    assert by_name["adamw"]._offload == by_name["muon"]._options.offload == "parameters"
+    assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
+
+
 def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
     of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
     taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]

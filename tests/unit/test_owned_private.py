@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
 from titan_muon.owned import is_owned, private
-from titan_muon.owned.param import held_elements, holders, place_on_owner
+from titan_muon.owned.param import held_elements, holders, place_on_owners
 
 
 @pytest.fixture
@@ -25,6 +25,16 @@ def four_ranks() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     yield
     dist.destroy_process_group()
+
+
+def test_memory_that_replaces_a_stored_tensors_is_the_parameters(four_ranks: None) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    param = place_on_owners(torch.nn.Parameter(torch.zeros(2, 3)), mesh, [0])
+    stored = private.stored_tensor(param)
+    stored.data = torch.ones(2, 3)
+    for local in (param.to_local(), param.detach().to_local()):  # type: ignore[attr-defined]
+        assert local.data_ptr() == stored.data_ptr()
+        assert local.tolist() == [[1.0] * 3] * 2
 
 
 def test_a_version_is_unchanged_by_what_was_written_since_the_call() -> None:
@@ -79,7 +89,7 @@ def test_an_owned_parameter_is_on_its_holders_alone(owner: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(15.0).view(5, 3)
     cut = distribute_tensor(whole, mesh["tensor"], [Shard(0)], src_data_rank=None)
-    owned = place_on_owner(cut, mesh["data"], owner)
+    owned = place_on_owners(cut, mesh["data"], [owner])
     assert holders(owned) == ((0, 1) if owner == 0 else (2, 3))
     assert held_elements(owned) == dict(zip(holders(owned), (9, 6), strict=True))
     assert owned.shape == (5, 3)
@@ -92,7 +102,7 @@ def test_an_owned_parameter_is_on_its_holders_alone(owner: int) -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 def test_owned_parameters_are_copied_and_pickled() -> None:
-    owned = place_on_owner(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    owned = place_on_owners(torch.ones(2, 3), init_device_mesh("cpu", (4,)), [0])
     for copied in (copy.deepcopy(owned), pickle.loads(pickle.dumps(owned))):
         assert is_owned(copied)
         assert holders(copied) == (0,)
@@ -102,7 +112,7 @@ def test_owned_parameters_are_copied_and_pickled() -> None:
 
 @pytest.mark.usefixtures("four_ranks")
 def test_pytorch_finds_no_process_groups_where_none_are() -> None:
-    owned = place_on_owner(torch.ones(2, 3), init_device_mesh("cpu", (4,)), 0)
+    owned = place_on_owners(torch.ones(2, 3), init_device_mesh("cpu", (4,)), [0])
     with pytest.raises(ValueError, match="neither sharded nor gathered by PyTorch"):
         owned.device_mesh.get_group()
 

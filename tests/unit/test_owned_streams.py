@@ -11,6 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.owned_model import Net, loss_of, make, matrices
+from tests.dist.test_owned_stacks import loss_of as mixture_loss
+from tests.dist.test_owned_stacks import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Owners, own
 from titan_muon.owned import private
@@ -110,3 +112,19 @@ def test_a_backward_that_raised_leaves_nothing_on_any_stream(
         train(net, owners, 1)
         count()
     assert set(seen) == {0}
+
+
+def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
+    stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    net = make_mixture(experts=3)
+    owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=list(net.parameters()))
+    for layer in net:
+        own(layer, owners=owners)
+    with stream_order:
+        for step in range(2):
+            mixture_loss(net, 0, 4, step).backward()
+    assert any(parameter.grad is not None for parameter in net.parameters())
+    dist.destroy_process_group()

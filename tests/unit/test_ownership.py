@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,15 +37,15 @@ def items(draw: st.DrawFn) -> list[OwnedItem]:
 
 def by_layer(ownership: Ownership) -> dict[str, list[int]]:
     found = defaultdict(list)
-    for each, owner in zip(ownership.items, ownership.owners, strict=True):
-        found[each.layer].append(owner)
+    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+        found[each.layer] += owners
     return found
 
 
 @given(items(), st.integers(1, 12))
 def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
     ownership = assign_owners(given_items, size)
-    assert all(0 <= owner < size for owner in ownership.owners)
+    assert all(0 <= owner < size for (owner,) in ownership.owners)
     loads = ownership.loads()
     assert len(loads) == size
     assert sum(load.matrices for load in loads) == len(given_items)
@@ -78,6 +80,64 @@ def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fulle
     flops, held = [load.flops for load in loads], [load.bytes for load in loads]
     assert max(flops) <= longest * sum(flops) / size
     assert max(held) <= fullest * sum(held) / size
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> list[OwnedItem]:
+    """Stacks and matrices, whose FLOPs and bytes their units share evenly."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=20))
+    return [
+        OwnedItem(f"{i}", str(layer), units * cost, units * cost, units) for i, (units, cost, layer) in enumerate(sizes)
+    ]
+
+
+@given(stacks(), st.integers(1, 12))
+def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
+    """As many as it has units for, in runs that torch.chunk would make, none of them empty."""
+    ownership = assign_owners(given_items, size)
+    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+        assert len(set(owners)) == len(owners)
+        assert len(owners) == len(torch.arange(each.units).chunk(min(each.units, size)))
+    loads = ownership.loads()
+    assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
+    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
+    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+
+
+def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
+    """48 matrices of 16 experts in each of 30 layers, beside attention, on 32 ranks."""
+    attention = [item(f"{i}.{name}", str(i), 2048, 2048) for i in range(30) for name in ("q", "k", "v", "o")]
+    work = 16 * standard_flops(768, 2048, 5)
+    experts = [OwnedItem(f"{i}.{w}", str(i), work, 16 * 4 * 768 * 2048, 16) for i in range(30) for w in ("1", "2", "3")]
+    loads = assign_owners(attention + experts, 32).loads()
+    assert max(load.bytes for load in loads) <= 1.1 * sum(load.bytes for load in loads) / 32
+    assert max(load.flops for load in loads) <= 1.1 * sum(load.flops for load in loads) / 32
+
+
+def test_owners_that_are_named_count_first() -> None:
+    """A rank, and a layer that goes to one rank as a whole; what is balanced makes room for them."""
+    rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
+    layers = [
+        replace(each, fqn=f"l{each.fqn}", layer=f"l{each.layer}", owner="layer")
+        for each in model(2, {"c": (9, 9), "d": (9, 9)})
+    ]
+    stack = OwnedItem("e", "e", 4, 4, units=4, owner=2)
+    others = [item(f"o{i}", f"o{i}", 9, 9) for i in range(2)]
+    ownership = assign_owners([*rank, *layers, stack, *others], 4)
+    owners = dict(zip((each.fqn for each in ownership.items), ownership.owners, strict=True))
+    assert owners["0.a"] == owners["0.b"] == (1,)
+    assert owners["e"] == (2,)
+    assert owners["l0.c"] == owners["l0.d"] != owners["l1.c"] == owners["l1.d"]
+    assert (1,) not in (owners["o0"], owners["o1"])
+    with pytest.raises(ValueError, match="o0 cannot have owner = 4; 0 to 3 can own it"):
+        assign_owners([replace(others[0], owner=4)], 4)
+
+
+def test_what_nobody_orthogonalizes_is_even_in_bytes() -> None:
+    """Beside a matrix: by FLOPs all of it would go to the ranks without one."""
+    free = [OwnedItem(f"f{i}", f"f{i}", 0, 100) for i in range(9)]
+    loads = assign_owners([OwnedItem("c", "c", 10**6, 100), *free], 2).loads()
+    assert [load.bytes for load in loads] == [500, 500]
 
 
 def test_bytes_have_a_limit_of_their_own() -> None:

@@ -36,9 +36,12 @@ def option_table() -> str:
         assert item.default is not MISSING, f"a recipe need not give {item.name}"
         kind = kinds[item.name]
         takes = ranges[item.name].accepted if item.name in ranges else schema.describe(kind)
-        if get_origin(kind) is Literal:
-            takes = ", ".join(f"`{choice}`" for choice in get_args(kind))
-        cells = (f"`muon.{item.name}`", f"`{toml.value_text(item.default)}`", takes, meaning[item.name])
+        # An absent key may have the choices too.
+        choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        if choices and item.name not in ranges:
+            takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
+        default = "absent" if item.default is None else f"`{toml.value_text(item.default)}`"
+        cells = (f"`muon.{item.name}`", default, takes, meaning[item.name])
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

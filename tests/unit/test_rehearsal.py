@@ -141,7 +141,20 @@ def rehearsed() -> dict[str, list[str]]:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize("step", ["none", "owned", "offload", "offload owned", "tensor parallel", "clipped", "same"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        "none",
+        "owned",
+        "offload",
+        "offload owned",
+        "host parameters",
+        "host parameters owned",
+        "tensor parallel",
+        "clipped",
+        "same",
+    ],
+)
 def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
     assert rehearsed()[step] == []
 

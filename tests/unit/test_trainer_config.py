@@ -142,3 +142,15 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
     )
     assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
     assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
+
+
+@pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
+def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
+    accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU torch refuses a second one."""
+    asked: list[bool] = []
+    monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
+    monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))
+    job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
+    assert asked == [accelerator and offload]

@@ -1,7 +1,8 @@
 """The collectives of owned parameters: broadcasts from the owners, reductions to them, and sums over replicas.
 
 A layer takes one operation for each of its owners, of which there are never more than it has matrices, however many
-ranks there are. An all-gather or a reduce-scatter of unequal parts is one operation for each rank on NCCL.
+ranks there are, and one for each owner of a stack. An all-gather or a reduce-scatter of unequal parts is one operation
+for each rank on NCCL.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from . import private
 class OwnerCollectives:
     """What carries a layer's parameters and gradients between the ranks of a group.
 
-    Parts are contiguous tensors, one for each rank of the group as the owner of what is in it; most are empty. Every
-    method starts its operations and returns what there is to wait for, which is nothing if they run in a stream.
+    Parts are contiguous tensors, each with its owner, a rank of the group; all ranks give the same owners in the same
+    order. Every method starts its operations and returns what there is to wait for, which is nothing if they run in a
+    stream.
 
     Attributes:
         group: process group whose ranks own the parameters.
@@ -42,22 +44,24 @@ class OwnerCollectives:
         # collectives silently do nothing, and one that is not asynchronous stops the host.
         return cls(group, private.coalesces(group, device))
 
-    def gather(self, parts: Sequence[Tensor]) -> list[dist.Work]:
+    def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
         """Fill every part with what its owner has in it."""
-        return self._start(self._broadcast, parts)
+        return self._start(self._broadcast, owners, parts)
 
-    def reduce(self, parts: Sequence[Tensor]) -> list[dist.Work]:
+    def reduce(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
         """Have every owner's part hold the sum over all ranks; on other ranks what it holds is lost."""
-        return self._start(self._reduce, parts)
+        return self._start(self._reduce, owners, parts)
 
     def all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Sum a tensor over the ranks of another group."""
         work = dist.all_reduce(part, group=group, async_op=not self.in_stream)
         return [] if work is None else [work]
 
-    def _start(self, operation: Callable[[Tensor, int], dist.Work | None], parts: Sequence[Tensor]) -> list[dist.Work]:
+    def _start(
+        self, operation: Callable[[Tensor, int], dist.Work | None], owners: Sequence[int], parts: Sequence[Tensor]
+    ) -> list[dist.Work]:
         # Before the first is launched: what raises between the start and the end of a group leaves it open for ever.
-        owned = [(part, owner) for owner, part in enumerate(parts) if part.numel() > 0]
+        owned = [(part, owner) for owner, part in zip(owners, parts, strict=True) if part.numel() > 0]
         if self.in_stream and owned:
             with private.coalesced(self.group, owned[0][0].device):
                 for part, owner in owned:

@@ -8,12 +8,13 @@ fully_shard(model, mesh=mesh)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from ..options import PlacementRule
 from .hooks import ModuleHooks, refuse_use_while_owned
 from .owners import Owners
 from .param import OwnedParam, ParamModuleInfo
@@ -26,6 +27,7 @@ def own(
     *,
     mesh: DeviceMesh | None = None,
     params: Iterable[nn.Parameter] | None = None,
+    rules: Sequence[PlacementRule] = (),
     owners: Owners | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
@@ -40,7 +42,8 @@ def own(
         module: plain module, or one that is already given to `fully_shard` with the same parameters ignored.
         mesh: mesh as for `Owners`, with `params`, if this module is all that is owned.
         params: parameters to own, see `Owners`.
-        owners: owners of the whole model's parameters, instead of `mesh` and `params`.
+        rules: rules on the names of the module's parameters, see `Owners`.
+        owners: owners of the whole model's parameters, instead of `mesh`, `params` and `rules`.
         mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without one in `param_dtype`.
         reshard_after_forward: whether the copies are freed between forward and backward; by default all but those of
             the last module that is owned, which would be gathered again at once.
@@ -53,16 +56,16 @@ def own(
     if owners is None:
         if mesh is None:
             raise ValueError("own needs a mesh, or the owners of the whole model")
-        owners = Owners(module, mesh=mesh, params=params)
-    elif mesh is not None or params is not None:
-        raise ValueError("own takes mesh and params, or owners, which have both")
+        owners = Owners(module, mesh=mesh, params=params, rules=rules)
+    elif mesh is not None or params is not None or rules:
+        raise ValueError("own takes mesh, params and rules, or owners, which have them")
     infos, name = owners.within(module), type(module).__name__
     if not infos:
         raise ValueError(f"{name}: has none of the parameters that have an owner, or they are owned already")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_dtypes(infos, policy)
     comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
-    owned = [OwnedParam(fqn, info, comm.mesh, owners.owner(fqn), offload) for fqn, info in infos.items()]
+    owned = [OwnedParam(fqn, info, comm.mesh, owners.owners(fqn), offload) for fqn, info in infos.items()]
     group = OwnedParamGroup(name, owned, comm, policy.param_dtype)
     factor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     reshard = reshard_after_forward

@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensor import layout_of, local
-from ..plan.layout import region
-from .private import OwnerMesh, joint_mesh
+from ..plan import types
+from ..plan.layout import Intervals, chunk, region
+from .private import OwnerMesh, joint_mesh, stored_tensor
 
 # [Note: owned tensors]
 # - Original parameter: the one on the module when `own` is called, a plain tensor or a DTensor of tensor parallelism.
 # - Owned parameter: the original one on its owner, a DTensor with all other ranks as non-participants. It is on the
-#   module between uses; optimizers and checkpoints see no other. Its mesh has a first axis, `owner`, of one rank; then
-#   the replicas of HSDP, if each has an owner; then the axes of tensor parallelism, whose pieces stay where they are.
-# - Unsharded buffer: flat, one for each param group, in the dtype of computing. Owners lie in it in order, so that
-#   each one's part is a single run of elements, which it broadcasts.
+#   module between uses; optimizers and checkpoints see no other. Its mesh has the replicas of HSDP, if each has an
+#   owner; then the axes of tensor or expert parallelism, whose pieces stay where they are; and a last axis, `owner`, of
+#   one rank. A stack of experts may have several owners there, who divide it along dim 0. The axis is the last because
+#   DTensor cuts a dim from left to right, and it is what expert parallelism has left to a rank that they divide.
+# - Owned part: what one owner has of a parameter, all of it or some of its experts.
+# - Unsharded buffer: flat, one for each param group, in the dtype of computing. Parameters of one owner lie in it in
+#   the order of owners, so that what each one broadcasts of them is a single run of elements; stacks follow, whose
+#   parts are a run each, since a module computes with the stack as it lies there.
 # - Unsharded parameter: a view of the buffer, as a DTensor if the original parameter was one. It is on the module while
 #   that computes, on every rank; an autograd leaf.
 # - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients that are not reduced yet.
@@ -58,22 +63,24 @@ class OwnedParam:
         fqn: name in the model, for messages.
         info: place of the original parameter, which the owned one takes at once.
         data_mesh: data-parallel mesh.
-        owner: rank of the mesh's last axis.
+        owners: ranks of the mesh's last axis; several divide dim 0.
         offload_to_cpu: whether the owned parameter and its gradient are kept on the host.
 
     Attributes:
         unsharded_size: size of the unsharded parameter's local tensor.
+        parts: what each owner has, in the order of dim 0.
         unsharded_accumulated_grad: sum of gradients in the reduce dtype, or None.
     """
 
     def __init__(
-        self, fqn: str, info: ParamModuleInfo, data_mesh: DeviceMesh, owner: int, offload_to_cpu: bool
+        self, fqn: str, info: ParamModuleInfo, data_mesh: DeviceMesh, owners: Sequence[int], offload_to_cpu: bool
     ) -> None:
-        self.fqn, self.owner, self._info = fqn, owner, info
-        owned = place_on_owner(info.param, data_mesh, owner)
+        self.fqn, self._info = fqn, info
+        owned = place_on_owners(info.param, data_mesh, owners)
         if offload_to_cpu and not owned.is_meta:
             owned = nn.Parameter(owned.detach().cpu(), requires_grad=owned.requires_grad)
         self.unsharded_size = unsharded_size(owned)
+        self.parts = tuple(OwnedPart(self, owner, *rows) for owner, rows in owned_rows(owned))
         self.unsharded_accumulated_grad: Tensor | None = None
         self._owned_param = owned
         self._unsharded_param: nn.Parameter | None = None
@@ -94,6 +101,10 @@ class OwnedParam:
     def init_unsharded_param(self, view: Tensor) -> None:
         """Make the unsharded parameter from its view of the unsharded buffer."""
         owned = self.owned_param
+        stored = stored_tensor(owned)
+        if stored.device != view.device:
+            # Only from pinned memory does a copy run beside the host. Not before: `to_empty` takes other memory.
+            stored.data = stored.pin_memory()
         self._unsharded_param = nn.Parameter(wrap_unsharded(owned, view), requires_grad=owned.requires_grad)
 
     def to_unsharded(self) -> None:
@@ -131,13 +142,35 @@ class OwnedParam:
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
         """Give the owned parameter its gradient, or add to the one it has."""
-        owned = self.owned_param
-        reduced = reduced.to(device=local(owned).device, dtype=owned.dtype)
-        if owned.grad is None:
+        owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
+        place = local(owned).device
+        if owned.grad is not None:
+            # On the local tensor: DTensor refuses to add a plain one.
+            local(owned.grad).add_(reduced.to(place))
+        elif reduced.device == place:
             owned.grad = owned_like(reduced, owned)
         else:
-            # On the local tensor: DTensor refuses to add a plain one.
-            local(owned.grad).add_(reduced)
+            # On the host, pinned. `from_local` would take it back to the mesh's device.
+            owned.grad = torch.empty_like(owned, pin_memory=True)
+            local(owned.grad).copy_(reduced)
+
+
+@dataclass(frozen=True)
+class OwnedPart:
+    """What one owner has of an unsharded parameter: rows `start` to `stop` of dim 0."""
+
+    param: OwnedParam
+    owner: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> torch.Size:
+        return torch.Size((self.stop - self.start, *self.param.unsharded_size[1:]))
+
+    def of(self, unsharded: Tensor) -> Tensor:
+        """This part of the unsharded parameter or of its gradient."""
+        return unsharded.narrow(0, self.start, self.stop - self.start)
 
 
 def is_owned(tensor: Tensor) -> bool:
@@ -152,17 +185,30 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
     """Elements of an owned tensor that each of its holders has, by global rank."""
-    mesh = layout_of("", tensor).mesh
-    return {rank: prod(_size_at(tensor, mesh.coordinate(index))) for index, rank in enumerate(mesh.ranks)}
+    layout = layout_of("", tensor)
+    coordinates = map(layout.mesh.coordinate, range(len(layout.mesh.ranks)))
+    sizes = (_size_of(region(layout, coordinate)) for coordinate in coordinates)
+    return {rank: prod(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
 
 
 def unsharded_size(owned: Tensor) -> torch.Size:
-    """What a rank computes with of an owned tensor: all of it, or this rank's piece of tensor parallelism."""
-    mesh = _mesh_of(owned)
+    """What a rank computes with of an owned tensor: all of it, or this rank's piece of tensor or expert parallelism."""
+    mesh, layout = _mesh_of(owned), layout_of("", owned)
     inner = () if mesh.inner is None else mesh.inner.get_coordinate()
     assert inner is not None, "this rank is on the mesh of its own piece"
-    # The axes before those of tensor parallelism cut nothing: 0 will do, on a rank too that is not on the owner's mesh.
-    return _size_at(owned, (*[0] * (mesh.ndim - len(inner)), *inner))
+    # As if one rank owned it. The axes before the inner ones cut nothing: 0 will do, on a rank too that is not on the
+    # owners' mesh.
+    whole = replace(layout, placements=(*layout.placements[:-1], types.Replicate()))
+    dims = region(whole, (*[0] * (mesh.ndim - 1 - len(inner)), *inner, 0))
+    return _size_of(dims)
+
+
+def owned_rows(owned: Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Each owner of a tensor, and the rows of dim 0 that it has of this rank's unsharded tensor."""
+    owners, rows = _mesh_of(owned).owners, unsharded_size(owned)[0]
+    for number, owner in enumerate(owners):
+        part = chunk(rows, len(owners), number)
+        yield owner, (part.start, part.stop)
 
 
 def wrap_unsharded(owned: Tensor, piece: Tensor) -> Tensor:
@@ -170,7 +216,7 @@ def wrap_unsharded(owned: Tensor, piece: Tensor) -> Tensor:
     inner = _mesh_of(owned).inner
     if inner is None:
         return piece
-    return _from_local(piece, inner, owned.placements[-inner.ndim :], owned)  # type: ignore[attr-defined]
+    return _from_local(piece, inner, owned.placements[-1 - inner.ndim : -1], owned)  # type: ignore[attr-defined]
 
 
 def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
@@ -178,32 +224,38 @@ def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
     return _from_local(piece, _mesh_of(owned), owned.placements, owned)  # type: ignore[attr-defined]
 
 
-def place_on_owner(param: Tensor, data_mesh: DeviceMesh, owner: int) -> nn.Parameter:
-    """The owned parameter of an original one. The owner keeps the original storage, the others nothing."""
+def place_on_owners(param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int]) -> nn.Parameter:
+    """The owned parameter of an original one. A single owner keeps the original storage, the others nothing."""
     inner = param.device_mesh if isinstance(param, DTensor) else None
     placements = param.placements if isinstance(param, DTensor) else ()
-    mesh = owner_mesh(data_mesh, inner, owner)
-    piece = local(param.detach())
-    if mesh.get_coordinate() is None:
+    mesh = owner_mesh(data_mesh, inner, owners)
+    piece, coordinate = local(param.detach()), mesh.get_coordinate()
+    if coordinate is None:
         # Global size and stride stay those of the whole: checkpoints and state dicts compare them on every rank.
         piece = piece.new_empty(0)
-    owned = _from_local(piece, mesh, [*[Replicate()] * (mesh.ndim - len(placements)), *placements], param)
+    elif len(owners) > 1:
+        part = chunk(len(piece), len(owners), coordinate[-1])
+        # A copy: a view would keep the whole stack in memory.
+        piece = piece[part.start : part.stop].clone()
+    outer = [Replicate()] * (mesh.ndim - 1 - len(placements))
+    owned = _from_local(piece, mesh, [*outer, *placements, Shard(0) if len(owners) > 1 else Replicate()], param)
     return nn.Parameter(owned, requires_grad=param.requires_grad)
 
 
-def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owner: int) -> OwnerMesh:
-    """The mesh of a parameter that rank `owner` of the last axis of `data_mesh` owns.
+def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int]) -> OwnerMesh:
+    """The mesh of a parameter that ranks `owners` of the last axis of `data_mesh` own.
 
     Args:
         data_mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        inner: mesh of the original parameter (tensor parallelism), a slice of the same mesh as `data_mesh`, or None.
-        owner: rank of the last axis.
+        inner: mesh of the original parameter (tensor or expert parallelism), a slice of the same mesh as `data_mesh`,
+            or None.
+        owners: ranks of the last axis, in the order in which they divide dim 0.
     """
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
-    names = (OWNER_AXIS, *data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()))
-    ranks = joint.mesh.select(data_mesh.ndim - 1, owner).unsqueeze(0)
-    return OwnerMesh(ranks, names, data_mesh, owner, inner)
+    names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()), OWNER_AXIS)
+    ranks = torch.stack([joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners], dim=-1)
+    return OwnerMesh(ranks, names, data_mesh, tuple(owners), inner)
 
 
 def _mesh_of(owned: Tensor) -> OwnerMesh:
@@ -212,9 +264,7 @@ def _mesh_of(owned: Tensor) -> OwnerMesh:
     return owned.device_mesh
 
 
-def _size_at(tensor: Tensor, coordinate: Sequence[int]) -> torch.Size:
-    """Size of the local tensor at a mesh coordinate."""
-    dims = region(layout_of("", tensor), coordinate)
+def _size_of(dims: Sequence[Intervals]) -> torch.Size:
     return torch.Size(sum(stop - start for start, stop in dim) for dim in dims)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..dtensor import local
 from . import private
 from .collectives import OwnerCollectives
-from .param import OwnedParam
+from .param import OwnedParam, OwnedPart
 from .streams import Streams
 
 # [Note: one buffer for ever]
@@ -94,11 +95,13 @@ class OwnedParamGroup:
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
     ) -> None:
         self.name, self.state = name, OwnedState.OWNED
-        # Each owner's part is one run of elements: in another order, views would have others' elements.
-        self.params = tuple(sorted(params, key=lambda param: param.owner))
+        # See [Note: owned tensors]: in another order an owner's run would have others' elements.
+        self.params = tuple(sorted(params, key=lambda param: (len(param.parts) > 1, param.parts[0].owner)))
         self._comm, self._param_dtype = comm, param_dtype
+        # Once: in a forward of many experts the host would do little else.
+        self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
         self._buffer: Tensor | None = None
-        self._views: list[Tensor] = []
+        self._views: dict[OwnedParam, Tensor] = {}
         self._works: list[dist.Work] = []
         self._gathered: Any = None
         self._unchanged: AbstractContextManager[None] = nullcontext()
@@ -125,11 +128,10 @@ class OwnedParamGroup:
         # See [Note: streams and memory].
         streams.gather.wait_stream(streams.current)
         with streams.within(streams.gather):
-            for param, view in zip(self.params, self._views, strict=True):
-                if param.owner == self._comm.shard_rank:
-                    view.copy_(local(param.owned_param), non_blocking=True)
-            parts = buffer.split(split_sizes(self.params, self._comm.shard_size))
-            self._works = self._comm.collectives.gather(parts)
+            for part in self._mine:
+                part.of(self._views[part.param]).copy_(local(part.param.owned_param), non_blocking=True)
+            owners, sizes = self._runs
+            self._works = self._comm.collectives.gather(owners, buffer.split(sizes))
             self._gathered = streams.gather.record_event()
         self._versions = self._owned_versions()
         self.state = OwnedState.UNSHARDING
@@ -184,15 +186,16 @@ class OwnedParamGroup:
 
     def _owned_versions(self) -> list[int]:
         # An operation on the DTensor counts there alone, and one on its local tensor, as an optimizer's, there alone.
-        owned = [param.owned_param for param in self.params if param.owner == self._comm.shard_rank]
+        owned = [part.param.owned_param for part in self._mine]
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:
         """The unsharded buffer with storage to be filled, and with its views and unsharded parameters."""
         if self._buffer is None:
             self._buffer = self._new_buffer()
-            self._views = views(self._buffer, self.params)
-            for param, view in zip(self.params, self._views, strict=True):
+            sizes = [param.unsharded_size for param in self.params]
+            self._views = dict(zip(self.params, views(self._buffer, sizes), strict=True))
+            for param, view in self._views.items():
                 param.init_unsharded_param(view)
         self._buffer.untyped_storage().resize_(self._buffer.nbytes)
         return self._buffer
@@ -204,23 +207,30 @@ class OwnedParamGroup:
                 raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
         own_dtype = self.params[0].owned_param.dtype
         dtype = own_dtype if self._param_dtype is None else self._param_dtype
-        return torch.empty(numel(self.params), dtype=dtype, device=self._comm.device)
+        return torch.empty(sum(self._runs[1]), dtype=dtype, device=self._comm.device)
 
 
-def numel(params: Sequence[OwnedParam]) -> int:
-    """Elements of these parameters when they are unsharded."""
-    return sum(param.unsharded_size.numel() for param in params)
+def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
+    """The parts of these parameters, in the order of a flat buffer."""
+    return [part for param in params for part in param.parts]
 
 
-def split_sizes(params: Sequence[OwnedParam], ranks: int) -> list[int]:
-    """Elements of each owner in a flat buffer of these parameters."""
-    sizes = [0] * ranks
-    for param in params:
-        sizes[param.owner] += param.unsharded_size.numel()
-    return sizes
+def owned_by(rank: int, params: Iterable[OwnedParam]) -> list[OwnedPart]:
+    """Those that a rank of the shard axis owns."""
+    return [part for part in parts_of(params) if part.owner == rank]
 
 
-def views(flat: Tensor, params: Sequence[OwnedParam]) -> list[Tensor]:
-    """The parts of a flat buffer, one for each parameter in their order, in their unsharded sizes."""
-    parts = flat.split([param.unsharded_size.numel() for param in params])
-    return [part.view(param.unsharded_size) for part, param in zip(parts, params, strict=True)]
+def numel(parts: Iterable[OwnedPart]) -> int:
+    """Elements of these parts when they are unsharded."""
+    return sum(part.size.numel() for part in parts)
+
+
+def runs(parts: Iterable[OwnedPart]) -> tuple[list[int], list[int]]:
+    """Owners and elements of what lies side by side in a flat buffer of these parts and has one owner."""
+    joined = [(owner, numel(mine)) for owner, mine in groupby(parts, key=lambda part: part.owner)]
+    return [owner for owner, _ in joined], [size for _, size in joined]
+
+
+def views(flat: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
+    """A flat buffer as tensors of these sizes, one after the other."""
+    return [part.view(size) for part, size in zip(flat.split([s.numel() for s in sizes]), sizes, strict=True)]

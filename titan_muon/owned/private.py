@@ -14,21 +14,22 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
+from torch.distributed.tensor import DTensor
 
 
 class OwnerMesh(DeviceMesh):
     """The ranks that hold an owned parameter. Ranks outside of the mesh have it too, as non-participants.
 
     Attributes:
-        data: data-parallel mesh of this rank, with a rank that owns the parameter in its last axis.
-        owner: that rank.
+        data: data-parallel mesh of this rank, with the ranks that own the parameter in its last axis.
+        owners: those ranks.
         inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
     """
 
     def __init__(
-        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owner: int, inner: DeviceMesh | None
+        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owners: tuple[int, ...], inner: DeviceMesh | None
     ) -> None:
-        self.data, self.owner, self.inner = data, owner, inner
+        self.data, self.owners, self.inner = data, owners, inner
         # Without process groups: to make them is collective, one for each owner, and nothing communicates there.
         super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 
@@ -53,6 +54,12 @@ def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
     """All ranks of a mesh on one axis, with a process group of them; every rank of the mesh's root calls this."""
     return mesh._flatten()
+
+
+def stored_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that a DTensor has here, whose memory may be replaced; `to_local` may give another one with it."""
+    assert isinstance(tensor, DTensor), "an owned parameter is a DTensor"
+    return tensor._local_tensor
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:

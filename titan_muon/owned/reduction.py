@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .param import OwnedParam
-from .param_group import CommContext, OwnedParamGroup, numel, split_sizes, views
+from .param import OwnedParam, OwnedPart
+from .param_group import CommContext, OwnedParamGroup, numel, owned_by, parts_of, runs, views
 
 
 class Reduction:
@@ -29,8 +29,9 @@ class Reduction:
         self, params: Sequence[OwnedParam], comm: CommContext, dtype: torch.dtype, divide_factor: float
     ) -> None:
         self._comm, self._divide_factor = comm, divide_factor
-        self._mine = [param for param in params if param.owner == comm.shard_rank]
-        theirs = [param for param in params if param.owner != comm.shard_rank]
+        parts = parts_of(params)
+        self._mine = owned_by(comm.shard_rank, params)
+        theirs = [part for part in parts if part.owner != comm.shard_rank]
         self._gradients = {param: param.take_accumulated_grad() for param in params}
         self._summed: Any = None
         device, streams = params[0].unsharded_param.device, comm.streams
@@ -42,22 +43,26 @@ class Reduction:
             self._copy_in(self._mine, self._sum)
             self._copy_in(theirs, self._input)
             self._copied = streams.reduce.record_event()
-            parts = list(self._input.split(split_sizes(theirs, comm.shard_size)))
-            # Of its own part, an owner has no other copy: the sum comes in its place.
-            parts[comm.shard_rank] = self._sum
-            self._works = comm.collectives.reduce(parts)
+            owners, sizes = runs(parts)
+            # Of its own parts, an owner has no other copy: the sum comes in their place.
+            own = [owner == comm.shard_rank for owner in owners]
+            pieces = {
+                mine: iter(flat.split([size for size, of_mine in zip(sizes, own, strict=True) if of_mine == mine]))
+                for mine, flat in ((True, self._sum), (False, self._input))
+            }
+            self._works = comm.collectives.reduce(owners, [next(pieces[mine]) for mine in own])
         if self._copied is None:
             self._gradients = {}
 
-    def _copy_in(self, params: Sequence[OwnedParam], flat: Tensor) -> None:
-        for param, place in zip(params, views(flat, params), strict=True):
-            gradient = self._gradients[param]
+    def _copy_in(self, parts: Sequence[OwnedPart], flat: Tensor) -> None:
+        for part, place in zip(parts, views(flat, [part.size for part in parts]), strict=True):
+            gradient = self._gradients[part.param]
             # What this rank did not use counts as zero. To leave it out would change the sizes on this rank alone, and
             # the collective would hang, or pair elements of different parameters.
             if gradient is None:
                 place.zero_()
             else:
-                place.copy_(gradient)
+                place.copy_(part.of(gradient))
 
     def advance(self) -> None:
         """Once the gradients are at their owners, free what they came from, and start the sum over replicas, if any."""
@@ -81,8 +86,8 @@ class Reduction:
             # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
-            for param, part in zip(self._mine, views(self._sum, self._mine), strict=True):
-                param.add_reduced_grad(part)
+            for part, total in zip(self._mine, views(self._sum, [part.size for part in self._mine]), strict=True):
+                part.param.add_reduced_grad(total)
 
     def discard(self) -> None:
         """End without a result."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..dtensor import local
-from .param import holders, is_owned, unsharded_size, wrap_unsharded
+from .param import holders, is_owned, owned_rows, unsharded_size, wrap_unsharded
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
 
@@ -33,17 +33,20 @@ def gather(tensor: Tensor) -> Tensor:
     if not isinstance(mesh, OwnerMesh):
         return tensor.full_tensor().clone()
     # First over the data-parallel ranks, so that each tensor-parallel one has its piece, then over those.
-    whole = wrap_unsharded(tensor, _from_owner(tensor, mesh))
+    whole = wrap_unsharded(tensor, _from_owners(tensor, mesh))
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
-def _from_owner(tensor: DTensor, mesh: OwnerMesh) -> Tensor:
+def _from_owners(tensor: DTensor, mesh: OwnerMesh) -> Tensor:
     held, axis = local(tensor), mesh.data.ndim - 1
-    owns = mesh.data.get_local_rank(axis) == mesh.owner
-    piece = held.detach().clone() if owns else held.new_empty(unsharded_size(tensor))
-    if mesh.data.size(axis) > 1:
-        # Over the shard axis alone: each replica has an owner of its own.
-        dist.broadcast(piece, group=mesh.data.get_group(axis), group_src=mesh.owner)
+    piece = held.new_empty(unsharded_size(tensor))
+    for owner, (start, stop) in owned_rows(tensor):
+        part = piece.narrow(0, start, stop - start)
+        if mesh.data.get_local_rank(axis) == owner:
+            part.copy_(held)
+        if mesh.data.size(axis) > 1:
+            # Over the shard axis alone: each replica has owners of its own.
+            dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)
     return piece
 
 

@@ -53,10 +53,24 @@ class Balancer:
 
     def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
         """The owner of a task: the least loaded with room for its bytes; one of `barred` only if there is no other."""
-        flops, bytes_, rank = _pop(heap, self._limit - task.bytes, barred)
-        self._flops[rank], self._bytes[rank] = flops + task.flops, bytes_ + task.bytes
+        _, _, rank = _pop(heap, self._limit - task.bytes, barred)
+        self.put(task, rank)
         heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
         return rank
+
+    def put(self, task: Task, rank: int) -> int:
+        """Give a task to a rank that is chosen already. Returns the rank."""
+        self._flops[rank] += task.flops
+        self._bytes[rank] += task.bytes
+        return rank
+
+    def least(self) -> int:
+        """The rank with the least to do, and of those the one with the fewest bytes."""
+        return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
+
+    def lightest(self) -> int:
+        """The rank with the fewest bytes."""
+        return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
 
 
 def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]:

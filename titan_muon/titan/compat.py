@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
@@ -48,6 +49,7 @@ def install() -> bool:
         make_masks_without_compiler()
         hush_router_autocast()
         exchange_pieces_of_any_size()
+        offload_without_pinning()
     return on_cpu
 
 
@@ -121,12 +123,7 @@ class _CpuDevice(types.ModuleType):
     def memory_stats(device: object = None) -> dict[str, int]:
         unit = 1 if sys.platform == "darwin" else 1024
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return {
-            "active_bytes.all.peak": peak,
-            "reserved_bytes.all.peak": peak,
-            "num_alloc_retries": 0,
-            "num_ooms": 0,
-        }
+        return {"active_bytes.all.peak": peak, "reserved_bytes.all.peak": peak, "num_alloc_retries": 0, "num_ooms": 0}
 
     @staticmethod
     def reset_peak_memory_stats(device: object = None) -> None:
@@ -142,12 +139,8 @@ def skip_peak_flops() -> None:
 
     torchtitan 0.3.0 asks `lspci` and then assumes an A100. Ends when it knows the CPU.
     """
-
-    def no_peak_flops(device_name: str) -> float:
-        return float("inf")
-
     utils: Any = importlib.import_module("torchtitan.tools.utils")
-    utils.get_peak_flops = no_peak_flops
+    utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def make_masks_without_compiler() -> None:
@@ -199,6 +192,12 @@ class _AnySize(types.ModuleType):
         dist.all_to_all_single(received, sent, sizes, [piece.numel() for piece in inputs], group)
         for output, piece in zip(outputs, received.split(sizes), strict=True):
             output.copy_(piece.view_as(output))
+
+
+def offload_without_pinning() -> None:
+    """Offload parameters on the CPU too, where nothing can pin memory. Ends when torchtitan does not ask to there."""
+    fsdp: Any = importlib.import_module("torchtitan.distributed.fsdp")
+    fsdp.CPUOffloadPolicy = lambda: CPUOffloadPolicy(pin_memory=False)
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:

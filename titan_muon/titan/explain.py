@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import cache
 from math import prod
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, holders
 from titan_muon.plan import Plan, Summary
+from titan_muon.plan.groups import Assembly, assemblies
+from titan_muon.plan.layout import Geometries
 from titan_muon.plan.ownership import OwnedTotals, load_lines
 from titan_muon.titan.rules import Assignment
 
@@ -46,13 +49,18 @@ def parameter_table(
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
         # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
-        name = a.fqn if full else re.sub(r"\.\d+(?=\.|$)", ".*", a.fqn)
+        name = a.fqn if full else _unnumbered(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
     rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
     lines = [astuple(row) for row in (HEADER, *rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _unnumbered(fqn: str) -> str:
+    """A parameter's name with a star for the number of its layer."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", fqn)
 
 
 def _matrices(assignment: Assignment, blocks: int | None) -> str:
@@ -127,6 +135,43 @@ def plan_lines(plan: Plan | None, summary: Summary | None) -> Iterable[str]:
         yield f"  exchange        {reason}"
 
 
+def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
+    """One line if the step of a model with owned parameters communicates: what it sends, why, and what would not.
+
+    `skips`: whether ranks tell each other in each step which gradients there are (muon.missing_grad = "skip").
+    """
+    if plan is None or not any(map(is_owned, parameters.values())):
+        return
+    causes = Counter(_causes(plan, parameters))
+    if skips and any(len(ranks) > 1 for ranks in plan.home):
+        causes['muon.missing_grad = "skip" has copies compare their gradients; "error" would not'] = 0
+    if causes:
+        said = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
+        yield f"owned, and yet the step communicates: {said}"
+
+
+def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
+    """Of each matrix that is exchanged: why, and the setting with which it would not be."""
+    geometries = Geometries(plan.parameters)
+
+    @cache
+    def repeated(geometry: int) -> tuple[Assembly, ...]:
+        return assemblies(geometries.shared[geometry], split=False)
+
+    for index, matrix in enumerate(plan.matrices):
+        if plan.home[index]:
+            continue
+        fqn = plan.parameters[matrix.parameter].fqn
+        # Were it at home if copies repeated the work, it travels for their sake alone.
+        if repeated(geometries.index[matrix.parameter])[matrix.index].home:
+            yield 'muon.replicas shares out copies; "redundant" would not'
+        elif is_owned(parameters[fqn]):
+            yield "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not"
+        else:
+            name = _unnumbered(fqn)
+            yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'
+
+
 def _method_lines(plan: Plan) -> Iterable[str]:
     """Which algorithm orthogonalizes which shapes, and why."""
     counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
@@ -146,7 +191,8 @@ def owner_loads(
     matrices, held = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
-            matrices[rank] += 1
+            # Of a stack, experts: an owner of one of them has no more to do than one of a matrix.
+            matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
             held[rank] += elements * parameter.element_size()
     # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
     # owned: a rank without an owned matrix may still have work.

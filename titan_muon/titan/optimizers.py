@@ -61,7 +61,7 @@ class HybridOptimizers(OptimizersContainer):
         defaults: tuple[Default, ...] | None = field(default_factory=default_rules)
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
-        """Where the states of all optimizers are between steps."""
+        """What is on the host: the states of all optimizers, or parameters and gradients too."""
         model: Mapping[str, tuple[int, ...]] | None = None
         """Shapes of all trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
@@ -175,12 +175,18 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, tuple[int, ...]] | None
         "adam": {**asdict(recipe.adam), **implementation},
     }
     return HybridOptimizers.Config(
-        offload=section.offload,
+        offload=offload_of(recipe),
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | _shared_options(section.rule, tables),
         model=model,
     )
+
+
+def offload_of(recipe: Recipe) -> options.Offload:
+    """What is on the host between steps."""
+    # Optimizers see by themselves where parameters are, but not on the CPU, where nothing tells the host from a device.
+    return "parameters" if recipe.training.enable_cpu_offload else recipe.optimizer.offload
 
 
 def _implementation(section: OptimizerSection) -> dict[str, bool]:
@@ -195,6 +201,8 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
     gib = table.pop("buffer_gib")
+    if recipe.muon.replicas is None:
+        table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "link": recipe.link}
 
 
@@ -281,7 +289,8 @@ def _held(group: ParamGroup, trained: Mapping[str, nn.Parameter]) -> ParamGroup:
 
 
 def _check_offload(config: HybridOptimizers.Config, name: str) -> None:
-    if config.offload == "none" or "offload" in registry.optimizers.get(name).shared:
+    # Where parameters are on the host, so are the states of any optimizer.
+    if config.offload != "state" or "offload" in registry.optimizers.get(name).shared:
         return
     able = ", ".join(n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared)
     said = f'optimizer.offload = "{config.offload}": {name} keeps its states on the device'

@@ -12,11 +12,13 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.dtensor import local
 from titan_muon.offload import LOADS_AT_ONCE, host_bytes
+from titan_muon.options import Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel
+from titan_muon.titan.optimizers import offload_of
 from titan_muon.titan.recipe import Recipe
 
 
@@ -25,8 +27,10 @@ class Memory:
     """Bytes of a rank with the largest shards, and of what the fullest owner owns, without activations.
 
     Attributes:
-        optimizer_states: on the device: all between steps, or, if they are offloaded, most of them in a step.
-        host_states: on the host, as its pinned memory is allocated.
+        parameters: on the device between steps, as gradients are after backward: none if they are offloaded.
+        optimizer_states: on the device: all between steps, or, if they are offloaded, most of them in a step, with the
+            parameters and gradients that come with them if those are offloaded too.
+        host_parameters: on the host, as its pinned memory is allocated; so are the other two.
         uncounted: optimizers, registered by others, whose states are unknown.
     """
 
@@ -35,6 +39,8 @@ class Memory:
     optimizer_states: int
     exchange_buffers: int
     orthogonalization: int
+    host_parameters: int
+    host_gradients: int
     host_states: int
     uncounted: tuple[str, ...]
 
@@ -45,13 +51,24 @@ class Memory:
         counted = {name: getattr(self, name) for name in names}
         return {**counted, "total": sum(counted.values())}
 
+    @property
+    def host_sizes(self) -> dict[str, int]:
+        """What the host has, by its name."""
+        return {name: getattr(self, name) for name in ("host_parameters", "host_gradients", "host_states")}
+
 
 @dataclass(frozen=True)
-class State:
-    """A state of one parameter on a rank: its optimizer and its bytes."""
+class Held:
+    """A parameter on a rank: its optimizer, its bytes, which are those of its gradient, and the bytes of each state."""
 
     optimizer: str
     bytes: int
+    itemsize: int
+    states: tuple[int, ...]
+
+    def moved(self, offload: Offload) -> int:
+        """Bytes that are on the device together while it is updated, of what is on the host between steps."""
+        return sum(self.states) + (2 * self.bytes if offload == "parameters" else 0)
 
 
 def memory_per_rank(
@@ -62,40 +79,50 @@ def memory_per_rank(
     # added this is a bound that no rank exceeds.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
-    held = sum(elements[name] * parameter.element_size() for name, parameter in meta.parameters.items())
-    states = list(_states(meta, elements, recipe))
-    on_device, on_host = sum(state.bytes for state in states), 0
-    if recipe.optimizer.offload == "state":
-        on_host = sum(host_bytes(state.bytes, device) for state in states)
-        on_device = _window_bytes(states, summary, recipe)
+    held = list(_held(meta, elements, recipe))
+    offload = offload_of(recipe)
+    parameters, states = [each.bytes for each in held], [size for each in held for size in each.states]
+    on_device, pinned_parameters = sum(parameters), 0
+    states_on_device, pinned_states = sum(states), 0
+    if offload != "none":
+        pinned_states = sum(host_bytes(size, device) for size in states)
+        states_on_device = _window_bytes(held, summary, recipe)
+    if offload == "parameters":
+        on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw", "adam"})
     step = (0, 0) if summary is None else (summary.buffer_bytes_max, summary.work_bytes_max)
     # FSDP2 gives a gradient the dtype and the shards of its parameter.
-    return Memory(held, held, on_device, *step, on_host, tuple(uncounted))
+    host = (pinned_parameters, pinned_parameters, pinned_states)
+    return Memory(on_device, on_device, states_on_device, *step, *host, tuple(uncounted))
 
 
-def _states(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Iterator[State]:
-    """The states of all parameters on a rank that holds so many elements of each."""
-    momentum_bytes = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize
+def _held(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
+    """All parameters, on a rank that holds so many elements of each."""
     for a in meta.assigned:
+        size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
+        states: tuple[int, ...] = ()
         if a.optimizer == "muon":
-            yield State(a.optimizer, elements[a.fqn] * momentum_bytes)
+            states = (size * TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize,)
         elif a.optimizer in ("adamw", "adam"):
             table = recipe.adamw if a.optimizer == "adamw" else recipe.adam
-            narrow = table.state_dtype == "bfloat16"
-            size = elements[a.fqn] * (2 if narrow else meta.parameters[a.fqn].element_size())
-            yield from (State(a.optimizer, size) for _ in AVERAGES)
+            states = (size * (2 if table.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
+        yield Held(a.optimizer, size * itemsize, itemsize, states)
 
 
-def _window_bytes(states: list[State], summary: Summary | None, recipe: Recipe) -> int:
-    """Most bytes of states that are on the device at one time in a step, with optimizers one after the other."""
-    batched = (sum(s.bytes for s in states if s.optimizer == name) for name in ("adamw", "adam"))
+def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
+    """Most bytes of what is offloaded that the device has at a time in a step, with optimizers one after the other."""
+    offload = offload_of(recipe)
+    batched = (sum(each.moved(offload) for each in held if each.optimizer == name) for name in ("adamw", "adam"))
     most = max(LOADS_AT_ONCE * min(BATCH_BYTES, size) for size in batched)
     if summary is None:
         return most
-    momentum_bytes = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize
-    loads = max(min(LOADS_AT_ONCE, cost.loads) * cost.load_elements for cost in summary.ranks)
-    return max(most, loads * momentum_bytes)
+    element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1
+    if offload == "parameters":
+        # Momentum and gradient come together, and the parameter in a load of its own, which is smaller.
+        element_bytes += max(each.itemsize for each in held if each.optimizer == "muon")
+        stages = 2
+    loads = max(min(LOADS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
+    return max(most, loads * element_bytes)
 
 
 def _elements(parameter: Tensor, owner: int) -> int:

@@ -13,6 +13,7 @@ from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.explain import (
     optimizer_lines,
+    owned_step_lines,
     owner_lines,
     owner_loads,
     parameter_table,
@@ -46,7 +47,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
     print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
-        lines = [*plan_lines(part.meta.plan, part.summary), "", *_memory_lines(part.memory)]
+        silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
+        lines = [*plan_lines(part.meta.plan, part.summary), *silent, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -84,8 +86,9 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
     yield "memory per rank, without activations"
     for name, size in memory.sizes.items():
         yield f"  {name.replace('_', ' '):<18}{size / 2**20:>12,.1f} MiB"
-    if memory.host_states > 0:
-        yield f"  {'host: states':<18}{memory.host_states / 2**20:>12,.1f} MiB"
+    for name, size in memory.host_sizes.items():
+        if size > 0:
+            yield f"  {name.replace('_', ': '):<18}{size / 2**20:>12,.1f} MiB"
     for name in memory.uncounted:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
@@ -108,7 +111,7 @@ def _document(part: Part) -> dict[str, object]:
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],
         "memory": {
             **part.memory.sizes,
-            "host_states": part.memory.host_states,
+            **part.memory.host_sizes,
             "uncounted_optimizers": part.memory.uncounted,
         },
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],

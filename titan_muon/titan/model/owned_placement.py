@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,18 +11,21 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_muon.options import Owner
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
+from titan_muon.owned.rules import check_rules, placed
 from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
 from titan_muon.titan.device import planned_device
-from titan_muon.titan.optimizers import HybridOptimizers, optimizer_config
+from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.rules import assign
+from titan_muon.titan.rules import Assignment, assign
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -52,11 +55,11 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
             f"{recipe.parallelism.spmd_backend!r}"
         )
     layers = _layers(model)
-    mesh = flattened(dp_mesh) if dp_mesh.ndim == 2 and recipe.placement.replicas == "one" else dp_mesh
     try:
-        _own_layers(recipe, model, layers, mesh, options)
+        _own_layers(recipe, model, layers, dp_mesh, options)
     except ValueError as error:
-        raise RecipeError(f"placement.muon = 'owned': {error}") from error
+        key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
+        raise RecipeError(f"{key}: {error}") from error
     # fully_shard takes every parameter that it finds in a module, owned or not.
     with hidden(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
@@ -67,31 +70,61 @@ def _layers(model: Any) -> list[nn.Module]:
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
+def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
+    """FSDP2's mesh, or all of its ranks on one axis where one of them is to own for all replicas."""
+    return flattened(mesh) if mesh.ndim == 2 and recipe.placement.replicas == "one" else mesh
+
+
 def _own_layers(
-    recipe: Recipe, model: nn.Module, layers: list[nn.Module], mesh: DeviceMesh, options: dict[str, Any]
+    recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    config, flops = optimizer_config(recipe), _flops(recipe, planned_device(mesh.device_type))
-    params = _matrices(recipe, config, model, layers)
-    if not params:
-        return
-    owners = Owners(model, mesh=mesh, params=params, split=config.tables["muon"]["split"], flops=flops)
-    precision = MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False)
+    choices, elementwise = _choices(recipe, model, layers, _cuts_experts(dp_mesh, options))
+    expert_parallel = {parameter for parameter in choices if _is_expert_parallel(parameter)}
+    # Experts under expert parallelism are on other ranks than all else, and have a mesh of their own.
+    spaces = [(dp_mesh, choices.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
+    every = [
+        Owners(
+            model,
+            mesh=mesh,
+            params={parameter: owner for parameter, owner in choices.items() if parameter in params},
+            split=recipe.muon.split,
+            flops=_flops(recipe, planned_device(mesh.device_type)),
+            elementwise=elementwise,
+        )
+        for mesh, params in ((_owner_mesh(recipe, mesh), params) for mesh, params in spaces if params)
+    ]
+    for layer in layers:
+        for owners in every:
+            if owners.within(layer):
+                own(layer, owners=owners, **_own_options(options))
+
+
+def _own_options(options: dict[str, Any]) -> dict[str, Any]:
+    """What TorchTitan gives `fully_shard`, as `own` takes it."""
     policy = options["reshard_after_forward_policy"]
     reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
     if reshard and policy == "default":
         # Without "always", the last layer need not be gathered again just after it was used.
         reshard = None
-    for layer in layers:
-        if owners.within(layer):
-            own(
-                layer,
-                owners=owners,
-                mp_policy=precision,
-                reshard_after_forward=reshard,
-                offload_policy=CPUOffloadPolicy() if options["cpu_offload"] else None,
-                # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
-                gradient_divide_factor=1.0,
-            )
+    return {
+        "mp_policy": MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False),
+        "reshard_after_forward": reshard,
+        "offload_policy": CPUOffloadPolicy() if options["cpu_offload"] else None,
+        # TorchTitan divides the loss by the tokens of all ranks, so gradients are summed.
+        "gradient_divide_factor": 1.0,
+    }
+
+
+def _is_expert_parallel(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
+    """Whether TorchTitan has FSDP2 cut each of so many experts, since there are more ranks than experts."""
+    edp_mesh, degree = options["edp_mesh"], options["ep_degree"]
+    # Its own count, which takes in the replicas unless experts are parallel.
+    ranks = edp_mesh["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
+    return lambda experts: ranks > experts
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
@@ -104,25 +137,68 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 
-def _matrices(
-    recipe: Recipe, config: HybridOptimizers.Config, model: nn.Module, layers: Iterable[nn.Module]
-) -> list[nn.Parameter]:
-    """What Muon takes of the layers: matrices, and what a split reads as matrices."""
-    # What is outside of the layers stays sharded, since `own` gathers layer by layer. So do stacks of experts: whole on
-    # one rank, a stack would be most of what the ranks hold.
+def _choices(
+    recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
+) -> tuple[dict[nn.Parameter, Owner], set[nn.Parameter]]:
+    """What of the layers is owned, with how its owners are found, and what of the model Muon does not take."""
+    # What is outside of the layers stays sharded, since `own` gathers layer by layer.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    config = optimizer_config(recipe)
     # A pipeline stage may have nothing for a rule, nor for Muon. The container checks both on the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
     shapes = {name: tuple(p.shape) for name, p in named.items()}
     taken = assign(shapes.items(), config.rules, config.defaults, all_rules=whole)
-    chosen = [named[a.fqn] for a in taken if a.optimizer == "muon" and named[a.fqn] in inside and _is_matrix(recipe, a)]
-    if not chosen and whole:
+    muon = {a.fqn for a in taken if a.optimizer == "muon"}
+    by_default = recipe.placement.muon == "owned"
+    kept = _unread_stacks(recipe) is not None
+    chosen = {
+        a.fqn
+        for a in taken
+        if by_default
+        and a.fqn in muon
+        and named[a.fqn] in inside
+        # Whole experts that FSDP2 has in equal numbers on all ranks are at home there as well.
+        and (_is_matrix(recipe, a) or (not kept and cuts_experts(a.shape[0])))
+    }
+    if not chosen and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
-    return chosen
+    owners = placed(named, chosen, recipe.placement.rule)
+    elementwise = {parameter for name, parameter in named.items() if name not in muon}
+    return {named[name]: owner for name, owner in owners.items()}, elementwise
 
 
-def _is_matrix(recipe: Recipe, assignment: Any) -> bool:
+def check_placement_rules(recipe: Recipe, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise RecipeError for a placement.rule that matches none of a model's parameters, or what cannot be owned."""
+    try:
+        check_rules(shapes, recipe.placement.rule)
+    except ValueError as error:
+        raise RecipeError(str(error)) from error
+    unread = _unread_stacks(recipe)
+    for name in placed(shapes, (), recipe.placement.rule):
+        if not name.startswith(("layers.", "mtp_layers.")):
+            raise RecipeError(
+                f"placement.rule: {name} cannot be owned: matrices are gathered from their owners layer by layer, and "
+                "it is in none; FSDP2 keeps equal shares of it on all ranks. Write rules before it with "
+                'placement = "shard0", or narrower ones'
+            )
+        if unread is not None and len(shapes[name]) == 3:
+            raise RecipeError(f'placement.rule: {name} cannot be owned with {unread}; set placement = "shard0" for it')
+
+
+def _unread_stacks(recipe: Recipe) -> str | None:
+    """The key that has something read stacks of experts in FSDP2's placements alone, or None."""
+    # TorchTitan's conversion to and from Hugging Face's names cuts a stack by the axes that it knows, and torchao's
+    # parameters bring their own gathering.
+    keys = {
+        "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
+        "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
+        "float8.experts": recipe.float8.experts,
+    }
+    return next((key for key, value in keys.items() if value), None)
+
+
+def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
     return len(assignment.shape) == 2 or any(
         split.row_dims is not None and fnmatch.fnmatchcase(assignment.fqn, split.match) for split in recipe.muon.split
     )

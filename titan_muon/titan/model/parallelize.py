@@ -10,9 +10,11 @@ from torch.distributed.fsdp import FSDPModule
 from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import share_dense_mask
-from titan_muon.titan.model.owned_placement import owned
+from titan_muon.titan.model.owned_placement import check_placement_rules, owned
 from titan_muon.titan.model.pipeline import check_pipeline, wrap_pipelining
+from titan_muon.titan.model.spec import parameter_shapes
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.constraints import owns
 
 if TYPE_CHECKING:
     from torchtitan.protocols.model_spec import ModelSpec
@@ -29,7 +31,10 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
     It raises RecipeError for a placement that is not there and for degrees that do not divide the model or that this
     torch cannot run; the parallelize_fn does for a sequence that context parallelism cannot cut.
     """
-    place, degrees = _placement(recipe.placement.muon), recipe.parallelism
+    # What a rule has owned is placed by the same means whatever `placement.muon` says.
+    place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
+    if recipe.placement.rule:
+        check_placement_rules(recipe, parameter_shapes(spec))
     check_pipeline(spec.model, degrees)
     _check_heads(spec.model, degrees.tensor_parallel_degree)
     _check_experts(spec.model, degrees.expert_parallel_degree)

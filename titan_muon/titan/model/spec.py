@@ -2,6 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+import torch
+from torchtitan.components.checkpointer.utils import canonical_fqn
+
 from titan_muon import registry
 from titan_muon.titan import compat
 from titan_muon.titan.model.attention import use_attention
@@ -33,3 +36,10 @@ def model_spec(
     spec: ModelSpec = family.build(flavor, vocab_size)
     use_attention(spec.model, attention, compat.install() if on_cpu is None else on_cpu)
     return spec
+
+
+def parameter_shapes(spec: "ModelSpec") -> dict[str, tuple[int, ...]]:
+    """Shapes of all trained parameters of a model, by name."""
+    with torch.device("meta"):
+        model = spec.model.build()
+    return {canonical_fqn(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}

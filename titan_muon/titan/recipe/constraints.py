@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, get_type_hints
 
-from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, constraints
+from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
@@ -48,8 +48,14 @@ RELATIONS = (
         '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
         lambda recipe: (
             recipe.placement.replicas == "each"
-            or (recipe.placement.muon == "owned" and recipe.parallelism.data_parallel_replicate_degree > 1)
+            or (owns(recipe) and recipe.parallelism.data_parallel_replicate_degree > 1)
         ),
+    ),
+    # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
+    Relation(
+        "placement.rule",
+        'none, unless placement.muon is "shard0" or "owned"',
+        lambda recipe: not recipe.placement.rule or recipe.placement.muon in ("shard0", "owned"),
     ),
     Relation(
         "data.files",
@@ -119,12 +125,6 @@ RELATIONS = (
             or round(scheduled_steps(recipe) * recipe.lr_scheduler.decay_ratio) + recipe.lr_scheduler.warmup_steps
             <= scheduled_steps(recipe)
         ),
-    ),
-    # Muon would orthogonalize on the host what the dry run plans for the GPU.
-    Relation(
-        "training.enable_cpu_offload",
-        'false only, because Muon would orthogonalize on the host (optimizer.offload = "state" keeps states there)',
-        lambda recipe: not recipe.training.enable_cpu_offload,
     ),
     Relation(
         "muon.ns_coefficients",
@@ -228,6 +228,11 @@ RELATIONS = (
 )
 
 
+def owns(recipe: Recipe) -> bool:
+    """Whether a recipe has parameters owned."""
+    return recipe.placement.muon == "owned" or any(rule.placement == "owned" for rule in recipe.placement.rule)
+
+
 def scheduled_steps(recipe: Recipe) -> int:
     """Steps of the learning-rate schedule."""
     total = recipe.lr_scheduler.total_steps
@@ -248,6 +253,15 @@ def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
     _check_relations(recipe, "", sources, file)
     for index, rule in enumerate(recipe.optimizer.rule):
         _check_rule(recipe, rule, f"optimizer.rule[{index}]", sources.get("optimizer.rule", file))
+    for index, placed in enumerate(recipe.placement.rule):
+        _check_placement(placed, f"placement.rule[{index}]", sources.get("placement.rule", file))
+
+
+def _check_placement(rule: PlacementRule, place: str, source: str) -> None:
+    for name, constraint in constraints(PlacementRule):
+        _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
+    if rule.placement == "shard0" and rule.owner != "balanced":
+        raise refuse(source, f"{place}.owner", rule.owner, '"balanced", or an owner with placement = "owned"')
 
 
 def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:

@@ -16,7 +16,7 @@ from titan_muon.options import (
     Constraint,
     Hyperparameters,
     Link,
-    Offload,
+    PlacementRule,
     StateDtype,
     StepOptions,
     at_least,
@@ -125,10 +125,18 @@ class Placement:
     replicas: Literal["each", "one"] = "each"
     """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
 
+    rule: tuple[PlacementRule, ...] = ()
+    """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(StepOptions, Hyperparameters):
     """Hyperparameters of Muon (Keller Jordan, 2024) and how it runs on many ranks."""
+
+    # Muon itself does not know where a recipe has put its matrices; by Muon's own default the replicas would exchange
+    # in each step what `owned` has placed so that they need not.
+    replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
+    """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
@@ -263,7 +271,7 @@ class Optimizer:
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
     """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
-    offload: Offload = "none"
+    offload: Literal["none", "state"] = "none"
     """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
 
     # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.

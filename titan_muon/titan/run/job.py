@@ -19,9 +19,10 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
-from titan_muon.titan.device import compute_capability
+from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.explain import (
     optimizer_lines,
+    owned_step_lines,
     owner_lines,
     owner_loads,
     owner_summary,
@@ -89,9 +90,9 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
     store = None
     if lasting is not None:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    compat.init_distributed(
-        comm_config(recipe), cpu_backend=recipe.training.enable_cpu_offload, folder=recipe.dump_folder, store=store
-    )
+    # Beside a device's backend: on the CPU there is one for it already, and torch refuses a second.
+    cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()
+    compat.init_distributed(comm_config(recipe), cpu_backend=cpu_backend, folder=recipe.dump_folder, store=store)
     return lasting
 
 
@@ -152,7 +153,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
         raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
-    said = _gather_parts(trainer, group)
+    said = _gather_parts(trainer, recipe, group)
     # Only now: a run that was refused has written no recipe, and `latest` still names the last one that began.
     if dist.get_rank() == 0:
         begin(run, recipe)
@@ -189,11 +190,11 @@ class PartInWords:
     full: str
 
 
-def _gather_parts(trainer: MuonTrainer, group: dist.ProcessGroup | None) -> list[PartInWords]:
+def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[PartInWords]:
     """What is said of each pipeline rank, on rank 0; called on every rank, since each knows its own part alone."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = stage_ranks(world, stages, rank * stages // world)
-    own = _in_words(trainer, ranks) if rank == ranks[0] else None
+    own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None
     parts = [own]
     if stages > 1:
         parts = [None] * world
@@ -201,7 +202,7 @@ def _gather_parts(trainer: MuonTrainer, group: dist.ProcessGroup | None) -> list
     return [part for part in parts if part is not None]
 
 
-def _in_words(trainer: MuonTrainer, ranks: range) -> PartInWords:
+def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords:
     """Of the part of the model that is on these ranks."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
@@ -211,9 +212,10 @@ def _in_words(trainer: MuonTrainer, ranks: range) -> PartInWords:
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
-    lines = [*head, *plan_lines(plan, summary)]
+    said = [*plan_lines(plan, summary), *owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")]
+    lines = [*head, *said]
     table = parameter_table(assigned, named, plan, full=True)
-    full = [*head, table, "", *plan_lines(plan, summary), "", *owner_lines(loads, full=True)]
+    full = [*head, table, "", *said, "", *owner_lines(loads, full=True)]
     return PartInWords("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
 
 

@@ -5,14 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.config.configs import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, MemoryBudgetAC, SelectiveAC
 from torchtitan.models.common.config_utils import decoder_vocab_size
-from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.tools.profiler import Profiler
 
 from titan_muon.titan import compat
@@ -22,10 +19,10 @@ from titan_muon.titan.device import loss_chunks, on_accelerator
 from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
-from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.model.spec import model_spec, parameter_shapes
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.constraints import scheduled_steps
+from titan_muon.titan.recipe.constraints import owns, scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size
 from titan_muon.titan.recipe.sections import ActivationCheckpoint
 from titan_muon.titan.run.checkpoints import RunCheckpoints
@@ -71,7 +68,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         dump_folder=run.folder,
         tokenizer=tokenizer_config(recipe.data),
         dataloader=dataloader_config(recipe.data),
-        optimizer=optimizer_config(recipe, _shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
+        optimizer=optimizer_config(recipe, parameter_shapes(spec) if degrees.pipeline_parallel_degree > 1 else None),
         lr_scheduler=_same_keys(LRSchedulersContainer.Config, recipe.lr_scheduler),
         training=_same_keys(TrainingConfig, recipe.training, local_batch_size=local_batch_size(recipe, world_size)),
         parallelism=_parallelism_config(recipe, decoder_vocab_size(spec)),
@@ -88,7 +85,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
 
 
 def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
-    degrees, owned = recipe.parallelism, recipe.placement.muon == "owned"
+    degrees = recipe.parallelism
     uneven = vocabulary % degrees.tensor_parallel_degree != 0
     # TorchTitan's types where they differ: lists, and no `None` of a path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
@@ -96,20 +93,13 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     return _same_keys(
         ParallelismConfig,
         degrees,
-        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owned, uneven_vocabulary=uneven),
+        spmd_backend=compat.spmd_backend(degrees.spmd_backend, owned=owns(recipe), uneven_vocabulary=uneven),
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
         # TorchTitan refuses it on a machine without GPUs, also where a dry run plans for those of another.
         enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
-
-
-def _shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Shapes of all parameters of a model, by name."""
-    with torch.device("meta"):
-        model = spec.model.build()
-    return {canonical_fqn(name): tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
 
 
 def comm_config(recipe: Recipe) -> CommConfig:

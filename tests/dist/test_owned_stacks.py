@@ -1,0 +1,246 @@
+"""Stacks of experts rest as whole experts on some of the ranks: silent steps, FSDP2's bytes and its numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.c10d_counter import CollectiveCounter
+from benchmarks.owned_model import summed_plainly
+from tests.dist.harness import run_ranks
+from titan_muon import Muon, Owners, own
+from titan_muon.options import PlacementRule
+from titan_muon.owned import gather
+from titan_muon.owned.param import holders
+from titan_muon.titan import compat
+
+DIM, HIDDEN, LAYERS = 16, 24, 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model is trained: its experts, who owns them, and the degrees of its ranks."""
+
+    experts: int
+    placement: str = "owned"
+    replicas: int = 1
+    expert_parallel: int = 1
+    rules: tuple[PlacementRule, ...] = ()
+
+
+class Mixture(nn.Module):
+    """A dense matrix, and experts that all see every token."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM, bias=False)
+        self.up = nn.Parameter(torch.empty(experts, HIDDEN, DIM))
+        self.down = nn.Parameter(torch.empty(experts, DIM, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        up, down = (w.to_local() if hasattr(w, "to_local") else w for w in (self.up, self.down))
+        hidden = torch.einsum("td,ehd->eth", self.dense(x), up).relu()
+        return x + torch.einsum("eth,edh->td", hidden, down)
+
+
+def make(experts: int, seed: int = 0) -> nn.Sequential:
+    net = nn.Sequential(*(Mixture(experts) for _ in range(LAYERS)))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return net
+
+
+def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
+    """Shard a model, or have it owned, as `layout` says."""
+    shards = world_size // layout.replicas // layout.expert_parallel
+    names = ("replicate", "shard", "ep")
+    mesh = init_device_mesh("cpu", (layout.replicas, shards, layout.expert_parallel), mesh_dim_names=names)
+    stacks = [w for layer in net for w in (layer.up, layer.down)]
+    data, stack_mesh = mesh["replicate", "shard"] if layout.replicas > 1 else mesh["shard"], mesh["shard"]
+    if layout.expert_parallel > 1:
+        data = mesh["shard", "ep"]._flatten("data")
+        for layer in net:
+            for name in ("up", "down"):
+                cut = distribute_tensor(getattr(layer, name).data, mesh["ep"], [Shard(0)], src_data_rank=None)
+                setattr(layer, name, nn.Parameter(cut))
+        stacks = [w for layer in net for w in (layer.up, layer.down)]
+    if layout.placement == "sharded":
+        for layer in net:
+            fully_shard(layer, mesh=data, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else Shard(0))
+        fully_shard(net, mesh=data)
+        summed_plainly(net)
+        return []
+    dense = [layer.dense.weight for layer in net]
+    if layout.expert_parallel == 1:
+        owners = [Owners(net, mesh=data, params=[*dense, *stacks], rules=layout.rules)]
+    else:
+        owners = [Owners(net, mesh=data, params=dense), Owners(net, mesh=stack_mesh, params=stacks)]
+    for layer in net:
+        for each in owners:
+            own(layer, owners=each, gradient_divide_factor=world_size)
+    return owners
+
+
+def loss_of(net: nn.Module, share: int, shares: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(8, DIM, generator=generator).chunk(shares)[share]
+    return net(x).square().mean()
+
+
+def muon(net: nn.Module, layout: Layout) -> Muon:
+    replicas = "redundant" if layout.placement == "owned" else "split"
+    return Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", replicas=replicas)
+
+
+def whole(net: nn.Module, optimizer: Muon) -> dict[str, np.ndarray]:
+    """Parameters and momentum; arrays travel between processes by value."""
+    found = {name: gather(p).detach().numpy() for name, p in net.named_parameters()}
+    for name, p in net.named_parameters():
+        found[f"momentum of {name}"] = gather(optimizer.state[p]["momentum_buffer"]).numpy()
+    return found
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A rank's training: the whole model after it, bytes of forward and backward, calls of a step, elements held."""
+
+    values: dict[str, np.ndarray]
+    sent: tuple[int, int]
+    calls: int
+    held: int
+
+
+def train(rank: int, world_size: int, layout: Layout, saved: str | None = None, load: bool = False) -> Trained:
+    net = make(layout.experts, seed=int(load))
+    place(net, layout, world_size)
+    optimizer = muon(net, layout)
+    if load:
+        state = state_of(net, optimizer)
+        dcp.load(state, checkpoint_id=saved)
+        net.load_state_dict(state["model"])
+    for step in range(0 if load else 3):
+        with CollectiveCounter() as forward:
+            loss = loss_of(net, rank // layout.expert_parallel, world_size // layout.expert_parallel, step)
+        with CollectiveCounter() as backward:
+            loss.backward()
+        with CollectiveCounter() as stepping:
+            optimizer.step()
+        optimizer.zero_grad()
+    if load:
+        return Trained(whole(net, optimizer), (0, 0), 0, 0)
+    if saved is not None:
+        dcp.save(state_of(net, optimizer), checkpoint_id=saved)
+    held = sum(p.to_local().numel() for p in net.parameters())  # type: ignore[operator]
+    return Trained(whole(net, optimizer), (forward.sent, backward.sent), len(stepping.calls), held)
+
+
+def state_of(net: nn.Module, optimizer: Muon) -> dict[str, Any]:
+    momentum = {name: optimizer.state[p]["momentum_buffer"] for name, p in net.named_parameters()}
+    return {"model": net.state_dict(), "momentum": momentum}
+
+
+def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float:
+    assert first.keys() == second.keys()
+    return max(float(np.abs(first[name] - second[name]).max()) for name in first)
+
+
+def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: Path) -> None:
+    """On more ranks than experts; and what they save, either of them loads on another number of ranks."""
+    owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
+    sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
+    assert [found.calls for found in owned] == [0] * 4
+    assert all(found.calls > 0 for found in sharded)
+    assert all(differ(owned[0].values, found.values) == 0 for found in owned)
+    assert differ(owned[0].values, sharded[0].values) < 1e-4
+    for phase in (0, 1):
+        assert sum(found.sent[phase] for found in owned) <= 1.02 * sum(found.sent[phase] for found in sharded)
+    held = [found.held for found in owned]
+    assert sum(held) == sum(p.numel() for p in make(3).parameters())
+    assert max(held) <= 1.1 * sum(held) / 4
+    for saved, values, layout, world_size in (
+        ("owned", owned[0].values, Layout(3, "sharded"), 2),
+        ("sharded", sharded[0].values, Layout(3), 3),
+    ):
+        loaded = run_ranks(train, world_size, layout, str(tmp_path / saved), True)
+        assert all(differ(values, found.values) == 0 for found in loaded)
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A step in a world of fake ranks: its calls, and for each stack the ranks that hold it."""
+
+    calls: int
+    held_by: list[tuple[int, ...]]
+    placements: list[tuple[object, ...]]
+
+
+def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
+    # On an equal mesh DTensor would give this rank what another one had there.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        net = make(layout.experts)
+        place(net, layout, world_size)
+        for parameter in net.parameters():
+            if parameter.to_local().numel() > 0:  # type: ignore[operator]
+                parameter.grad = torch.ones_like(parameter)
+        optimizer = muon(net, layout)
+        with CollectiveCounter() as counter:
+            optimizer.step()
+        stacks = [w for layer in net for w in (layer.up, layer.down)]
+        return Silent(len(counter.calls), [holders(w) for w in stacks], [tuple(w.placements) for w in stacks])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
+    """Each stack rests on 16 of the ranks, one expert each, and the stacks of other layers on others."""
+    by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
+    assert [found.calls for found in by_rank] == [0, 0, 0]
+    held_by = by_rank[0].held_by
+    assert all(found.held_by == held_by for found in by_rank), "all ranks find the same owners"
+    assert all(len(set(ranks)) == 16 for ranks in held_by)
+    # 2 stacks in each of 4 layers: 128 experts.
+    experts = Counter(rank for ranks in held_by for rank in ranks)
+    assert set(experts.values()) == {4}
+    assert len({frozenset(ranks) for ranks in held_by}) > 1
+
+
+def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> None:
+    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of its four peers."""
+    for rank in (0, 3, 6):
+        found = fake_step(rank, 8, Layout(4, expert_parallel=2))
+        assert found.calls == 0
+        assert set(found.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
+        for ranks in found.held_by:
+            assert len(set(ranks)) == 4
+            # Experts 0 and 1 are the first expert-parallel rank's, whose ranks are even.
+            assert [holder % 2 for holder in ranks] == [0, 0, 1, 1]
+
+
+def test_more_experts_than_ranks_are_divided_in_runs() -> None:
+    """5 experts that 4 ranks hold two by two are on 3 of them, and over the layers the ranks hold equally many."""
+    rules = (PlacementRule(match="*", placement="owned"),)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    owners = place(make(5), Layout(5, rules=rules), 4)[0]
+    dist.destroy_process_group()
+    stacks = [
+        ranks for item, ranks in zip(owners.ownership.items, owners.ownership.owners, strict=True) if item.units > 1
+    ]
+    assert all(len(set(ranks)) == 3 for ranks in stacks)
+    held = [load.bytes for load in owners.ownership.loads()]
+    assert max(held) <= 1.1 * sum(held) / 4
