@@ -59,7 +59,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
-@pytest.mark.parametrize("options", [{}, {"offload": "state"}, {"state_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str)
 def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dict[str, Any]) -> None:
     """And the others are those without a scaler, bit for bit: its scale is a power of two."""
     for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
