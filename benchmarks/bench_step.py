@@ -64,12 +64,17 @@ class Row:
     Attributes:
         ms: median over the timed steps of the slowest rank's time.
         ratios: medians of the time over that of each of BASES in the same turn; 0 where the base cannot run here.
+        cpu_ms: median over the timed steps of the CPU time, user and system, of all ranks together. Beside other
+            programs it says more than `ms`: what waits takes none of it.
+        cpu_ratios: as `ratios`, of that.
         error: of the update after three steps against REFERENCE, relative, in the Frobenius norm.
     """
 
     name: str
     ms: float
     ratios: tuple[float, ...]
+    cpu_ms: float
+    cpu_ratios: tuple[float, ...]
     counts: Counts
     error: float
     bitwise: bool
@@ -120,18 +125,18 @@ def barrier(device: torch.device) -> None:
     finish(device)
 
 
-def timed(contenders: Sequence[Contender], repeats: int, device: torch.device) -> list[list[float]]:
-    """Seconds of this rank's steps, by repetition and contender, who begin in turn."""
+def timed(contenders: Sequence[Contender], repeats: int, device: torch.device) -> list[list[tuple[float, float]]]:
+    """Seconds of this rank's steps, and of its CPU in them, by repetition and contender, who begin in turn."""
     seconds = []
     for repeat in range(repeats):
-        row = [0.0] * len(contenders)
+        row = [(0.0, 0.0)] * len(contenders)
         for place in range(len(contenders)):
             index = (repeat + place) % len(contenders)
             barrier(device)
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             contenders[index].optimizer.step()
             finish(device)
-            row[index] = time.perf_counter() - start
+            row[index] = time.perf_counter() - start, time.process_time() - cpu
         seconds.append(row)
     return seconds
 
@@ -153,19 +158,30 @@ def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
     mine = (timed(prepared, repeats, device), [contender.counts for contender in prepared])
     ranks: list[Any] = [None] * mesh.size()
     dist.all_gather_object(ranks, mine)
-    turns = [[max(column) for column in zip(*rows, strict=True)] for rows in zip(*(r[0] for r in ranks), strict=True)]
+    slowest, together = combined([seconds for seconds, _ in ranks])
     names = [contender.name for contender in prepared]
     return [
         Row(
             name=contender.name,
-            ms=1e3 * median(turn[index] for turn in turns),
-            ratios=tuple(ratio(turns, index, names, base) for base in BASES),
+            ms=1e3 * median(turn[index] for turn in slowest),
+            ratios=tuple(ratio(slowest, index, names, base) for base in BASES),
+            cpu_ms=1e3 * median(turn[index] for turn in together),
+            cpu_ratios=tuple(ratio(together, index, names, base) for base in BASES),
             counts=Counts(*(max(values) for values in zip(*(astuple(r[1][index]) for r in ranks), strict=True))),
             error=float(errors[index].norm() / expected.norm()),
             bitwise=not errors[index].any(),
         )
         for index, contender in enumerate(prepared)
     ]
+
+
+def combined(ranks: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> tuple[list[list[float]], list[list[float]]]:
+    """By turn and contender, the slowest rank's time and the CPU time of all ranks, from each rank's `timed`."""
+    turns = [[tuple(zip(*cell, strict=True)) for cell in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
+    return (
+        [[max(times) for times, _ in turn] for turn in turns],
+        [[sum(cpu) for _, cpu in turn] for turn in turns],
+    )
 
 
 def ratio(turns: Sequence[Sequence[float]], index: int, names: Sequence[str], base: str) -> float:
@@ -176,14 +192,28 @@ def ratio(turns: Sequence[Sequence[float]], index: int, names: Sequence[str], ba
 def table(rows: Sequence[Row]) -> str:
     """Markdown. Memory is what is kept and what is new in a step together."""
     ratios = [f"/ {base}" for base in BASES]
-    head = ["optimizer", "ms", *ratios, "MB sent", "calls", "NS GFLOP", "extra MB", "new in step", "update error"]
+    head = [
+        "optimizer",
+        "ms",
+        *ratios,
+        "CPU ms",
+        *ratios,
+        "MB sent",
+        "calls",
+        "NS GFLOP",
+        "extra MB",
+        "new in step",
+        "update error",
+    ]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for row in rows:
         c = row.counts
         memory = [f"{(c.bytes_kept + c.bytes_new) / 1e6:.2f}", f"{c.bytes_new / 1e6:.2f}"]
         work = [f"{c.bytes_sent / 1e6:.2f}", str(c.calls), f"{c.ns_flops / 1e9:.2f}"]
         error = "0, bitwise" if row.bitwise else f"{row.error:.1e}"
-        lines.append([row.name, f"{row.ms:.1f}", *(f"{r:.3f}" for r in row.ratios), *work, *memory, error])
+        times = [f"{row.ms:.1f}", *(f"{r:.3f}" for r in row.ratios)]
+        times += [f"{row.cpu_ms:.1f}", *(f"{r:.3f}" for r in row.cpu_ratios)]
+        lines.append([row.name, *times, *work, *memory, error])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

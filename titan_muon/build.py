@@ -131,14 +131,35 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return True
 
 
-def faults_here(planned: RankPlan, state: Mapping[Tensor, Mapping[str, Any]]) -> list[Fault]:
-    """What is wrong with each parameter on this rank before a step; `state` is the optimizer's."""
-    return [
-        Fault.NEWTON_SCHULZ_CHANGED
-        if iteration_changed(trained.group, iteration)
-        else fault_of(trained, state.get(trained.param, {}).get("momentum_buffer"))
-        for trained, iteration in zip(planned.params, planned.iterations, strict=True)
-    ]
+def plan_changed(planned: RankPlan, params: Sequence[TrainedParam]) -> bool:
+    """Whether the step of these parameters is another one than was planned."""
+    # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
+    return [each.fqn for each in params] != [each.fqn for each in planned.params] or any(
+        iteration_changed(each.group, computed) for each, computed in zip(params, planned.iterations, strict=True)
+    )
+
+
+def faults_here(
+    built: Built, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+) -> tuple[list[Fault], bool]:
+    """What is wrong with each parameter on this rank before a step; groups and state are the optimizer's.
+
+    And whether one of them or its momentum is stored elsewhere than the views are of.
+    """
+    planned = built.planned
+    given = {fqn: param for group in groups for fqn, param in zip(group["param_names"], group["params"], strict=True)}
+    found: list[Fault] = []
+    group, changed, moved = None, False, False
+    for trained, storage, computed in zip(planned.params, built.executor.storage, planned.iterations, strict=True):
+        # The parameters of a group follow each other: one look at it does for all of them.
+        if trained.group is not group:
+            group, changed = trained.group, iteration_changed(trained.group, computed)
+        average = state.get(trained.param, {}).get("momentum_buffer")
+        there = storage.is_of(trained)
+        fault = fault_of(trained, given.get(trained.fqn), average, there=there)
+        found.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
+        moved = moved or not there
+    return found, moved
 
 
 def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:

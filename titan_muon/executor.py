@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from . import update
 from .exchange import BucketBuffers, Exchange
-from .faults import FaultReport
-from .offload import Window
+from .faults import Fault, FaultReport
+from .offload import Window, slot_bytes
 from .options import Offload
-from .orthogonalize import Iteration, Method, orthogonalize, zero_nonfinite_
-from .params import TrainedParam
+from .orthogonalize import DTYPES, Iteration, Method, frobenius_norms, orthogonalize, zero_nonfinite_
+from .params import Gradients, TrainedParam, storage_of
+from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
 from .plan.types import Plan
-from .residence import Offloaded, Resident, Views, stage_uses, uses_of
+from .residence import Offloaded, Resident, rows_of, stage_uses
+from .scaling import Scaling
 from .step_memory import StepMemory
-
-TOGETHER_BYTES = 2**25
-"""Most bytes of pieces whose momentum an accelerator advances in one launch; as many are new memory meanwhile."""
+from .update import Tensors
 
 HOME = -1
 """In place of a bucket's number: the matrices that are whole on this rank."""
@@ -37,7 +37,8 @@ class Batch:
 
     Attributes:
         matrices: their indices in the plan.
-        whole: (count, rows, cols) tensor in which they are made whole; all batches take turns in one memory.
+        whole: (count, rows, cols) tensor in which they are made whole, and which the results are written over; all
+            batches take turns in one memory.
         parameters: (count,) indices of their parameters, on the device.
         iteration: Newton-Schulz iteration that is computed.
         method: algorithm that computes it.
@@ -51,34 +52,21 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class MomentumPiece:
-    """A rectangle of this rank's momentum and its gradient; `packed` takes Newton-Schulz's input, if it leaves here."""
+class HomeRun:
+    """What is done with a batch of matrices that are whole on this rank."""
 
-    group: Mapping[str, Any]
-    stored: Tensor
-    grad: Tensor
-    packed: Tensor | None
-
-    @property
-    def kind(self) -> Hashable:
-        """What pieces must have alike to be advanced in one call."""
-        group, packs = self.group, self.packed is not None
-        return group["momentum"], group["nesterov"], self.stored.dtype, self.grad.dtype, packs
+    batch: Batch
+    advances: tuple[Advance, ...]
+    applies: tuple[Apply, ...]
 
 
 @dataclass(frozen=True)
-class UpdatePiece:
-    """A rectangle of this rank's parameter, its orthogonalized update, and the scale of the learning rate."""
+class BucketRun:
+    """What is done with a bucket on this rank; of each batch, the copies that make it whole and those that part it."""
 
-    group: Mapping[str, Any]
-    scale: float
-    stored: Tensor
-    update: Tensor
-
-    @property
-    def kind(self) -> Hashable:
-        """What pieces must have alike to be updated in one call."""
-        return self.group["lr"], self.scale, self.group["weight_decay"], self.stored.dtype, self.update.dtype
+    advances: tuple[Advance, ...]
+    batches: tuple[tuple[Copies, Batch, Copies], ...]
+    applies: tuple[Apply, ...]
 
 
 @dataclass(frozen=True)
@@ -105,7 +93,7 @@ class RankPlan:
 
 
 class Executor:
-    """The stages of a Muon step but the first, on this rank.
+    """The stages of a Muon step but the first, on this rank. All views but those of gradients are made here.
 
     Args:
         planned: plan of the step, and this rank's part in it.
@@ -132,20 +120,33 @@ class Executor:
         self._zeroes, self._releases = zeroes, releases
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
-        # The CPU's caches like one piece at a time; an accelerator likes few launches.
-        self._together = 0 if planned.device.type == "cpu" else TOGETHER_BYTES
+        self.storage = tuple(map(storage_of, planned.params, plan.parameters))
+        self._groups = tuple(trained.group for trained in planned.params)
+        self._most = CPU_BYTES if planned.device.type == "cpu" else ACCELERATOR_BYTES
+        largest_param = max((slot_bytes(storage.param) for storage in self.storage), default=0)
+        self._scratch = torch.empty(max(self._most, largest_param), dtype=torch.uint8, device=planned.device)
         self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
         self._last_bucket = self._last_buckets()
         at_home = batches(tuple(self._home_spans), plan.matrices, plan.works)
         in_buckets = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(chosen) for run in (at_home, *in_buckets) for chosen in run), default=0)
         workspace = torch.empty(largest, dtype=dtype, device=planned.device)
-        self.home_batches = tuple(self._batch(chosen, workspace) for chosen in at_home)
-        self.bucket_batches = tuple(tuple(self._batch(chosen, workspace) for chosen in run) for run in in_buckets)
+        self._home = tuple(self._home_run(self._batch(chosen, workspace)) for chosen in at_home)
+        self._buckets = tuple(
+            self._bucket_run(buffers, [self._batch(chosen, workspace) for chosen in run])
+            for buffers, run in zip(exchange.buckets, in_buckets, strict=True)
+        )
         self._memory = StepMemory((*exchange.buffers, workspace))
+        # Here and not with the rest: what is updated in one call is the most that it is needed for.
+        self._scratch.untyped_storage().resize_(0)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
         self.orthogonalized = 0
         self.residence = self._residence(offload)
+
+    @property
+    def batches(self) -> tuple[Batch, ...]:
+        """All batches of this rank."""
+        return (*(run.batch for run in self._home), *(batch for run in self._buckets for _, batch, _ in run.batches))
 
     def _numel(self, chosen: Sequence[int]) -> int:
         return len(chosen) * self._matrices[chosen[0]].numel
@@ -156,6 +157,33 @@ class Executor:
         parameters = torch.tensor([self._matrices[m].parameter for m in chosen], device=workspace.device)
         iteration, method = self._planned.iterations[first.parameter], self._planned.methods[first.work]
         return Batch(chosen, whole, parameters, iteration, method)
+
+    def _home_run(self, batch: Batch) -> HomeRun:
+        # What is whole here is packed where it is orthogonalized, and updated from there.
+        pieces = [
+            self._piece(matrix, self._home_spans[matrix], batch.whole[place])
+            for place, matrix in enumerate(batch.matrices)
+        ]
+        return HomeRun(batch, *self._element_wise(pieces, pieces))
+
+    def _bucket_run(self, buffers: BucketBuffers, chosen: Sequence[Batch]) -> BucketRun:
+        stored = [(self._piece(each.matrix, each.spans, each.view), each.matrix) for each in buffers.stored]
+        packed = [piece._replace(view=buffers.packed.get(matrix)) for piece, matrix in stored]
+        parts = tuple((_assembling(batch, buffers), batch, _parting(batch, buffers)) for batch in chosen)
+        advances, applies = self._element_wise(packed, [piece for piece, _ in stored])
+        return BucketRun(advances, parts, applies)
+
+    def _piece(self, matrix: int, places: tuple[Span, ...], view: Tensor) -> Piece:
+        # Of the whole matrix: a piece's own shape would give each rank another learning rate.
+        return Piece(self._matrices[matrix].parameter, self._planned.plan.out_in(matrix), places, view)
+
+    def _element_wise(
+        self, packed: Sequence[Piece], returned: Sequence[Piece]
+    ) -> tuple[tuple[Advance, ...], tuple[Apply, ...]]:
+        return (
+            advances(packed, self._groups, self.storage, self._most),
+            applies(returned, self._groups, self.storage, self._most, self._scratch),
+        )
 
     def _last_buckets(self) -> Mapping[int, int]:
         """The bucket in which the last piece of each parameter is packed; what is whole at home is in none."""
@@ -168,69 +196,44 @@ class Executor:
     def _residence(self, offload: Offload) -> Resident:
         if offload == "none":
             return Resident()
-        parameter, spans = {m: planned.parameter for m, planned in enumerate(self._matrices)}, self._home_spans
-        at_home = [uses_of((parameter[m], spans[m]) for m in batch.matrices) for batch in self.home_batches]
-        in_buckets = [uses_of((parameter[p.matrix], p.spans) for p in b.stored) for b in self._exchange.buckets]
-        return Offloaded(stage_uses(self._planned.program, at_home, in_buckets), offload, Window(self._planned.device))
+        at_home, in_buckets = ([rows_of(run.advances) for run in runs] for runs in (self._home, self._buckets))
+        uses = stage_uses(self._planned.program, at_home, in_buckets)
+        return Offloaded(uses, self.storage, offload, Window(self._planned.device))
 
-    def begin(self, views: Views) -> None:
+    def begin(self, gradients: Gradients) -> None:
         """Take the step's memory, and bring what it uses first if that is on the host."""
         self._memory.take()
+        if gradients.scaling is not None:
+            self._report.add_skipped(gradients.scaling.skipped)
         self.orthogonalized = 0
-        self.residence.begin(views)
+        self.residence.begin(gradients)
 
-    def advance_momentum(self, bucket: int, views: Views) -> None:
+    def advance_momentum(self, bucket: int, gradients: Gradients) -> None:
         """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
-        buffers = self._exchange.buckets[bucket]
-        with self.residence.there("advance"):
-            self._advance(
-                piece
-                for stored in buffers.stored
-                for piece in self._momentum_pieces(
-                    stored.matrix, stored.spans, buffers.packed.get(stored.matrix), views
-                )
-            )
-        self._release((stored.matrix for stored in buffers.stored), views, bucket)
+        self._advance(self._buckets[bucket].advances, gradients)
+        self._release(bucket, gradients)
 
-    def orthogonalize(self, bucket: int, views: Views) -> None:
+    def orthogonalize(self, bucket: int, gradients: Gradients) -> None:
         """Stage 4: make the owned matrices whole, orthogonalize them in batches, and fill the buffer that goes back."""
-        buffers = self._exchange.buckets[bucket]
-        if buffers.cleared is not None:
-            buffers.cleared.zero_()
-        for batch in self.bucket_batches[bucket]:
-            _assemble(batch, buffers)
-            # Not a variable: a result would outlive its turn, and two batches be in memory.
-            _disassemble(self._newton_schulz(batch, views), batch, buffers)
+        cleared = self._exchange.buckets[bucket].cleared
+        if cleared is not None:
+            cleared.zero_()
+        for assembling, batch, parting in self._buckets[bucket].batches:
+            assembling.run()
+            self._newton_schulz(batch, gradients)
+            parting.run()
 
-    def apply(self, bucket: int, views: Views) -> None:
+    def apply(self, bucket: int, gradients: Gradients) -> None:
         """Stage 6: decay each stored piece and add its update."""
-        with self.residence.there("apply"):
-            self._update(
-                piece
-                for stored in self._exchange.buckets[bucket].stored
-                for piece in self._update_pieces(stored.matrix, stored.spans, stored.view, views)
-            )
+        self._apply(self._buckets[bucket].applies, gradients)
 
-    def step_home(self, views: Views) -> None:
+    def step_home(self, gradients: Gradients) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
-        for batch in self.home_batches:
-            with self.residence.there("advance"):
-                self._advance(
-                    piece
-                    for place, matrix in enumerate(batch.matrices)
-                    for piece in self._momentum_pieces(matrix, self._home_spans[matrix], batch.whole[place], views)
-                )
-            # Not a variable, as in `orthogonalize`.
-            self._apply_home(batch, self._newton_schulz(batch, views), views)
-        self._release(self._home_spans, views, HOME)
-
-    def _apply_home(self, batch: Batch, result: Tensor, views: Views) -> None:
-        with self.residence.there("apply"):
-            self._update(
-                piece
-                for place, matrix in enumerate(batch.matrices)
-                for piece in self._update_pieces(matrix, self._home_spans[matrix], result[place], views)
-            )
+        for run in self._home:
+            self._advance(run.advances, gradients)
+            self._newton_schulz(run.batch, gradients)
+            self._apply(run.applies, gradients)
+        self._release(HOME, gradients)
 
     def finish(self) -> None:
         """Stage 7: start telling all ranks what was wrong, behind what goes back to the host last.
@@ -243,107 +246,97 @@ class Executor:
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 
-    def _momentum_pieces(
-        self, matrix: int, places: Sequence[Span], packed: Tensor | None, views: Views
-    ) -> Iterator[MomentumPiece]:
-        index = self._matrices[matrix].parameter
-        stored, group = views[index], self._planned.params[index].group
-        if stored is None or stored.missing:
-            if packed is not None:
-                # The owner, which may be another rank, then sees a matrix that is not finite, and updates nothing.
-                packed.fill_(math.nan)
+    def heal(self, faults: Sequence[Fault]) -> None:
+        """Set elements to zero that are not finite, in the momentum of what was found so or had no gradient somewhere.
+
+        They would make every later update of their matrices zero.
+        """
+        if not self._zeroes or not any(faults):
             return
-        assert stored.grad is not None, "a gradient is released after its last piece is packed"
-        for span in places:
-            target = None if packed is None else packed[span.piece]
-            average, grad = (self.residence.rectangle(name, index, stored, span) for name in ("average", "grad"))
-            yield MomentumPiece(group, average, grad, target)
+        self.residence.synchronize()
+        for fault, storage in zip(faults, self.storage, strict=True):
+            if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
+                storage.average.nan_to_num_(0.0, 0.0, 0.0)
 
-    def _advance(self, pieces: Iterable[MomentumPiece]) -> None:
-        for alike in _grouped(pieces, self._together):
-            update.momentum(
-                [piece.stored for piece in alike],
-                [piece.grad for piece in alike],
-                [piece.packed for piece in alike if piece.packed is not None],
-                alike[0].group["momentum"],
-                alike[0].group["nesterov"],
-                self._zeroes,
-            )
+    def _advance(self, chosen: Iterable[Advance], gradients: Gradients) -> None:
+        with self.residence.there("advance"):
+            for each in chosen:
+                for advance in self._with_gradients(each, gradients):
+                    averages, grads = self.residence.averages(advance), self.residence.grads(advance, gradients)
+                    if gradients.scaling is not None:
+                        grads = gradients.scaling.unscaled(grads, averages)
+                    group = advance.group
+                    update.momentum(averages, grads, advance.packed, group["momentum"], group["nesterov"])
 
-    def _update_pieces(
-        self, matrix: int, places: Sequence[Span], result: Tensor, views: Views
-    ) -> Iterator[UpdatePiece]:
-        index = self._matrices[matrix].parameter
-        stored, group = views[index], self._planned.params[index].group
-        if stored is None:
-            return
-        # Of the whole matrix: a piece's own shape would give each rank another learning rate.
-        scale = update.lr_scale(group["lr_scale"], *self._planned.plan.out_in(matrix))
-        for span in places:
-            param = self.residence.rectangle("param", index, stored, span)
-            yield UpdatePiece(group, scale, param, result[span.piece])
+    def _with_gradients(self, advance: Advance, gradients: Gradients) -> Iterable[Advance]:
+        """The parts that have a gradient, by its dtype; what the others would have packed is set to NaN."""
+        if gradients.uniform:
+            return (advance,)
+        by_dtype = advance.split(lambda part: gradients.dtype(part.parameter))
+        for view in by_dtype.pop(None).packed if None in by_dtype else ():
+            # The owner, which may be another rank, then sees a matrix that is not finite, and updates nothing.
+            view.fill_(math.nan)
+        return by_dtype.values()
 
-    def _update(self, pieces: Iterable[UpdatePiece]) -> None:
-        for alike in _grouped(pieces, self._together):
-            group, scale = alike[0].group, alike[0].scale
-            params, updates = [piece.stored for piece in alike], [piece.update for piece in alike]
-            update.apply(params, updates, group["lr"], scale, group["weight_decay"])
+    def _apply(self, chosen: Iterable[Apply], gradients: Gradients) -> None:
+        with self.residence.there("apply"):
+            for each in chosen:
+                run = each.without(gradients.left) if gradients.left else each
+                if run.params:
+                    self._update(run, self.residence.params(run), gradients.scaling)
 
-    def _newton_schulz(self, batch: Batch, views: Views) -> Tensor:
+    def _update(self, run: Apply, params: Tensors, scaling: Scaling | None) -> None:
+        # Taken for the call alone, by views that are always there: it may be as large as a parameter.
+        memory = self._scratch.untyped_storage()
+        memory.resize_(run.scratch_bytes)
+        group = run.group
+        scale = update.lr_scale(group["lr_scale"], *run.out_in)
+        numbers = (group["lr"], scale, group["weight_decay"])
+        change = partial(update.apply, params, run.updates, *numbers, run.scratch)
+        if scaling is None:
+            change()
+        else:
+            scaling.unless_skipped(params, change)
+        memory.resize_(0)
+
+    def _newton_schulz(self, batch: Batch, gradients: Gradients) -> None:
         self.orthogonalized += len(batch.matrices)
-        for place, matrix in enumerate(batch.matrices):
-            if views[self._matrices[matrix].parameter] is None:
-                # Nothing was packed: what is there is of another step, or was never written.
-                batch.whole[place].zero_()
+        if gradients.left:
+            for place, matrix in enumerate(batch.matrices):
+                if self._matrices[matrix].parameter in gradients.left:
+                    # Nothing was packed: what is there is of another step, or was never written.
+                    batch.whole[place].zero_()
+        norms = frobenius_norms(batch.whole, DTYPES[batch.method.dtype])
         if self._zeroes:
-            self._report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole))
-        return orthogonalize(batch.whole, batch.iteration, batch.method)
+            self._report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
+        orthogonalize(batch.whole, batch.iteration, batch.method, norms=norms, out=batch.whole)
 
-    def _release(self, read: Iterable[int], views: Views, bucket: int) -> None:
+    def _release(self, bucket: int, gradients: Gradients) -> None:
         """Drop the gradients whose last matrix was read in this bucket, or at home."""
         if not self._releases:
             return
-        for index in {self._matrices[matrix].parameter for matrix in read}:
-            stored = views[index]
-            if stored is not None and self._last_bucket.get(index, HOME) == bucket:
+        for index, trained in enumerate(self._planned.params):
+            if gradients.stored[index] is not None and self._last_bucket.get(index, HOME) == bucket:
                 # Both hold the gradient's memory, and either alone would keep it.
-                views[index] = replace(stored, grad=None)
-                self._planned.params[index].param.grad = None
+                gradients.stored[index] = None
+                trained.param.grad = None
 
 
-P = TypeVar("P", MomentumPiece, UpdatePiece)
-
-
-def _grouped(pieces: Iterable[P], most: int) -> Iterator[list[P]]:
-    """Pieces of one kind, in lists of at most `most` bytes, or of one piece."""
-    waiting: dict[Hashable, list[P]] = {}
-    held: dict[Hashable, int] = {}
-    for piece in pieces:
-        kind, size = piece.kind, piece.stored.nbytes
-        if kind in waiting and held[kind] + size > most:
-            yield waiting.pop(kind)
-        held[kind] = size + (held[kind] if kind in waiting else 0)
-        waiting.setdefault(kind, []).append(piece)
-    yield from waiting.values()
-
-
-def _assemble(batch: Batch, buffers: BucketBuffers) -> None:
-    """Copy the pieces that were gathered into whole matrices."""
-    copies = [
+def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """What copies the pieces that were gathered into whole matrices."""
+    return Copies.of(
         (batch.whole[place][span.whole], source.view[span.piece])
         for place, matrix in enumerate(batch.matrices)
         for source in buffers.sources[matrix]
         for span in source.spans
-    ]
-    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+    )
 
 
-def _disassemble(result: Tensor, batch: Batch, buffers: BucketBuffers) -> None:
-    """Copy orthogonalized matrices into the pieces that go back."""
-    copies = [
-        (target.view[span.piece], result[place][span.whole])
+def _parting(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """What copies orthogonalized matrices into the pieces that go back."""
+    return Copies.of(
+        (target.view[span.piece], batch.whole[place][span.whole])
         for place, matrix in enumerate(batch.matrices)
         for target in buffers.targets[matrix]
         for span in target.spans
-    ]
-    torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+    )

@@ -25,7 +25,12 @@ class Fault(IntEnum):
     RESHARDED = 4
     NEWTON_SCHULZ_CHANGED = 5
     STATE_REPLACED = 6
+    PARAMETER_REPLACED = 7
+    SKIPPED = 8
 
+
+STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED))
+"""After which there is no telling where a parameter and its momentum are stored."""
 
 REMEDIES: Mapping[Fault, str] = {
     Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, whose update of those matrices "
@@ -39,20 +44,34 @@ REMEDIES: Mapping[Fault, str] = {
     "built; build it anew",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
     "the old one; load it with load_state_dict, or move it with offload() and reload()",
+    Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
+    "one; shard and replace the model's parameters before building Muon, or build it anew",
+    Fault.SKIPPED: "{names}: some ranks skipped a step that others took, since their GradScalers have found gradients "
+    "that are not finite on some ranks alone; let all ranks hear of them, as ShardedGradScaler of "
+    "torch.distributed.fsdp.sharded_grad_scaler does, and go on from a checkpoint",
 }
 
 
-def fault_of(trained: TrainedParam, average: Tensor | None) -> Fault:
-    """What is wrong with a parameter on this rank now, and with `average`, which the optimizer has as its momentum."""
-    grad = trained.param.grad
+def fault_of(trained: TrainedParam, given: Tensor | None, average: Tensor | None, *, there: bool) -> Fault:
+    """What is wrong with a parameter on this rank now.
+
+    `given` and `average` are what the optimizer has as the parameter and as its momentum; `there` says whether both are
+    stored where they were when the views of them were made.
+    """
     # A rank outside of the mesh gets no gradient in backward, and needs none.
     if not trained.here:
         return Fault.NONE
-    if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
-        return Fault.RESHARDED
+    if given is not trained.param:
+        return Fault.PARAMETER_REPLACED
     # The step goes on with the tensor that it was built for: it would train one, and checkpoints save another.
-    if average is not trained.average or local(average).device.type != trained.average_device:
+    if average is not trained.average:
         return Fault.STATE_REPLACED
+    if not there:
+        if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
+            return Fault.RESHARDED
+        if local(average).device.type != trained.average_device or not local(average).is_contiguous():
+            return Fault.STATE_REPLACED
+    grad = trained.param.grad
     if grad is None:
         return Fault.NO_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
@@ -86,7 +105,9 @@ class FaultReport:
     """
 
     def __init__(self, parameters: int, device: torch.device, agreement: Agreement) -> None:
-        self._found = torch.zeros(parameters, dtype=torch.int32, device=device)
+        # Behind the parameters: whether a rank has skipped the step, and whether one has taken it.
+        self._found = torch.zeros(parameters + 2, dtype=torch.int32, device=device)
+        self._parameters, self._scaled = parameters, False
         self._told = torch.zeros_like(self._found)
         self._agreement = agreement
         self._work: Work | None = None
@@ -103,13 +124,21 @@ class FaultReport:
         """Note what this host found wrong with each parameter."""
         if any(faults):
             found = torch.tensor(faults, dtype=torch.int32, device=self._found.device)
-            torch.maximum(self._found, found, out=self._found)
+            of_parameters = self._found[: self._parameters]
+            torch.maximum(of_parameters, found, out=of_parameters)
+
+    def add_skipped(self, skipped: Tensor) -> None:
+        """Note whether a GradScaler has this rank skip the step, () bool. All ranks note something, or none does."""
+        self._found[self._parameters :] = torch.stack((skipped, skipped.logical_not()))
+        self._scaled = True
 
     def send(self) -> None:
         """Start telling all ranks what was found since the last `send`."""
         self._told.copy_(self._found)
         self._found.zero_()
-        self._work = self._agreement.start_max_over_peers(self._told)
+        size = self._told.numel() if self._scaled else self._parameters
+        self._work = self._agreement.start_max_over_peers(self._told[:size])
+        self._scaled = False
         if not self._copied:
             return
         # On a stream of its own: what is computed next need not wait for the ranks that are late.
@@ -127,7 +156,8 @@ class FaultReport:
         elif self._work is not None:
             self._work.wait()
         self._work = None
-        return [Fault(code) for code in self._on_host.tolist()]
+        *faults, skipped, taken = self._on_host.tolist()
+        return [Fault.SKIPPED] * len(faults) if skipped and taken else [Fault(code) for code in faults]
 
     def clear(self) -> None:
         """Forget what was told, so that it is told once."""

@@ -23,7 +23,7 @@ from .build import (
     build,
     checked,
     faults_here,
-    iteration_changed,
+    plan_changed,
     plan_rank,
     rebuild,
     report_of,
@@ -31,14 +31,15 @@ from .build import (
 )
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
-from .faults import Fault, check_faults, names_with
+from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .offload import moved_state, moves, new_state, with_offload
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .orthogonalize import DTYPES
-from .params import LocalViews, TrainedParam, local_views, placement_key
+from .params import Gradients, TrainedParam, gradients, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
 from .saved import SavedAverage, saved_averages
+from .scaling import Scaling
 
 
 class Muon(Optimizer):
@@ -63,6 +64,9 @@ class Muon(Optimizer):
             that was not finite in the step before, or whose layout or Newton-Schulz iteration has changed since
             construction.
     """
+
+    # torch.amp.GradScaler then has every step taken, and says on the device whether it may change anything.
+    _step_supports_amp_scaling = True
 
     def __init__(
         self,
@@ -138,41 +142,41 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
+        grads = self._check_gradients()
         built = self._built
         executor, exchange, program = built.executor, built.exchange, built.planned.program
-        # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
-        views = self._check_gradients()
-        executor.begin(views)
+        executor.begin(grads)
         # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
         # is orthogonalized the next ones are being gathered, and earlier ones return.
         for act, number in program.turns:
             if act is Act.HOME:
                 # Stages 2, 4 and 6 of the matrices that are whole on this rank: they travel nowhere.
-                executor.step_home(views)
+                executor.step_home(grads)
                 continue
             for bucket in program.rounds[number]:
                 if act is Act.GATHER:
                     # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before its stage and
                     # goes back behind it. Stage 3, gather: pieces to their owners.
-                    executor.advance_momentum(bucket, views)
+                    executor.advance_momentum(bucket, grads)
                     exchange.gather(bucket)
                 elif act is Act.ORTHOGONALIZE:
                     # Stage 4, orthogonalize: the owner's matrices, once whole. Stage 5, return: the mirror of stage 3.
                     exchange.wait(bucket)
-                    executor.orthogonalize(bucket, views)
+                    executor.orthogonalize(bucket, grads)
                     exchange.return_results(bucket)
                 else:
                     # Stage 6, apply: decay and update, on the parameter's own storage.
                     exchange.wait(bucket)
-                    executor.apply(bucket, views)
+                    executor.apply(bucket, grads)
         # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
         return loss
 
-    def _check_gradients(self) -> list[LocalViews | None]:
-        """The views of each parameter, None for those that are left alone. Raises ValueError on all ranks alike."""
+    def _check_gradients(self) -> Gradients:
+        """The gradients of this step, without those that are left alone. Raises ValueError on all ranks alike."""
         built, params = self._built, self._built.planned.params
-        found = faults_here(built.planned, self.state)
+        found, moved = faults_here(built, self.param_groups, self.state)
         if self._agrees_first:
             # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
             found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
@@ -183,10 +187,11 @@ class Muon(Optimizer):
             self._raise_faults(built.faults.read())
             built.faults.add(found)
         stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
-        return [
-            local_views(trained, parameter) if trained.here and fault in stepped else None
-            for trained, parameter, fault in zip(params, built.planned.plan.parameters, found, strict=True)
-        ]
+        left = frozenset(index for index, fault in enumerate(found) if fault not in stepped)
+        if STORAGE_FAULTS.isdisjoint(found) and moved:
+            # Such as after `param.data = ...`: the step follows, since views of the old storage would train that.
+            self._build = rebuild(built, params, self._options)
+        return gradients(params, built.planned.plan.parameters, left, Scaling.asked_of(self, built.planned.device))
 
     @property
     def _agrees_first(self) -> bool:
@@ -208,13 +213,11 @@ class Muon(Optimizer):
     def _raise_faults(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults that are the same on all ranks; warn of those that the options allow."""
         params = self._built.planned.params
-        allowed = [Fault.NOT_FINITE] if self._options.nonfinite == "skip" else []
-        if self._options.missing_grad == "skip":
-            allowed.append(Fault.NO_GRADIENT)
+        chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
         self._built.faults.clear()
-        check_faults(params, faults, allowed)
-        names = names_with(params, faults, Fault.NOT_FINITE)
-        if names:
+        self._built.executor.heal(faults)
+        check_faults(params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
+        if names := names_with(params, faults, Fault.NOT_FINITE):
             warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,11 +248,7 @@ class Muon(Optimizer):
     def _resume(self) -> None:
         """Go on with what was loaded. Plans again only if what is computed changed, on all ranks if on any."""
         planned, params = self._built.planned, tuple(self._trained_params())
-        # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
-        changed = [t.fqn for t in params] != [t.fqn for t in planned.params] or any(
-            iteration_changed(t.group, iteration) for t, iteration in zip(params, planned.iterations, strict=True)
-        )
-        if self._agreement.any_rank(changed):
+        if self._agreement.any_rank(plan_changed(planned, params)):
             self._plan_and_build()
         else:
             self._build = rebuild(self._built, params, self._options)

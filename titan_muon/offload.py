@@ -47,7 +47,7 @@ class Load:
     @property
     def bytes(self) -> int:
         """What they take on the device."""
-        return sum(_slot_bytes(tensor) for tensor in self.tensors)
+        return sum(slot_bytes(tensor) for tensor in self.tensors)
 
 
 class Window:
@@ -118,23 +118,23 @@ class Window:
     def _fetch(self, number: int) -> None:
         load, slot = self._loads[number], self.slots[number % len(self.slots)]
         with self._module.stream(self._arriving):
-            here = list(_carved(slot, load.tensors))
+            here = list(carved(slot, load.tensors))
             for there, host in zip(here, load.tensors, strict=True):
                 there.copy_(host, non_blocking=True)
         self._here[number] = here, self._arriving.record_event()
 
 
-def _slot_bytes(tensor: Tensor) -> int:
+def slot_bytes(tensor: Tensor) -> int:
     """Bytes of a tensor up to where the next one may begin."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     """Parts of a slot with the shapes and dtypes of some tensors, one after the other."""
     start = 0
     for tensor in tensors:
         yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        start += _slot_bytes(tensor)
+        start += slot_bytes(tensor)
 
 
 def resolved(chosen: Offload, parameters: Iterable[Tensor]) -> Offload:

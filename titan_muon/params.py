@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
 from .dtensor import local
 from .plan.layout import Geometry
 from .plan.types import Parameter
+from .scaling import Scaling
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,86 @@ class TrainedParam:
 
 
 @dataclass(frozen=True)
-class LocalViews:
-    """This rank's storage of a parameter as (rows, cols) views: values, momentum, and gradient (None once released).
+class Storage:
+    """This rank's storage of a parameter and its momentum as (rows, cols) views, which are made once.
 
-    Where the gradient is `missing` the momentum stays, and the update is zero.
+    `local` and the storages are those that the views were made of.
     """
 
     param: Tensor
     average: Tensor
-    grad: Tensor | None
-    missing: bool = False
+    local: Tensor
+    param_storage: UntypedStorage
+    average_storage: UntypedStorage
+
+    def is_of(self, trained: TrainedParam) -> bool:
+        """Whether the parameter and its momentum are still stored there."""
+        stored = local(trained.param)
+        # `param.data = ...` gives the same tensor another storage. A storage that is referred to is one object.
+        return (
+            stored is self.local
+            and stored.untyped_storage() is self.param_storage
+            and local(trained.average).untyped_storage() is self.average_storage
+        )
 
 
-def local_views(trained: TrainedParam, planned: Parameter) -> LocalViews:
-    """The views of a parameter, with its gradient if there is one."""
-    grad = trained.param.grad
-    shape, row_dims = local(trained.param).shape, planned.stack.row_dims
-    rows, cols = prod(shape[:row_dims]), prod(shape[row_dims:])
-    # view() for what is updated, since an update of a copy would be lost; the gradient is only read.
-    param, average = (local(tensor).view(rows, cols) for tensor in (trained.param, trained.average))
-    return LocalViews(param, average, None if grad is None else local(grad).reshape(rows, cols), missing=grad is None)
+def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
+    """The views of a parameter's storage."""
+    stored, average = local(trained.param), local(trained.average)
+    size = matrix_size(stored, planned)
+    # view() for what is updated, since an update of a copy would be lost.
+    views = stored.detach().view(size), average.view(size)
+    return Storage(*views, stored, stored.untyped_storage(), average.untyped_storage())
+
+
+def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
+    """Rows and columns of a local tensor of a parameter."""
+    split = planned.stack.row_dims
+    return prod(stored.shape[:split]), prod(stored.shape[split:])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """The gradients of a step, by parameter.
+
+    Attributes:
+        stored: (rows, cols) local gradient; None if it is missing or released, or if the parameter is left alone.
+        left: parameters that are left alone. Those whose gradient is missing are decayed.
+        uniform: whether all parameters that are here have one, all in one dtype.
+        scaling: what a GradScaler says of them.
+    """
+
+    stored: list[Tensor | None]
+    left: frozenset[int]
+    uniform: bool
+    scaling: Scaling | None
+
+    def dtype(self, parameter: int) -> torch.dtype | None:
+        """The dtype of a gradient, None without one."""
+        grad = self.stored[parameter]
+        return None if grad is None else grad.dtype
+
+
+def gradients(
+    params: Sequence[TrainedParam], plan: Sequence[Parameter], left: frozenset[int], scaling: Scaling | None
+) -> Gradients:
+    """The gradients of the parameters but of those that are left alone."""
+    stored = [
+        _matrix(trained.param.grad, planned) if index not in left and trained.here else None
+        for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
+    ]
+    dtypes = {
+        None if grad is None else grad.dtype for grad, trained in zip(stored, params, strict=True) if trained.here
+    }
+    return Gradients(stored, left, None not in dtypes and len(dtypes) <= 1, scaling)
+
+
+def _matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
+    if grad is None:
+        return None
+    stored = local(grad)
+    # A gradient is only read, so that a copy does where a view cannot be had.
+    return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))
 
 
 def placement_key(tensor: Tensor) -> object:

@@ -11,17 +11,15 @@ from torch import Tensor
 
 from .offload import Load, Window
 from .options import Offload
-from .params import LocalViews
-from .plan.layout import Span
+from .params import Gradients, Storage
+from .parts import Advance, Apply, Part
 from .plan.program import Program
 from .plan.schedule import Act
-
-Views = list[LocalViews | None]
-"""Storage of each parameter in the plan's order; None for those that are left alone in this step."""
+from .update import Tensors
 
 Stage = Literal["advance", "apply"]
 Name = Literal["param", "average", "grad"]
-"""A tensor of LocalViews."""
+"""A tensor of a parameter."""
 Key = tuple[Name, int, int]
 """Which tensor, of which parameter, from which row on."""
 
@@ -42,36 +40,35 @@ TAKEN: Mapping[Offload, Mapping[Stage, Taken]] = {
 
 
 @dataclass(frozen=True)
-class Use:
-    """Rows of a parameter's local storage that are used together with those of others."""
-
-    parameter: int
-    rows: tuple[int, int]
-
-
-@dataclass(frozen=True)
 class StageUse:
     """A stage of one bucket, or of one batch of matrices that are whole on this rank, and the rows that it uses."""
 
     stage: Stage
-    uses: tuple[Use, ...]
+    rows: tuple[Part, ...]
 
 
 class Resident:
     """All that a step uses stays on the device."""
 
-    def begin(self, views: Views) -> None:
-        """Start a step on these parameters."""
+    def begin(self, gradients: Gradients) -> None:
+        """Start a step with these gradients."""
 
     @contextmanager
     def there(self, stage: Stage) -> Iterator[None]:
         """Meanwhile what the next stage of the step uses can be read and written."""
         yield
 
-    def rectangle(self, name: Name, parameter: int, stored: LocalViews, span: Span) -> Tensor:
-        """A rectangle of a parameter's local storage, of its momentum or of its gradient, to be changed in place."""
-        tensor: Tensor = getattr(stored, name)
-        return tensor[span.local]
+    def averages(self, advance: Advance) -> Tensors:
+        """The momentum of the parts, to be advanced in place."""
+        return advance.averages
+
+    def grads(self, advance: Advance, gradients: Gradients) -> Tensors:
+        """The gradients of the parts."""
+        return [part.of(gradients.stored[part.parameter]) for part in advance.parts]
+
+    def params(self, apply: Apply) -> Tensors:
+        """The parts of the parameters, to be updated in place."""
+        return apply.params
 
     def end(self) -> None:
         """End the step."""
@@ -85,26 +82,45 @@ class Offloaded(Resident):
 
     Args:
         stages: what is used together, in the order of the step.
+        storage: where each parameter and its momentum are.
         offload: what is on the host.
         window: where it comes to the device.
     """
 
-    def __init__(self, stages: Iterable[StageUse], offload: Offload, window: Window) -> None:
-        self._taken, self.window = TAKEN[offload], window
+    def __init__(
+        self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
+    ) -> None:
+        self._taken, self._storage, self.window = TAKEN[offload], storage, window
         self._stages = tuple(each for each in stages if each.stage in self._taken)
         self._names = {name for taken in self._taken.values() for name in (*taken.changed, *taken.read)}
         self._waiting: list[list[Key]] = []
         self._here: Mapping[Key, Tensor] = {}
 
-    def begin(self, views: Views) -> None:
+    def begin(self, gradients: Gradients) -> None:
         """The first two loads come."""
         self._waiting, loads = [], []
         for each in self._stages:
             taken = self._taken[each.stage]
-            changed, read = (_rows(views, names, each.uses) for names in (taken.changed, taken.read))
+            changed, read = (self._rows(names, each.rows, gradients) for names in (taken.changed, taken.read))
             self._waiting.append([*changed, *read])
             loads.append(Load(list(changed.values()), list(read.values())))
         self.window.begin(loads)
+
+    def _rows(self, names: Iterable[Name], rows: Iterable[Part], gradients: Gradients) -> dict[Key, Tensor]:
+        """The rows of these tensors that this step uses."""
+        return {
+            (name, part.parameter, part.start): part.of(stored)
+            for name in names
+            for part in rows
+            if (stored := self._used(name, part.parameter, gradients)) is not None
+        }
+
+    def _used(self, name: Name, parameter: int, gradients: Gradients) -> Tensor | None:
+        """One of these tensors: a parameter that is left alone has none, and one without a gradient is decayed."""
+        stored, grad = self._storage[parameter], gradients.stored[parameter]
+        if name == "param":
+            return None if parameter in gradients.left else stored.param
+        return grad if grad is None or name == "grad" else stored.average
 
     @contextmanager
     def there(self, stage: Stage) -> Iterator[None]:
@@ -117,12 +133,25 @@ class Offloaded(Resident):
         self._here = {}
         self.window.give_back()
 
-    def rectangle(self, name: Name, parameter: int, stored: LocalViews, span: Span) -> Tensor:
-        """A rectangle of it, in what is on the device now."""
-        if name not in self._names:
-            return super().rectangle(name, parameter, stored, span)
-        rows, columns = span.local
-        return self._here[name, parameter, rows.start][:, columns]
+    def averages(self, advance: Advance) -> Tensors:
+        """The momentum of the parts, in what is on the device now."""
+        return [self._brought("average", part) for part in advance.parts]
+
+    def grads(self, advance: Advance, gradients: Gradients) -> Tensors:
+        """Their gradients, there or where they always are."""
+        if "grad" not in self._names:
+            return super().grads(advance, gradients)
+        return [self._brought("grad", part) for part in advance.parts]
+
+    def params(self, apply: Apply) -> Tensors:
+        """The parts of the parameters, there or where they always are."""
+        if "param" not in self._names:
+            return super().params(apply)
+        return [self._brought("param", part) for part in apply.parts]
+
+    def _brought(self, name: Name, part: Part) -> Tensor:
+        rows = self._here[name, part.parameter, part.start]
+        return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
     def end(self) -> None:
         """What was changed last goes back."""
@@ -136,31 +165,21 @@ class Offloaded(Resident):
         self.window.synchronize()
 
 
-def _rows(views: Views, names: Iterable[Name], uses: Iterable[Use]) -> dict[Key, Tensor]:
-    """The rows of these tensors that are there: a parameter that is left alone has none, nor has a missing gradient."""
-    return {
-        (name, use.parameter, use.rows[0]): tensor[slice(*use.rows)]
-        for name in names
-        for use in uses
-        if (tensor := getattr(views[use.parameter], name, None)) is not None
-    }
-
-
 def stage_uses(
-    program: Program, at_home: Sequence[tuple[Use, ...]], in_buckets: Sequence[tuple[Use, ...]]
+    program: Program, at_home: Sequence[tuple[Part, ...]], in_buckets: Sequence[tuple[Part, ...]]
 ) -> Iterator[StageUse]:
     """What is used together, in the order of the step: by each batch at home, and by each bucket."""
     for act, number in program.turns:
         if act is Act.HOME:
-            for uses in at_home:
-                yield from (StageUse("advance", uses), StageUse("apply", uses))
+            for rows in at_home:
+                yield from (StageUse("advance", rows), StageUse("apply", rows))
         elif act is not Act.ORTHOGONALIZE:
             stage: Stage = "advance" if act is Act.GATHER else "apply"
             yield from (StageUse(stage, in_buckets[bucket]) for bucket in program.rounds[number])
 
 
-def uses_of(pieces: Iterable[tuple[int, Sequence[Span]]]) -> tuple[Use, ...]:
-    """The rows of pieces, (parameter, spans) each: rectangles beside each other are of the same rows."""
+def rows_of(advances: Iterable[Advance]) -> tuple[Part, ...]:
+    """The rows that are advanced, and updated in the end: rectangles beside each other are of the same rows."""
     # Whole rows, for they are contiguous: a copy of anything else from the host would wait for it.
-    found = (Use(index, (s.local[0].start, s.local[0].stop)) for index, spans in pieces for s in spans)
-    return tuple(dict.fromkeys(found))
+    parts = [part for advance in advances for part in advance.parts]
+    return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

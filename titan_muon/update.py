@@ -27,35 +27,41 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
     return factors[name]
 
 
-def momentum(
-    averages: Tensors,
-    grads: Tensors,
-    packed: Tensors,
-    decay: float,
-    nesterov: bool,
-    heal: bool = False,
-) -> None:
+def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
     """Advance exponential moving averages in place and copy what Muon orthogonalizes into `packed`, in its dtype.
 
     With `nesterov` that is the gradient blended with its average, otherwise the average itself. `packed` is empty where
     nothing is orthogonalized from here. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. The
-    averages have one dtype and the gradients one, maybe another: the arithmetic is in the wider one. `heal` sets
-    elements of the averages that are not finite to zero, once packed.
+    averages have one dtype and the gradients one, maybe another: the arithmetic is in the wider one.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
-    wide_grads = [grad.to(wide) for grad in grads]
-    advanced = [average.to(wide) for average in averages]
+    wide_grads, advanced = converted(grads, wide), converted(averages, wide)
     torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
-    if averages[0].dtype != wide:
+    if advanced is not averages:
         torch._foreach_copy_(averages, advanced)
     if packed:
         torch._foreach_copy_(packed, torch._foreach_lerp(wide_grads, advanced, decay) if nesterov else advanced)
-    if heal:
-        for average in averages:
-            average.nan_to_num_(0.0, 0.0, 0.0)
 
 
-def apply(params: Tensors, updates: Tensors, lr: float, scale: float, weight_decay: float) -> None:
-    """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled."""
+def apply(
+    params: Tensors, updates: Tensors, lr: float, scale: float, weight_decay: float, scratch: Tensors = ()
+) -> None:
+    """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
+
+    The parameters have one dtype and the updates one; `scratch` takes the updates in that of the parameters, if it is
+    there.
+    """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
-    torch._foreach_add_(params, updates, alpha=-lr * scale)
+    if scratch:
+        # On a GPU, operators on lists of mixed dtypes launch a kernel for each tensor; copies alone do not.
+        torch._foreach_copy_(scratch, updates)
+    torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
+
+
+def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Tensors of one dtype in another one: copies made in one call, for the same reason, or the tensors themselves."""
+    if tensors[0].dtype == dtype:
+        return tensors
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(made, tensors)
+    return made

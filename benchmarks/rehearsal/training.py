@@ -132,7 +132,7 @@ class _Rehearsal:
         }
         if self.muon is not None:
             built = self.muon._built
-            batches = (*built.executor.home_batches, *(b for run in built.executor.bucket_batches for b in run))
+            batches = built.executor.batches
             # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
             found["exchange_buffers"] = _largest(built.exchange.buffers)
             found["orthogonalization"] = _largest(batch.whole for batch in batches)

@@ -15,7 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
+from tests.unit.test_executor import Operators
 from titan_muon import Muon
+from titan_muon.dtensor import local
 from titan_muon.plan.program import BucketProgram, make_program
 from titan_muon.plan.summary import summarize
 
@@ -133,3 +135,27 @@ def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange:
     assert len(pieces) == cost.collectives + sum(extra_calls(run) for run in program.buckets)
     assert (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent) == (len(pieces), cost.bytes_sent)
     assert len(counter.calls) - len(pieces) == 1
+
+
+def test_a_step_makes_no_view_for_each_matrix() -> None:
+    """Of gradients that are one piece none, and a few of buffers for each collective."""
+    case = fsdp(128, 0)
+    with fake_world(case):
+        optimizer = build(case, "all_to_all")
+        with FakeTransport():
+            optimizer.step()
+        with FakeTransport(), Operators() as found:
+            optimizer.step()
+    views = sum(found.counts[f"aten.{name}"] for name in ("slice.Tensor", "select.int", "view.default"))
+    assert views < len(optimizer.plan.matrices) / 4
+
+
+def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
+    """The private attribute that is read instead of to_local(), which makes a view each time."""
+    with fake_world(fsdp(128, 0)):
+        mesh = init_device_mesh("cpu", (128,))
+        param = nn.Parameter(distribute_tensor(torch.ones(256, 8), mesh, (Shard(0),), src_data_rank=None))
+        stored, other = local(param), param.to_local()
+    assert stored is local(param)
+    assert stored.untyped_storage() is local(param).untyped_storage()
+    assert (stored.data_ptr(), stored.shape, stored.stride()) == (other.data_ptr(), other.shape, other.stride())

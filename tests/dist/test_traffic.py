@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -102,9 +102,9 @@ class Watched(Muon):
         super().__init__(*args, **options)
         orthogonalize = self._built.executor._newton_schulz
 
-        def noted(batch: Batch, views: Any) -> Tensor:
+        def noted(batch: Batch, gradients: Any) -> None:
             self.__dict__.setdefault("seen", []).extend(batch.matrices)
-            return orthogonalize(batch, views)
+            orthogonalize(batch, gradients)
 
         self._built.executor._newton_schulz = noted
 
@@ -354,8 +354,7 @@ def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple
         _, new, left = allocated(partial(step_and_settle, optimizer))
         cost = summarize(optimizer.plan).ranks[rank]
         executor = optimizer._built.executor
-        held = executor.home_batches + tuple(batch for bucket in executor.bucket_batches for batch in bucket)
-        workspace = max(batch.whole.numel() for batch in held) * BF16
+        workspace = max(batch.whole.numel() for batch in executor.batches) * BF16
         new -= cost.buffer_bytes + workspace
         counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
     return counted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from benchmarks.accuracy import relative_error
 from tests.gpu.devices import CPU, CUDA, CUDA_PARAM, FAKE, Target, needs_cuda_build, on_every_device
 from titan_muon import Muon
-from titan_muon.orthogonalize import Method, iteration, orthogonalize, standard, zero_nonfinite_
+from titan_muon.orthogonalize import Method, frobenius_norms, iteration, orthogonalize, standard, zero_nonfinite_
 from titan_muon.orthogonalize.products import PLAIN
 from titan_muon.orthogonalize.symmetric import TritonProducts
 
@@ -59,7 +59,7 @@ def test_what_is_not_finite_is_set_to_zero(dtype: torch.dtype, target: Target) -
     stack[1, 2, 3] = math.nan
     placed = target.placed(stack)
     with target.active():
-        finite = zero_nonfinite_(placed)
+        finite = zero_nonfinite_(placed, frobenius_norms(placed, torch.float32))
     assert (finite.device.type, finite.dtype, finite.shape) == (target.device.type, torch.bool, (3,))
     if not target.fake:
         stack[1] = 0

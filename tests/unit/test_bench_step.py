@@ -54,11 +54,19 @@ def test_every_optimizer_is_compared_in_table_and_file(output: tuple[str, dict],
     for row in rows.values():
         line = next(line for line in text.splitlines() if line.startswith(f"| {row['name']} |"))
         assert f"| {row['ms']:.1f} | {row['ratios'][0]:.3f} | {row['ratios'][1]:.3f} |" in line
+        assert f"| {row['cpu_ms']:.1f} | {row['cpu_ratios'][0]:.3f} | {row['cpu_ratios'][1]:.3f} |" in line
 
 
 def test_ratios_are_to_all_gather_and_dist_muon(rows: dict[str, dict]) -> None:
     assert rows["all_gather"]["ratios"][0] == rows["DistMuon"]["ratios"][1] == 1
-    assert all(row["ms"] > 0 for row in rows.values())
+    assert rows["all_gather"]["cpu_ratios"][0] == rows["DistMuon"]["cpu_ratios"][1] == 1
+    assert all(row["ms"] > 0 and row["cpu_ms"] > 0 for row in rows.values())
+
+
+def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -> None:
+    """Two ranks, one turn, two contenders."""
+    ranks = [[[(1.0, 0.5), (3.0, 2.0)]], [[(2.0, 0.25), (1.0, 1.0)]]]
+    assert bench_step.combined(ranks) == ([[2.0, 3.0]], [[0.75, 3.0]])
 
 
 def test_all_of_its_arithmetic_compute_torchs_update_bit_for_bit(rows: dict[str, dict]) -> None:

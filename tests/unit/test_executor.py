@@ -1,31 +1,109 @@
-"""What the executor leaves in memory while it runs a step."""
+"""What a step makes anew: nothing but views of gradients; and what it does when something was replaced since."""
 
-import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_muon import Muon
-from titan_muon.executor import Executor
+from titan_muon.orthogonalize import DTYPES, Method, frobenius_norms, iteration, orthogonalize
+
+SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
 
 
-def test_a_result_does_not_outlive_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two would be in memory at once where the plan counts one."""
-    shapes = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
-    muon = Muon([(name, nn.Parameter(torch.randn(shape))) for name, shape in shapes.items()])
-    results: list[Any] = []
-    compute = Executor._newton_schulz
+def named(layers: int = 1) -> dict[str, nn.Parameter]:
+    """Parameters with gradients, the same each time."""
+    generator = torch.Generator().manual_seed(0)
+    params = {}
+    for layer in range(layers):
+        for name, shape in SHAPES.items():
+            params[f"{layer}.{name}"] = param = nn.Parameter(torch.randn(shape, generator=generator))
+            param.grad = torch.randn(shape, generator=generator)
+    return params
 
-    def watched(self: Executor, batch: Any, views: Any) -> torch.Tensor:
-        assert all(result() is None for result in results)
-        results.append(weakref.ref(result := compute(self, batch, views)))
-        return result
 
-    monkeypatch.setattr(Executor, "_newton_schulz", watched)
-    for group in muon.param_groups:
-        for parameter in group["params"]:
-            parameter.grad = torch.randn_like(parameter)
+class Operators(TorchDispatchMode):
+    """While active, counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators(layers: int, **options: Any) -> Counter[str]:
+    """Those of a step."""
+    muon = Muon(named(layers).items(), **options)
     muon.step()
-    assert len(results) == len(shapes)
+    with Operators() as found:
+        muon.step()
+    return found.counts
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": "bfloat16"}, {"nonfinite": "skip"}], ids=str)
+def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any]) -> None:
+    """But the views of gradients that are stacks, and what a list of another dtype is converted to."""
+    few, many = operators(2, **options), operators(4, **options)
+    # Four matrices a stack: a shape's batch takes them all, in one call each of what Newton-Schulz needs.
+    growing = {name for name in many if many[name] > few[name]}
+    allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
+    assert growing <= allowed, many - few
+    assert many["aten.nan_to_num_.default"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("algorithm", ["standard", "gram", "reference"])
+@pytest.mark.parametrize("shape", [(2, 8, 24), (2, 24, 8)], ids=str)
+def test_a_result_written_over_its_input_is_the_result(algorithm: str, dtype: str, shape: tuple[int, ...]) -> None:
+    """Bit for bit, with norms that were there already."""
+    stack = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    method, computed = Method(algorithm, dtype, (2,)), iteration("keller_jordan", 5, 1e-7)
+    expected = orthogonalize(stack, computed, method)
+    norms = frobenius_norms(stack, DTYPES[method.dtype])
+    found = orthogonalize(stack, computed, method, norms=norms, out=stack)
+    assert found is stack
+    assert torch.equal(stack.float(), expected.float())
+
+
+def stepped(params: dict[str, nn.Parameter], muon: Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters after another step."""
+    muon.step()
+    return {name: param.detach().clone() for name, param in params.items()}
+
+
+def test_a_storage_that_was_replaced_is_followed() -> None:
+    """`param.data = ...` and the same of the momentum leave tensors that are stored elsewhere."""
+    kept, changed = named(), named()
+    one, other = Muon(kept.items()), Muon(changed.items())
+    assert stepped(kept, one).keys() == stepped(changed, other).keys()
+    old = changed["0.wide"].data
+    before = old.clone()
+    changed["0.wide"].data = old.clone()
+    average = other.state[changed["0.tall"]]["momentum_buffer"]
+    average.data = average.data.clone()
+    expected, found = stepped(kept, one), stepped(changed, other)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert torch.equal(old, before), "the old storage is trained no more"
+    expected, found = stepped(kept, one), stepped(changed, other)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_parameter_that_was_replaced_in_its_group_is_refused() -> None:
+    """As Accelerate does after sharding a model: the step would train what no module uses."""
+    params = named()
+    muon = Muon(params.items(), missing_grad="skip")
+    before = stepped(params, muon)
+    group = muon.param_groups[0]
+    group["params"][1] = nn.Parameter(params["0.wide"].detach().clone())
+    with pytest.raises(ValueError, match=r"0\.wide: another tensor took its place in param_groups"):
+        muon.step()
+    assert all(torch.equal(param, before[name]) for name, param in params.items())
+    group["params"][1] = params["0.wide"]
+    muon.step()

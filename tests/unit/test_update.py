@@ -111,15 +111,6 @@ def test_where_nothing_is_packed_the_average_advances_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_healing_clears_the_average_and_lets_the_packed_tell(bad: float, nesterov: bool) -> None:
-    average, packed = torch.tensor([[2.0, 2.0]]), torch.zeros(1, 2)
-    update.momentum([average], [torch.tensor([[bad, 4.0]])], [packed], 0.5, nesterov, heal=True)
-    assert average.tolist() == [[0.0, 3.0]]
-    assert packed.isfinite().tolist() == [[False, True]]
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
 def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> None:
     """The result does not carry the rounding of the state; the state is the rounded average."""
     start, grad = torch.randn(64, 2).unbind(1)

@@ -12,7 +12,7 @@ from .coefficients import COEFFICIENTS, Coefficients, coefficients
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
-from .standard import standard
+from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Kernel",
     "Method",
     "coefficients",
+    "frobenius_norms",
     "gram",
     "iteration",
     "kernels_for",
@@ -52,32 +53,37 @@ def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
 
 
-def orthogonalize(stack: Tensor, iteration: Iteration, method: Method) -> Tensor:
+def orthogonalize(
+    stack: Tensor, iteration: Iteration, method: Method, norms: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which is left as it is.
 
-    The result is new memory of that shape: in the dtype of `stack`, but bfloat16 from the reference.
+    The result is new memory of that shape, in the dtype of `stack`, but bfloat16 from the reference; or it is written
+    to `out`, which may be `stack`. `norms` are the stack's `frobenius_norms` for the method's dtype, if they are there.
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
         # One by one: a batched product may add in another order than torch.optim.Muon's.
-        results = [reference(matrix, steps, eps) for matrix in stack]
-        return results[0][None] if len(results) == 1 else torch.stack(results)
+        found = torch.empty(stack.shape, dtype=torch.bfloat16, device=stack.device) if out is None else out
+        for matrix, result in zip(stack, found, strict=True):
+            result.copy_(reference(matrix, steps, eps))
+        return found
     dtype, products = DTYPES[method.dtype], products_of(method.products)
     if method.algorithm == "gram":
-        return gram(stack, steps, eps, dtype, method.restarts, products)
-    return standard(stack, steps, eps, dtype, products)
+        return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out)
+    return standard(stack, steps, eps, dtype, products, norms=norms, out=out)
 
 
-def zero_nonfinite_(stack: Tensor) -> Tensor:
-    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm is not finite to zero, in place.
+def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
+    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm, of `norms`, is not finite to zero, in place.
 
     Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
     """
     # By the norm and not by elements: of elements around 1e19 it overflows, and Newton-Schulz could not normalize them
-    # either. In float16 the norm of sound matrices would overflow.
-    wide = torch.float32 if stack.dtype == torch.float16 else None
-    broken = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide).isfinite().logical_not_()
+    # either.
+    broken = norms.isfinite().logical_not_()
     # To ask a GPU whether there are any would be to wait for it.
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)
+        norms.masked_fill_(broken, 0)
     return broken

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
-from .standard import normalized
+from .standard import delivered, normalized, takes
 
 
 def gram(
@@ -20,17 +20,23 @@ def gram(
     dtype: torch.dtype,
     restarts: Sequence[int] = (),
     products: Products = PLAIN,
+    *,
+    norms: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype, new memory.
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
     The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute: so it can be run on the small R, with
     Q the product of all polynomials, and X be multiplied by Q once, or before each step of `restarts` and at the end.
-    Source: Zhang et al., "Gram Newton-Schulz" (2026).
+    Source: Zhang et al., "Gram Newton-Schulz" (2026). The result, `norms` and `out` are as those of `standard`.
     """
-    return _iterated(normalized(stack, eps, dtype), steps, restarts, products).to(stack.dtype)
+    x = normalized(stack, eps, dtype, norms)
+    return delivered(_iterated(x, steps, restarts, products, takes(out, dtype)), stack.dtype, out)
 
 
-def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
+def _iterated(
+    x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, out: Tensor | None
+) -> Tensor:
     following = torch.empty_like(x)
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
     # R is advanced by itself and never compared with X: what rounding adds to its small eigenvalues grows with each
@@ -38,8 +44,9 @@ def _iterated(x: Tensor, steps: Coefficients, restarts: Sequence[int], products:
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products)
-        multiply(q, x, out=following)
-        x, following = following, x
+        target = out if out is not None and last == len(steps) else following
+        multiply(q, x, out=target)
+        x, following = target, x
     return x
 
 

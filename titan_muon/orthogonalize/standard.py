@@ -9,35 +9,64 @@ from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
 
 
-def standard(stack: Tensor, steps: Coefficients, eps: float, dtype: torch.dtype, products: Products = PLAIN) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype, new memory.
+def standard(
+    stack: Tensor,
+    steps: Coefficients,
+    eps: float,
+    dtype: torch.dtype,
+    products: Products = PLAIN,
+    *,
+    norms: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
     X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source:
-    Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024).
+    Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). The result is new memory or `out`,
+    which may be `stack`; `norms` are `frobenius_norms(stack, dtype)`, if they are there already.
     """
-    return _iterated(normalized(stack, eps, dtype), steps, products).to(stack.dtype)
+    x = normalized(stack, eps, dtype, norms)
+    return delivered(_iterated(x, steps, products, takes(out, dtype)), stack.dtype, out)
 
 
-def _iterated(x: Tensor, steps: Coefficients, products: Products) -> Tensor:
+def _iterated(x: Tensor, steps: Coefficients, products: Products, out: Tensor | None) -> Tensor:
     # Two buffers that take turns: a product cannot be written over its own operand.
     following = torch.empty_like(x)
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     p = torch.empty_like(gram)
-    for a, b, c in steps:
+    for number, (a, b, c) in enumerate(steps, start=1):
         products.gram(smaller_first(x), out=gram)
         polynomial(products, gram, b, c, out=p)
-        multiply(p, x, beta=a, out=following)
-        x, following = following, x
+        target = out if out is not None and number == len(steps) else following
+        multiply(p, x, beta=a, out=target)
+        x, following = target, x
     return x
 
 
-def normalized(stack: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """Each matrix of `stack` (count, rows, cols) over max(its Frobenius norm, eps), new memory in `dtype`."""
-    # Norm and quotient in float32: float16 ends at 65,504, so gradients would overflow in it before they are divided,
-    # and small ones vanish. bfloat16 has float32's range, and from it to it torch.optim.Muon rounds too; a wider factor
-    # there would make the CPU hold all of X in float32.
+def takes(out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """`out` if an iteration in `dtype` can write its last product there."""
+    return out if out is not None and out.dtype == dtype else None
+
+
+def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """What an iteration came to, in `out` or in a dtype."""
+    if out is None:
+        return x.to(dtype)
+    return x if x is out else out.copy_(x)
+
+
+def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
+    """The Frobenius norm of each matrix of `stack` (count, rows, cols), as an iteration in `dtype` divides by it."""
+    # In float32: float16 ends at 65,504, so gradients would overflow in it before they are divided, and small ones
+    # vanish. bfloat16 has float32's range, and from it to it torch.optim.Muon rounds too.
     rounded = stack.dtype == dtype != torch.float16
-    factor = dtype if rounded else torch.promote_types(stack.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=None if rounded else factor)
-    scale = norm.clamp_(min=eps).reciprocal_()[:, None, None]
+    wide = None if rounded else torch.promote_types(stack.dtype, torch.float32)
+    return torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide)
+
+
+def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | None = None) -> Tensor:
+    """Each matrix of `stack` (count, rows, cols) over max(its Frobenius norm, eps), new memory in `dtype`."""
+    # The quotient is in the norms' dtype: a wider factor than that would make the CPU hold all of X in float32.
+    norms = frobenius_norms(stack, dtype) if norms is None else norms
+    scale = norms.clamp(min=eps).reciprocal_()[:, None, None]
     return torch.mul(stack, scale, out=torch.empty(stack.shape, dtype=dtype, device=stack.device))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from .types import Bucket, Piece
 
@@ -45,17 +46,17 @@ class Leg:
     home_splits: tuple[int, ...]
     owned_splits: tuple[int, ...]
 
-    @property
+    @cached_property
     def kept(self) -> int:
         """Elements of the home buffer that never travel."""
         return self.home_numel - sum(self.home_splits)
 
-    @property
+    @cached_property
     def home_numel(self) -> int:
         """Elements of the home buffer."""
         return sum(parcel.piece.numel for parcel in self.home)
 
-    @property
+    @cached_property
     def owned_numel(self) -> int:
         """Elements of the owner's buffer."""
         return sum(parcel.piece.numel for parcel in self.owned)
@@ -75,7 +76,7 @@ class BucketProgram:
     returning: Leg | None
     mirrored: bool
 
-    @property
+    @cached_property
     def stored(self) -> tuple[Parcel, ...]:
         """A parcel for each piece that this rank stores: what it updates when the bucket is back."""
         return self.gathering.home if self.returning is None else self.returning.home

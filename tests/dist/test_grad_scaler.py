@@ -1,0 +1,92 @@
+"""Muon under torch.amp.GradScaler: steps that it skips, on all ranks and on one."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import Parameter
+
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS, named, parameters, set_gradients
+from titan_muon import Muon
+
+SCALE = 2.0**10
+
+
+def scaled(params: dict[str, Parameter], factor: float) -> None:
+    """Multiply this rank's part of each gradient, where it is."""
+    for param in params.values():
+        param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
+
+
+def contents(params: dict[str, Parameter], muon: Muon) -> list[torch.Tensor]:
+    """Copies of what a step changes on this rank."""
+    averages = [muon.state[param]["momentum_buffer"] for param in params.values()]
+    return [tensor.to_local().detach().clone() for tensor in (*params.values(), *averages)]  # type: ignore[attr-defined]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -> list[Any]:
+    """Whether each of three steps changed something and is as without a scaler; the second has bad gradients."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params, plain = parameters(mesh), parameters(mesh)
+    muon, other = Muon(named(params), **options), Muon(named(plain), **options)
+    scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
+    found: list[Any] = []
+    for seed, bad in enumerate((False, True, False), start=1):
+        set_gradients(params, mesh, seed)
+        set_gradients(plain, mesh, seed)
+        # As a backward pass from a scaled loss would have made them.
+        scaled(params, scaler.scale(torch.ones(())).item())
+        if bad:
+            scaled(params, math.inf)
+        before = contents(params, muon)
+        if unscales:
+            scaler.unscale_(muon)
+        scaler.step(muon)
+        scaler.update()
+        if not bad:
+            other.step()
+        found.append("stood" if same(before, contents(params, muon)) else "stepped")
+        found.append(same(contents(params, muon), contents(plain, other)))
+    return found
+
+
+@pytest.mark.parametrize("unscales", [False, True], ids=["scaled", "unscaled"])
+@pytest.mark.parametrize(
+    "options", [{}, {"offload": "state"}, {"offload": "parameters"}, {"state_dtype": "bfloat16"}], ids=str
+)
+def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dict[str, Any]) -> None:
+    """And the others are those without a scaler, bit for bit: its scale is a power of two."""
+    for found in run_ranks(train, 2, unscales, options, timeout=SECONDS):
+        assert found == ["stepped", True, "stood", True, "stepped", True]
+
+
+def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
+    """Whether the step that rank 1 alone skips changed something here, and what is said of it."""
+    params = parameters(init_device_mesh("cpu", (world_size,)))
+    muon = Muon(named(params))
+    before = contents(params, muon)
+    # As a scaler does that sees this rank's gradients alone; over DTensors, GradScaler reduces what it finds.
+    muon.grad_scale, muon.found_inf = None, torch.tensor([float(rank == 1)])  # type: ignore[attr-defined]
+    muon.step()
+    del muon.grad_scale, muon.found_inf  # type: ignore[attr-defined]
+    changed = not same(before, contents(params, muon))
+    try:
+        muon.step()
+    except ValueError as error:
+        return changed, str(error)
+    return changed, ""
+
+
+def test_a_step_that_one_rank_skips_is_an_error_on_all_in_the_next_step() -> None:
+    """And no rank waits for the one that skips."""
+    results = run_ranks(skip_on_one_rank, 2, timeout=SECONDS)
+    assert [changed for changed, _ in results] == [True, False]
+    assert all("some ranks skipped a step that others took" in said for _, said in results)
