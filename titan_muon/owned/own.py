@@ -53,12 +53,10 @@ def own(
     Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError as `Owners` does, and if the
     module has nothing to own or parameters of several dtypes.
     """
-    if owners is None:
-        if mesh is None:
-            raise ValueError("own needs a mesh, or the owners of the whole model")
-        owners = Owners(module, mesh=mesh, params=params, rules=rules)
-    elif mesh is not None or params is not None or rules:
+    if owners is not None and (mesh is not None or params is not None or rules):
         raise ValueError("own takes mesh, params and rules, or owners, which have them")
+    if owners is None:
+        owners = _owners_of(module, mesh, params, rules)
     infos, name = owners.within(module), type(module).__name__
     if not infos:
         raise ValueError(f"{name}: has none of the parameters that have an owner, or they are owned already")
@@ -74,6 +72,17 @@ def own(
         refuse_use_while_owned(inner, group)
         register_state_dict_hooks(inner, group)
     return {param.owned_param for param in owned}
+
+
+def _owners_of(
+    module: nn.Module,
+    mesh: DeviceMesh | None,
+    params: Iterable[nn.Parameter] | None,
+    rules: Sequence[PlacementRule],
+) -> Owners:
+    if mesh is None:
+        raise ValueError("own needs a mesh, or the owners of the whole model")
+    return Owners(module, mesh=mesh, params=params, rules=rules)
 
 
 def _check_dtypes(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> None:
