@@ -154,7 +154,10 @@ class Executor:
     def _batch(self, chosen: tuple[int, ...], workspace: Tensor) -> Batch:
         first = self._matrices[chosen[0]]
         whole = workspace[: self._numel(chosen)].view(len(chosen), first.rows, first.cols)
-        parameters = torch.tensor([self._matrices[m].parameter for m in chosen], device=workspace.device)
+        parameters = torch.tensor([self._matrices[m].parameter for m in chosen])
+        if workspace.device.type != "cpu":
+            # From pinned memory, so that a step that follows a storage which has moved does not wait for the device.
+            parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)
         iteration, method = self._planned.iterations[first.parameter], self._planned.methods[first.work]
         return Batch(chosen, whole, parameters, iteration, method)
 
