@@ -208,6 +208,7 @@ class Executor:
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
+        self._report.add_gradients(gradients.stored)
         self.orthogonalized = 0
         self.residence.begin(gradients)
 

@@ -27,8 +27,8 @@ from .build import (
     plan_rank,
     rebuild,
     report_of,
-    storage_faults,
 )
+from .copies import not_copies
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
@@ -38,7 +38,7 @@ from .orthogonalize import DTYPES
 from .params import Gradients, TrainedParam, gradients, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
-from .saved import SavedAverage, saved_averages
+from .saved import saved_averages
 from .scaling import Scaling
 
 
@@ -51,8 +51,9 @@ class Muon(Optimizer):
     Args:
         params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
             `param_names` (or pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks, plain tensors
-            or DTensors of any placement but partial, on a real device. Each group may have its own
-            `options.Hyperparameters`. Empty on a rank that trains no matrix, in a world where others do.
+            (on several ranks, as under DDP, each does a part; build Muon once DDP has made them equal) or DTensors of
+            any placement but partial, on a real device. Each group may have its own `options.Hyperparameters`. Empty
+            on a rank that trains no matrix, in a world where others do.
 
     The other keywords are the fields of `options.MuonOptions`, which has the meaning and the range of each.
     All ranks of the default process group build their Muon at the same point of the program.
@@ -226,13 +227,8 @@ class Muon(Optimizer):
         Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
         parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        saved: dict[Any, SavedAverage] = {}
-        fault: ValueError | None = None
-        try:
-            saved = {each.key: each for each in saved_averages(self.param_groups, state_dict)}
-        except ValueError as error:
-            fault = error
-        self._agreement.raise_together(fault)
+        found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict)))
+        saved = {each.key: each for each in found}
         self._synchronize()
         current = {trained.param: trained.average for trained in self._built.planned.params}
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
@@ -307,15 +303,11 @@ class Muon(Optimizer):
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
         # A new plan's buffers must not have to fit beside the old one's.
         self._build = None
-        fault: ValueError | None = None
-        try:
-            self._options = checked(self.param_groups, self._options)
-            planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
-            report = report_of(planned, self._options, self.param_groups)
-            fault = next(map(ValueError, storage_faults(planned, self._options)), None)
-        except ValueError as error:
-            fault = error
-        self._agreement.raise_together(fault)
+        self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
+        params = self._agreement.together(lambda: tuple(self._trained_params()))
+        own = not_copies(params, self._agreement)
+        planned = self._agreement.together(lambda: plan_rank(params, self._options, self._rank, own))
+        report = report_of(planned, self._options, self.param_groups)
         known = {
             ranks: group
             for trained in planned.params
