@@ -210,7 +210,8 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - there)),
         sharing=sharing,
-        signature=f"{plan.digest()} {options.wire_dtype} {options.missing_grad} {options.nonfinite} {hyperparameters}",
+        signature=f"{plan.digest()} {options.wire_dtype} {options.rounding} {options.missing_grad} {options.nonfinite} "
+        f"{hyperparameters}",
     )
 
 
@@ -259,7 +260,17 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
     zeroes, releases = options.nonfinite != "propagate", options.release_grads
-    return Executor(planned, exchange, faults, zeroes=zeroes, releases=releases, offload=options.offload, dtype=dtype)
+    stochastic = options.rounding == "stochastic"
+    return Executor(
+        planned,
+        exchange,
+        faults,
+        zeroes=zeroes,
+        releases=releases,
+        stochastic=stochastic,
+        offload=options.offload,
+        dtype=dtype,
+    )
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:

@@ -6,7 +6,7 @@ The plan is made once, at construction (`build.py`). A step runs it, in the stag
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,7 @@ from .orthogonalize import DTYPES
 from .params import Gradients, TrainedParam, gradients, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
+from .rounding import STEP
 from .saved import saved_averages
 from .scaling import Scaling
 
@@ -89,6 +90,7 @@ class Muon(Optimizer):
         replicas: str = "split",
         wire_dtype: str = "bfloat16",
         state_dtype: str = "float32",
+        rounding: str = "stochastic",
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
@@ -172,6 +174,9 @@ class Muon(Optimizer):
                     executor.apply(bucket, grads)
         # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
+        for group in self.param_groups:
+            if STEP in group:
+                group[STEP] += 1
         return loss
 
     def _check_gradients(self) -> Gradients:
@@ -326,9 +331,12 @@ class Muon(Optimizer):
                 if parameter.requires_grad:
                     yield self._trained_param(fqn, parameter, group)
 
-    def _trained_param(self, fqn: str, parameter: Tensor, group: Mapping[str, Any]) -> TrainedParam:
+    def _trained_param(self, fqn: str, parameter: Tensor, group: dict[str, Any]) -> TrainedParam:
         if parameter.is_meta:
             raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
+        if self._options.rounding == "stochastic" and parameter.dtype == torch.bfloat16:
+            # Only there, so that checkpoints of other weights have no more keys than they had.
+            group.setdefault(STEP, 0)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = self._new_average(parameter)

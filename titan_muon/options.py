@@ -223,6 +223,9 @@ class StepOptions:
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the momentum."""
 
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of bfloat16 weights, which lose small updates by `nearest` and keep them on average by `stochastic`."""
+
     missing_grad: Literal["error", "skip"] = "error"
     """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
 
