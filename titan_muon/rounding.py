@@ -72,8 +72,8 @@ class Chunk:
         """The same for some of its tensors."""
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
-        views = (tuple(each[place] for place in places) for each in (self.wide, self.added, self.draws))
-        return Chunk(self.rows, starts, *views, self.memory)
+        wide, added, draws = (tuple(each[i] for i in places) for each in (self.wide, self.added, self.draws))
+        return Chunk(self.rows, starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, keep: float, alpha: float, step: int) -> None:
         """param <- round(keep param + alpha update), in place."""
@@ -121,11 +121,11 @@ def _chunk(rows: slice | None, shapes: Sequence[torch.Size], firsts: Sequence[in
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
     starts = tuple(_wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
-    views = (
+    wide, added, draws = (
         tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
         for flat in (memory[0], memory[1], memory[1].view(torch.int32))
     )
-    return Chunk(rows, starts, *views, memory)
+    return Chunk(rows, starts, wide, added, draws, memory)
 
 
 def memory_bytes(tensor: Tensor) -> int:

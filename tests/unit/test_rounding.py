@@ -111,12 +111,12 @@ def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
         step(params, muon, seed)
     state, saved = copy.deepcopy(muon.state_dict()), contents(params)
     step(params, muon, 3)
-    again = {name: nn.Parameter(value) for name, value in zip(SHAPES, saved, strict=True)}
+    again = {name: nn.Parameter(value.clone()) for name, value in zip(SHAPES, saved, strict=True)}
     resumed = Muon(list(again.items()), **OPTIONS)
     resumed.load_state_dict(state)
     step(again, resumed, 3)
     assert same(contents(again), contents(params))
-    fresh = {name: nn.Parameter(value) for name, value in zip(SHAPES, saved, strict=True)}
+    fresh = {name: nn.Parameter(value.clone()) for name, value in zip(SHAPES, saved, strict=True)}
     other = Muon(list(fresh.items()), **OPTIONS)
     state["param_groups"][0]["step"] = 0
     other.load_state_dict(state)
@@ -141,16 +141,19 @@ def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
         assert ("step" in muon.param_groups[0]) == counted
 
 
-@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
-def test_draws_do_not_depend_on_what_is_updated_together(state_dtype: str) -> None:
-    """One parameter alone gets the bits that it gets beside others."""
-    together, alone = parameters(), parameters()
-    both = Muon(list(together.items()), state_dtype=state_dtype, **OPTIONS)
-    single = [Muon([(name, alone[name])], state_dtype=state_dtype, **OPTIONS) for name in reversed(SHAPES)]
-    for seed in (1, 2):
-        step(together, both, seed)
-        for name, grad in full(seed).items():
-            alone[name].grad = grad.bfloat16()
-        for muon in single:
-            muon.step()
-    assert same(contents(together), contents(alone))
+def test_draws_do_not_depend_on_what_is_updated_together() -> None:
+    """Two tensors in one chunk get the bits that each gets alone, and so does what is left of them in a step."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
+    updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)
+
+    def rounded(firsts: list[int], chosen: list[int], kept: list[bool]) -> list[Tensor]:
+        params = [values[i].clone() for i in chosen]
+        (chunk,) = chunks(params, firsts, scratch, 2**14)
+        those = [i for i, keep in enumerate(kept) if keep]
+        chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], 0.999, 0.0, 1)
+        return [params[i] for i in those]
+
+    both = rounded([2**31 + 5, 11], [0, 1], [True, True])
+    assert same(both[:1], rounded([2**31 + 5], [0], [True]))
+    assert same(both[1:], rounded([11], [1], [True]))
+    assert same(both[1:], rounded([2**31 + 5, 11], [0, 1], [False, True]))
