@@ -215,13 +215,17 @@ class StepOptions:
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
 
     replicas: Literal["split", "redundant", "auto"] = "split"
-    """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""
+    """Whether ranks that hold copies of a matrix, as under HSDP and DDP, share out the work, repeat it, or do what is
+    faster."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
 
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the momentum."""
+
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of bfloat16 weights, which lose small updates by `nearest` and keep them on average by `stochastic`."""
 
     missing_grad: Literal["error", "skip"] = "error"
     """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""

@@ -155,7 +155,8 @@ class _Clock:
         start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
         for index, taken in zip(group, leg, strict=True):
             wires[index] = start + taken
-        self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
+        # Nothing is launched where whole copies have nothing to gather.
+        self._streams[group] = self._over[bucket] = start + max(leg) + (one.latency if any(leg) else 0.0)
 
 
 def _links(

@@ -100,7 +100,7 @@ class BucketTimes:
     def alone(self) -> float:
         """Seconds that it takes with nothing beside it."""
         parts = zip(self.pack, self.owned, self.copies, self.apply, strict=True)
-        calls = sum(max(links) + self.latency for links in self.legs)
+        calls = sum(max(links) + self.latency for links in self.legs if any(links))
         return calls + max(pack + owned.seconds + copies + apply for pack, owned, copies, apply in parts)
 
 
