@@ -433,3 +433,15 @@ def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> 
     rule = '{match = "layers.*.attention.*", optimizer = "muon"}'
     with pytest.raises(RecipeError, match="no rule matches"):
         dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule, "--optimizer.defaults", "false")
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_weights_without_a_float32_copy_are_said_with_what_rounds_them(
+    rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--data.cache", str(tmp_path), "--training.dtype", "bfloat16", "--muon.rounding", rounding]
+    report(load(CONFIGS / "llama_muon.toml", keys), 2, full=False, json=None)
+    printed = capsys.readouterr().out
+    assert "weights: bfloat16, and no float32 copy of them" in printed
+    assert ("muon rounds stochastically" in printed) == (rounding == "stochastic")
+    assert "adamw rounds to the nearest" in printed

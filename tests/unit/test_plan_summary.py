@@ -63,7 +63,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_received=received * plan.wire_bytes,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
-        collectives=sum(1 if run.returning is None else 2 for run in program.buckets),
+        collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )

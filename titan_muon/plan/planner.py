@@ -47,7 +47,17 @@ def make_plan(
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
     draft, home = _best_of(problems)
-    return Plan(tuple(parameters), matrices, home, draft.buckets, draft.slots, options.wire_bytes, works, draft.reason)
+    reason = "; ".join(filter(None, (draft.reason, _own_reason(parameters))))
+    return Plan(tuple(parameters), matrices, home, draft.buckets, draft.slots, options.wire_bytes, works, reason)
+
+
+def _own_reason(parameters: Sequence[Parameter]) -> str:
+    """Which parameters ranks train each for itself although they look like copies; empty if there are none."""
+    own = [parameter.fqn for parameter in parameters if parameter.own]
+    if not own:
+        return ""
+    more = f" and {len(own) - 5} more" if len(own) > 5 else ""
+    return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
 def _best_of(problems: Sequence[Problem]) -> tuple[Draft, tuple[tuple[int, ...], ...]]:
@@ -96,9 +106,9 @@ def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: Mu
     tasks: list[Task] = []
     for number, matrix in enumerate(costs.pieces.matrices):
         parameter = parameters[matrix.parameter]
-        # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones, which DDP
-        # keeps equal and another wrapper may not: so every rank orthogonalizes what it has itself.
-        split = has_owners and not parameter.plain and options.replicas == "split"
+        # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones: where they
+        # were not found equal, one rank's result would silently take the place of another's.
+        split = has_owners and not parameter.own and options.replicas == "split"
         ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
         home.append(ranks)
         for group in assembled_by:

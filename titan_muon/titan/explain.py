@@ -8,6 +8,7 @@ from dataclasses import astuple, dataclass, replace
 from functools import cache
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -95,6 +96,17 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
         yield f"{optimizer}: {what}, {share:.1f} % of parameters"
     yield from split_lines(assigned, splits)
     yield from doubts(assigned, splits)
+
+
+def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
+    """What rounding does to the weights of each optimizer, if they are stored in bfloat16 alone."""
+    if torch.bfloat16 not in dtypes:
+        return
+    yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
+    lost = "rounds to the nearest, and loses updates of less than 0.2 % of a weight"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        stochastic = optimizer == "muon" and rounding == "stochastic"
+        yield f"  {optimizer} {'rounds stochastically, and keeps small updates on average' if stochastic else lost}"
 
 
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:

@@ -24,6 +24,7 @@ from titan_muon.titan.explain import (
     peer_lines,
     pipeline_line,
     plan_lines,
+    weight_lines,
 )
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
@@ -49,8 +50,10 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
     counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
+    dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
+    weights = weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
-    print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
+    print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
         peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
