@@ -94,7 +94,9 @@ def plan_step(
     pattern = registry.exchange_entry(options.exchange).pattern
     check_offload(parameters, options)
     machine = planning_machine(options.machine, dispatch.device)
-    return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern), machine)
+    return make_plan(
+        parameters, _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern), machine
+    )
 
 
 def planning_machine(options: MachineOptions, device: str) -> Machine:
@@ -109,7 +111,7 @@ def planning_machine(options: MachineOptions, device: str) -> Machine:
     return machine_of(options, device, measured)
 
 
-def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> Callable[[int, int, int], Work]:
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> Callable[[int, int, int], Work]:
     """What orthogonalizing a matrix costs by the method that will run."""
 
     def work(index: int, rows: int, cols: int) -> Work:
@@ -121,7 +123,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> Callable[[i
             flops=method.flops(rows, cols, steps),
             reason=method.reason,
             batch=method.batch,
-            bytes=method.work_bytes(rows, cols, dispatch.device),
+            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
             dtype=method.dtype,
         )
 

@@ -96,10 +96,15 @@ class Method:
             return gram_flops(rows, cols, len(steps), len(self.restarts), cubic)
         return standard_flops(rows, cols, len(steps), cubic)
 
-    def work_bytes(self, rows: int, cols: int, device: str) -> int:
-        """Bytes that one matrix takes while it is orthogonalized, besides its input and the products' own scratch."""
+    def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
+        """Bytes that one matrix takes while it is orthogonalized, besides its input and the products' own scratch.
+
+        `out_bytes` are of an element of what the result is written to, if it is: its memory serves as one X.
+        """
         elements = gram_elements if self.algorithm == "gram" else standard_elements
-        iteration = elements(rows, cols) * DTYPES[self.dtype].itemsize
+        itemsize = DTYPES[self.dtype].itemsize
+        spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
+        iteration = (elements(rows, cols) - spared) * itemsize
         # The CPU normalizes to float16 through two float32 copies.
         return max(iteration, 10 * rows * cols) if (device, self.dtype) == ("cpu", "float16") else iteration
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtitan.config import TORCH_DTYPE_MAP
+
 from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
@@ -19,6 +21,7 @@ from titan_muon.titan.explain import (
     owner_lines,
     owner_loads,
     parameter_table,
+    peer_lines,
     pipeline_line,
     plan_lines,
     weight_lines,
@@ -53,7 +56,9 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
-        lines = [*plan_lines(part.meta.plan, part.summary, part.timeline), *silent, "", *_memory_lines(part.memory)]
+        peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
+        plan = plan_lines(part.meta.plan, part.summary, part.timeline)
+        lines = [*plan, *silent, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -62,6 +67,14 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
         _write(Path(json), parts)
+
+
+def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
+    """Bytes of an element of a parameter in a pass, and of its gradient."""
+    training = recipe.training
+    return tuple(
+        TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
+    )
 
 
 @dataclass(frozen=True)
