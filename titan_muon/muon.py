@@ -86,6 +86,7 @@ class Muon(Optimizer):
         exchange: str = "all_to_all",
         owners: str = "balanced",
         replicas: str = "split",
+        split_over: int = 1,
         wire_dtype: str = "bfloat16",
         state_dtype: str = "float32",
         missing_grad: str = "error",

@@ -11,10 +11,11 @@ from ..options import MuonOptions, OptionError
 from .buckets import Cut, Dealer, Order, rounds
 from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task
+from .slices import together
 from .timeline import play
 from .times import BucketTimes, Costs, bucket_times, settle
 from .totals import Totals, home_counts
-from .types import Bucket
+from .types import Bucket, Parameter
 
 FREE_BYTES = 2**30
 """Buffers and workspace that a step may take without a gain in time for it."""
@@ -35,8 +36,9 @@ MOST_PLAYED = 400_000
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
-    other matrix for each group that assembles it."""
+    other matrix for each group that assembles it; with `owners`, if these are decided."""
 
+    parameters: tuple[Parameter, ...]
     options: MuonOptions
     pattern: Pattern
     costs: Costs
@@ -44,6 +46,7 @@ class Problem:
     tasks: tuple[Task, ...]
     groups: tuple[tuple[int, ...], ...]
     load: Mapping[int, int]
+    owners: OwnerOf | None = None
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,9 @@ class _Search:
         self._owners: list[OwnerOf | None] = [None]
         self._left = MOST_PLAYED
         self._reason = ""
-        if problem.pattern.has_owners:
+        if problem.owners is not None:
+            self._owners = [problem.owners]
+        elif problem.pattern.has_owners:
             self._owners = []
             for assign in OWNERS[problem.options.owners]:
                 owners = assign([problem.tasks], problem.groups, problem.load)
@@ -194,6 +199,7 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
+        grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         totals = Totals(buckets, problem.costs.pieces)
         times = [
