@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from titan_muon.owned import Owners, gather, is_owned, own
+from titan_muon.owned.owners import TensorParallel
 
 DIM, HIDDEN, BLOCKS, BATCH, LENGTH = 32, 80, 3, 8, 6
 
@@ -52,8 +53,8 @@ class Net(nn.Module):
 class Setup:
     """How a model is placed: `owned`, `sharded` (FSDP2 alone) or `alone` (one process, the whole batch).
 
-    `prepare` changes the model before it is placed, `tensor` is the degree of tensor parallelism within the blocks, and
-    `shard_first` calls fully_shard before own.
+    `prepare` changes the model before it is placed, `tensor` is the degree of tensor parallelism within the blocks,
+    `tensor_parallel` says who holds what that cuts, and `shard_first` calls fully_shard before own.
     """
 
     placement: str
@@ -62,6 +63,7 @@ class Setup:
     prepare: Callable[[Net], None] | None = None
     replicas: int = 1
     tensor: int = 1
+    tensor_parallel: TensorParallel = "peers"
     shard_first: bool = False
 
 
@@ -101,7 +103,7 @@ def place(model: Net, setup: Setup, mesh: DeviceMesh) -> Owners | None:
         fully_shard(model, mesh=mesh, mp_policy=setup.policy)
         summed_plainly(model)
         return None
-    owners = Owners(model, mesh=mesh, params=matrices(model))
+    owners = Owners(model, mesh=mesh, params=matrices(model), tensor_parallel=setup.tensor_parallel)
     options: dict[str, Any] = {"owners": owners, "mp_policy": setup.policy, "reshard_after_forward": setup.reshard}
     for layer in dict.fromkeys(model.layers):
         if setup.shard_first:

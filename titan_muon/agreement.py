@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+T = TypeVar("T")
 Ranks = tuple[int, ...]
 
 
@@ -34,7 +36,7 @@ class PlanReport:
 
     def digest(self) -> bytes:
         """SHA-256 of the report."""
-        return hashlib.sha256(repr(self).encode()).digest()
+        return _digest(self)
 
 
 class Agreement:
@@ -74,9 +76,16 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def _exchanged(self, report: PlanReport) -> tuple[list[bytes], dict[bytes, PlanReport]]:
-        """The digest of every rank's report, and one report for each digest."""
-        digest = report.digest()
+    def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
+        """The keys that every rank of the world has, with one value. All ranks call it together."""
+        _, others = self._exchanged(dict(sorted(values.items())))
+        return frozenset(
+            key for key, value in values.items() if all(key in each and each[key] == value for each in others.values())
+        )
+
+    def _exchanged(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
+        """The digest of what every rank reports, by its text, and one report for each digest."""
+        digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
         # Digests, not reports: those of 1,024 ranks would be megabytes on each of them. Ranks that planned the same
@@ -95,7 +104,18 @@ class Agreement:
             reports[each] = said[0]
         return digests, reports
 
-    def raise_together(self, fault: ValueError | None) -> None:
+    def together(self, made: Callable[[], T]) -> T:
+        """What `made` returns here. Raises ValueError on every rank of the world if it does so on any."""
+        found: list[T] = []
+        fault: ValueError | None = None
+        try:
+            found.append(made())
+        except ValueError as error:
+            fault = error
+        self._raise_together(fault)
+        return found[0]
+
+    def _raise_together(self, fault: ValueError | None) -> None:
         """Raise ValueError on every rank of the world if there is a fault on any, with that of the lowest rank."""
         # A rank that raised by itself would leave the others waiting for it in the next collective.
         if self._size == 1:
@@ -164,6 +184,11 @@ class Agreement:
             dist.all_to_all_single(torch.empty_like(sent), sent, group=self.group(ranks))
 
 
+def _digest(said: object) -> bytes:
+    """SHA-256 of the text of what a rank says."""
+    return hashlib.sha256(repr(said).encode()).digest()
+
+
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
     """Raise ValueError if ranks of the same parameters planned different steps, or if no rank has any parameter."""
     # Only ranks that hold the same parameters must agree: pipeline stages and towers on disjoint meshes plan apart.
@@ -178,7 +203,8 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
         if others:
             raise ValueError(
                 f"ranks {others} planned another Muon step than rank {digests.index(digest)}: build the optimizer on "
-                "every rank from the same parameters, in the same order, with the same hyperparameters"
+                "every rank from the same parameters, in the same order, with the same hyperparameters; what only some "
+                "ranks have must be a DTensor on a mesh of those ranks"
             )
     if not any(report.ranks for report in reports.values()):
         raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")

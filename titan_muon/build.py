@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,18 +43,21 @@ class Built:
     executor: Executor
 
 
-def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -> RankPlan:
-    """Plan the step of these parameters. Raises ValueError as `plan_step` does."""
+def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, own: Collection[str] = ()) -> RankPlan:
+    """Plan the step of these parameters. Raises ValueError as `plan_step` does, and for storage that is not as planned.
+
+    `own` are those plain tensors that ranks have each for itself.
+    """
     if not params:
         return _nothing(options, rank)
     device = step_device(params[0].param)
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
-    plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options)
+    plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options, own)
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
-    return RankPlan(
+    made = RankPlan(
         params=tuple(params),
         iterations=iterations,
         methods=tuple(_method(dispatch, m, iterations[m.parameter]) for m in chosen),
@@ -63,6 +66,8 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int) -
         geometries=geometries,
         device=device,
     )
+    _check_storage(made, options)
+    return made
 
 
 def _nothing(options: MuonOptions, rank: int) -> RankPlan:
@@ -72,20 +77,27 @@ def _nothing(options: MuonOptions, rank: int) -> RankPlan:
 
 
 def plan_step(
-    named: Sequence[tuple[str, Tensor]], iterations: Sequence[Iteration], dispatch: Dispatch, options: MuonOptions
+    named: Sequence[tuple[str, Tensor]],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
+    options: MuonOptions,
+    own: Collection[str] = (),
 ) -> Plan:
     """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
 
+    Plain tensors are copies of each other but for those named in `own`.
     Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
     ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
     """
     check_splits((fqn for fqn, _ in named), options.split)
-    parameters = [planned(fqn, tensor, options.split) for fqn, tensor in named]
+    parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
     check_offload(parameters, options)
     machine = planning_machine(options.machine, dispatch.device)
-    return make_plan(parameters, _work_of(iterations, dispatch), replace(options, exchange=pattern), machine)
+    return make_plan(
+        parameters, _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern), machine
+    )
 
 
 def planning_machine(options: MachineOptions, device: str) -> Machine:
@@ -106,7 +118,7 @@ def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
     return dispatch.choose(*matrix.whole_shape, computed.steps, count)
 
 
-def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> WorkOf:
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
     """What orthogonalizing a matrix costs by the method that will run."""
 
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
@@ -118,7 +130,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch) -> WorkOf:
             flops=method.flops(rows, cols, steps),
             reason=method.reason,
             batch=method.batch,
-            bytes=method.work_bytes(rows, cols, dispatch.device),
+            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
             dtype=method.dtype,
             team=method.team(rows, cols, steps),
         )
@@ -209,22 +221,23 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - there)),
         sharing=sharing,
-        signature=f"{plan.digest()} {options.wire_dtype} {options.missing_grad} {options.nonfinite} {hyperparameters}",
+        signature=f"{plan.digest()} {options.wire_dtype} {options.rounding} {options.missing_grad} {options.nonfinite} "
+        f"{hyperparameters}",
     )
 
 
-def storage_faults(planned: RankPlan, options: MuonOptions) -> Iterator[str]:
-    """What is wrong with this rank's storage of the parameters."""
+def _check_storage(planned: RankPlan, options: MuonOptions) -> None:
+    """Raise ValueError for storage of the parameters on this rank that is not as planned."""
     for index, trained in enumerate(planned.params):
         where = storage_device(trained.param)
         if options.offload == "parameters" and trained.here and where.type != "cpu":
-            yield (
+            raise ValueError(
                 f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"
             )
         fault = storage_fault(trained.fqn, trained.param, planned.geometries[index], planned.program.rank)
         if fault is not None:
-            yield fault
+            raise ValueError(fault)
 
 
 def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
@@ -237,11 +250,18 @@ def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
             yield ranks
 
 
+def copied(plan: Plan) -> tuple[int, ...]:
+    """The plain tensors of which one rank's result goes to all, by index."""
+    # A DTensor's gradients come from one collective. A plain one's may not have been reduced, which would go unseen.
+    travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
+    return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
+
+
 def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
-    faults = FaultReport(len(planned.params), planned.device, agreement)
+    faults = FaultReport(len(planned.params), planned.device, agreement, copied(planned.plan))
     return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
 
 
@@ -251,7 +271,17 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
     # would overflow at home.
     dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
     zeroes, releases = options.nonfinite != "propagate", options.release_grads
-    return Executor(planned, exchange, faults, zeroes=zeroes, releases=releases, offload=options.offload, dtype=dtype)
+    stochastic = options.rounding == "stochastic"
+    return Executor(
+        planned,
+        exchange,
+        faults,
+        zeroes=zeroes,
+        releases=releases,
+        stochastic=stochastic,
+        offload=options.offload,
+        dtype=dtype,
+    )
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:

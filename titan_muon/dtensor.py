@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,13 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
         world = dist.get_world_size() if dist.is_initialized() else 1
         mesh = types.Mesh((world,), tuple(range(world)))
         return types.Layout(tuple(tensor.shape), mesh, (types.Replicate(),))
-    ranks = tensor.device_mesh.mesh
-    mesh = types.Mesh(tuple(ranks.shape), tuple(ranks.flatten().tolist()))
-    return types.Layout(tuple(tensor.shape), mesh, tuple(_placement(fqn, p) for p in tensor.placements))
+    return layout_on(fqn, tensor.shape, tensor.device_mesh, tensor.placements)
+
+
+def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
+    """How a tensor of some shape rests on a mesh. Raises ValueError as `layout_of` does."""
+    ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
+    return types.Layout(tuple(shape), ranks, tuple(_placement(fqn, p) for p in placements))
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:

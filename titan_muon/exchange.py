@@ -255,6 +255,8 @@ class Exchange:
         """Send the pieces in the home buffer to where they are orthogonalized."""
         run, slot = self._runs[index], self._slots[index]
         leg, group = run.gathering, self._groups[index]
+        if not leg.travels:
+            return
         if leg.collective is Collective.ALL_TO_ALL:
             # What this rank owns itself lies first in its home buffer, and never travels.
             sent = slot.home[leg.kept :]

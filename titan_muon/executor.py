@@ -14,16 +14,17 @@ from . import update
 from .batch import Batch, assembling, parting
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
-from .offload import Window, slot_bytes
+from .offload import Window
 from .options import Offload
 from .orthogonalize import Iteration, Method, Slice, zero_nonfinite_
 from .params import Gradients, TrainedParam, storage_of
-from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies
+from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies, scratch_bytes
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
 from .plan.types import Plan
 from .residence import Offloaded, Resident, rows_of, stage_uses
+from .rounding import Draws
 from .scaling import Scaling
 from .step_memory import StepMemory
 from .update import Tensors
@@ -82,6 +83,7 @@ class Executor:
         report: where matrices that are not finite are noted.
         zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
+        stochastic: whether weights in bfloat16 are rounded stochastically.
         offload: what is on the host.
         dtype: dtype in which matrices are made whole.
     """
@@ -94,18 +96,18 @@ class Executor:
         *,
         zeroes: bool,
         releases: bool,
+        stochastic: bool,
         offload: Offload,
         dtype: torch.dtype,
     ) -> None:
         self._planned, self._exchange, self._report = planned, exchange, report
-        self._zeroes, self._releases = zeroes, releases
+        self._zeroes, self._releases, self._stochastic = zeroes, releases, stochastic
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
         self.storage = tuple(map(storage_of, planned.params, plan.parameters))
         self._groups = tuple(trained.group for trained in planned.params)
         self._most = CPU_BYTES if planned.device.type == "cpu" else ACCELERATOR_BYTES
-        largest_param = max((slot_bytes(storage.param) for storage in self.storage), default=0)
-        self._scratch = torch.empty(max(self._most, largest_param), dtype=torch.uint8, device=planned.device)
+        self._scratch = torch.empty(scratch_bytes(self.storage, self._most), dtype=torch.uint8, device=planned.device)
         self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
         self._last_bucket = self._last_buckets()
         at_home = batches(tuple(self._home_spans), plan.matrices, plan.works)
@@ -160,15 +162,17 @@ class Executor:
         return BucketRun(advances, parts, applies)
 
     def _piece(self, matrix: int, places: tuple[Span, ...], view: Tensor) -> Piece:
+        plan, found = self._planned.plan, self._matrices[matrix]
+        draws = Draws.of(plan.parameters[found.parameter].fqn, found.index, found.cols)
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
-        return Piece(self._matrices[matrix].parameter, self._planned.plan.out_in(matrix), places, view)
+        return Piece(found.parameter, plan.out_in(matrix), places, view, draws)
 
     def _element_wise(
         self, packed: Sequence[Piece], returned: Sequence[Piece]
     ) -> tuple[tuple[Advance, ...], tuple[Apply, ...]]:
         return (
             advances(packed, self._groups, self.storage, self._most),
-            applies(returned, self._groups, self.storage, self._most, self._scratch),
+            applies(returned, self._groups, self.storage, self._most, self._scratch, stochastic=self._stochastic),
         )
 
     def _last_buckets(self) -> Mapping[int, int]:
@@ -191,6 +195,7 @@ class Executor:
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
+        self._report.add_gradients(gradients.stored)
         self.orthogonalized = 0
         self.residence.begin(gradients)
 
@@ -275,14 +280,10 @@ class Executor:
         # Taken for the call alone, by views that are always there: it may be as large as a parameter.
         memory = self._scratch.untyped_storage()
         memory.resize_(run.scratch_bytes)
-        group = run.group
-        scale = update.lr_scale(group["lr_scale"], *run.out_in)
-        numbers = (group["lr"], scale, group["weight_decay"])
-        change = partial(update.apply, params, run.updates, *numbers, run.scratch)
         if scaling is None:
-            change()
+            run.update(params)
         else:
-            scaling.unless_skipped(params, change)
+            scaling.unless_skipped(params, partial(run.update, params))
         memory.resize_(0)
 
     def _newton_schulz(self, batch: Batch, gradients: Gradients) -> None:

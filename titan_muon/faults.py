@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import Work
 
 from .agreement import Agreement
+from .copies import NO_SIZE, differ, sizes
 from .dtensor import local
 from .params import TrainedParam, placement_key
 
@@ -27,6 +28,7 @@ class Fault(IntEnum):
     STATE_REPLACED = 6
     PARAMETER_REPLACED = 7
     SKIPPED = 8
+    COPIES_DIFFER = 9
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED))
@@ -49,6 +51,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.SKIPPED: "{names}: some ranks skipped a step that others took, since their GradScalers have found gradients "
     "that are not finite on some ranks alone; let all ranks hear of them, as ShardedGradScaler of "
     "torch.distributed.fsdp.sharded_grad_scaler does, and go on from a checkpoint",
+    Fault.COPIES_DIFFER: "{names}: plain tensors that were equal on all ranks when Muon was built, but their gradients "
+    "differ, and a step takes one rank's for all copies; reduce gradients over the ranks, as DistributedDataParallel "
+    "does, or have each rank train its own (replicas = 'redundant')",
 }
 
 
@@ -102,12 +107,15 @@ class FaultReport:
         parameters: number of parameters.
         device: device on which matrices are orthogonalized.
         agreement: the ranks that are told of each other's faults.
+        copies: parameters of which one rank's gradients stand for those of others.
     """
 
-    def __init__(self, parameters: int, device: torch.device, agreement: Agreement) -> None:
-        # Behind the parameters: whether a rank has skipped the step, and whether one has taken it.
-        self._found = torch.zeros(parameters + 2, dtype=torch.int32, device=device)
-        self._parameters, self._scaled = parameters, False
+    def __init__(self, parameters: int, device: torch.device, agreement: Agreement, copies: Sequence[int] = ()) -> None:
+        # Behind the parameters: the sizes of copies' gradients, and whether a rank has skipped the step or taken it.
+        self._parameters, self._copies, self._scaled = parameters, tuple(copies), False
+        self._found = torch.zeros(parameters + 2 * len(self._copies) + 2, dtype=torch.int32, device=device)
+        self._sizes = self._found[parameters:-2].view(2, -1)
+        self._sizes.fill_(NO_SIZE)
         self._told = torch.zeros_like(self._found)
         self._agreement = agreement
         self._work: Work | None = None
@@ -129,14 +137,28 @@ class FaultReport:
 
     def add_skipped(self, skipped: Tensor) -> None:
         """Note whether a GradScaler has this rank skip the step, () bool. All ranks note something, or none does."""
-        self._found[self._parameters :] = torch.stack((skipped, skipped.logical_not()))
+        self._found[-2:] = torch.stack((skipped, skipped.logical_not()))
         self._scaled = True
+
+    def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
+        """Note the sizes of the copies' gradients; `stored` are the gradients by parameter."""
+        here = [(place, grad) for place, copy in enumerate(self._copies) if (grad := stored[copy]) is not None]
+        if not here:
+            return
+        found = sizes([grad for _, grad in here])
+        if len(here) == len(self._copies):
+            self._sizes.copy_(found)
+        else:
+            # One by one: an index of several places would come from the host, which would wait for it.
+            for (place, _), size in zip(here, found.unbind(1), strict=True):
+                self._sizes[:, place].copy_(size)
 
     def send(self) -> None:
         """Start telling all ranks what was found since the last `send`."""
         self._told.copy_(self._found)
         self._found.zero_()
-        size = self._told.numel() if self._scaled else self._parameters
+        self._sizes.fill_(NO_SIZE)
+        size = self._told.numel() - (0 if self._scaled else 2)
         self._work = self._agreement.start_max_over_peers(self._told[:size])
         self._scaled = False
         if not self._copied:
@@ -156,8 +178,15 @@ class FaultReport:
         elif self._work is not None:
             self._work.wait()
         self._work = None
-        *faults, skipped, taken = self._on_host.tolist()
-        return [Fault.SKIPPED] * len(faults) if skipped and taken else [Fault(code) for code in faults]
+        *told, skipped, taken = self._on_host.tolist()
+        faults = [Fault(code) for code in told[: self._parameters]]
+        if skipped and taken:
+            return [Fault.SKIPPED] * len(faults)
+        largest, smallest = told[self._parameters :][: len(self._copies)], told[self._parameters + len(self._copies) :]
+        for copy, most, least in zip(self._copies, largest, smallest, strict=True):
+            if differ(most, least):
+                faults[copy] = Fault.COPIES_DIFFER
+        return faults
 
     def clear(self) -> None:
         """Forget what was told, so that it is told once."""

@@ -75,10 +75,10 @@ def _pattern(
     return f"{left} -> {' '.join([*experts, *count])} | {down} ({' '.join(cols)})", {"p": tuple(pattern), "h": 1}
 
 
-def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = ()) -> Parameter:
-    """A parameter as the planner sees it. Raises ValueError as `stack_of` and `layout_of` do."""
+def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), *, own: bool = False) -> Parameter:
+    """A parameter as the planner sees it; `own` is Parameter's. Raises ValueError as `stack_of` and `layout_of` do."""
     plain = not isinstance(tensor, DTensor)
-    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain)
+    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain, own)
 
 
 def check_splits(names: Iterable[str], splits: Sequence[Split]) -> None:

@@ -6,7 +6,7 @@ The plan is made once, at construction (`build.py`). A step runs it, in the stag
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -27,8 +27,8 @@ from .build import (
     plan_rank,
     rebuild,
     report_of,
-    storage_faults,
 )
+from .copies import not_copies
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
@@ -38,7 +38,8 @@ from .orthogonalize import DTYPES
 from .params import Gradients, TrainedParam, gradients, placement_key
 from .plan.schedule import Act
 from .plan.types import Plan
-from .saved import SavedAverage, saved_averages
+from .rounding import STEP
+from .saved import saved_averages
 from .scaling import Scaling
 
 
@@ -51,8 +52,9 @@ class Muon(Optimizer):
     Args:
         params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
             `param_names` (or pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks, plain tensors
-            or DTensors of any placement but partial, on a real device. Each group may have its own
-            `options.Hyperparameters`. Empty on a rank that trains no matrix, in a world where others do.
+            (on several ranks, as under DDP, each does a part; build Muon once DDP has made them equal) or DTensors of
+            any placement but partial, on a real device. Each group may have its own `options.Hyperparameters`. Empty
+            on a rank that trains no matrix, in a world where others do.
 
     The other keywords are the fields of `options.MuonOptions`, which has the meaning and the range of each.
     All ranks of the default process group build their Muon at the same point of the program.
@@ -89,6 +91,7 @@ class Muon(Optimizer):
         split_over: int = 1,
         wire_dtype: str = "bfloat16",
         state_dtype: str = "float32",
+        rounding: str = "stochastic",
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
@@ -172,6 +175,9 @@ class Muon(Optimizer):
                     executor.apply(bucket, grads)
         # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
+        for group in self.param_groups:
+            if STEP in group:
+                group[STEP] += 1
         return loss
 
     def _check_gradients(self) -> Gradients:
@@ -227,13 +233,8 @@ class Muon(Optimizer):
         Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
         parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        saved: dict[Any, SavedAverage] = {}
-        fault: ValueError | None = None
-        try:
-            saved = {each.key: each for each in saved_averages(self.param_groups, state_dict)}
-        except ValueError as error:
-            fault = error
-        self._agreement.raise_together(fault)
+        found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict)))
+        saved = {each.key: each for each in found}
         self._synchronize()
         current = {trained.param: trained.average for trained in self._built.planned.params}
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
@@ -308,15 +309,11 @@ class Muon(Optimizer):
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
         # A new plan's buffers must not have to fit beside the old one's.
         self._build = None
-        fault: ValueError | None = None
-        try:
-            self._options = checked(self.param_groups, self._options)
-            planned = plan_rank(tuple(self._trained_params()), self._options, self._rank)
-            report = report_of(planned, self._options, self.param_groups)
-            fault = next(map(ValueError, storage_faults(planned, self._options)), None)
-        except ValueError as error:
-            fault = error
-        self._agreement.raise_together(fault)
+        self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
+        params = self._agreement.together(lambda: tuple(self._trained_params()))
+        own = not_copies(params, self._agreement)
+        planned = self._agreement.together(lambda: plan_rank(params, self._options, self._rank, own))
+        report = report_of(planned, self._options, self.param_groups)
         known = {
             ranks: group
             for trained in planned.params
@@ -335,9 +332,12 @@ class Muon(Optimizer):
                 if parameter.requires_grad:
                     yield self._trained_param(fqn, parameter, group)
 
-    def _trained_param(self, fqn: str, parameter: Tensor, group: Mapping[str, Any]) -> TrainedParam:
+    def _trained_param(self, fqn: str, parameter: Tensor, group: dict[str, Any]) -> TrainedParam:
         if parameter.is_meta:
             raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
+        if self._options.rounding == "stochastic" and parameter.dtype == torch.bfloat16:
+            # Only there, so that checkpoints of other weights have no more keys than they had.
+            group.setdefault(STEP, 0)
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = self._new_average(parameter)

@@ -8,8 +8,9 @@ needs no PyTorch, and `plan/` may import nothing else.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
@@ -214,7 +215,8 @@ class StepOptions:
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
 
     replicas: Literal["split", "redundant", "auto"] = "split"
-    """Whether ranks that hold copies of a matrix share out the work, repeat it, or do what is faster."""
+    """Whether ranks that hold copies of a matrix, as under HSDP and DDP, share out the work, repeat it, or do what is
+    faster."""
 
     split_over: Annotated[int, Constraint("1, 2, 4 or 8", lambda value: value in (1, 2, 4, 8))] = 1
     """Most ranks of a node that orthogonalize one matrix together, each a slice, where that ends the step sooner."""
@@ -224,6 +226,9 @@ class StepOptions:
 
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the momentum."""
+
+    rounding: Literal["stochastic", "nearest"] = "stochastic"
+    """Of bfloat16 weights, which lose small updates by `nearest` and keep them on average by `stochastic`."""
 
     missing_grad: Literal["error", "skip"] = "error"
     """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
@@ -272,12 +277,25 @@ SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYP
 """Options that hold for all parameters of one Muon."""
 
 
-def constraints(table: type) -> Iterator[tuple[str, Constraint]]:
+@cache
+def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
     """The range of each option of a dataclass that has one."""
-    for name, kind in get_type_hints(table, include_extras=True).items():
-        for part in (kind, *get_args(kind)):
-            if get_origin(part) is Annotated:
-                yield from ((name, extra) for extra in get_args(part)[1:] if isinstance(extra, Constraint))
+    return tuple(
+        (name, extra)
+        for name, kind in get_type_hints(table, include_extras=True).items()
+        for part in (kind, *get_args(kind))
+        if get_origin(part) is Annotated
+        for extra in get_args(part)[1:]
+        if isinstance(extra, Constraint)
+    )
+
+
+@cache
+def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
+    """What each option of a dataclass may be that is one of several values."""
+    # Hints are strings, which Python evaluates at every look, and options are checked wherever they are made.
+    kinds = get_type_hints(table).items()
+    return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
@@ -285,9 +303,9 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
 
     `prefix` comes before its name.
     """
-    for name, kind in get_type_hints(table).items():
-        if name in values and get_origin(kind) is Literal and values[name] not in get_args(kind):
-            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(get_args(kind))}")
+    for name, taken in choices(table):
+        if name in values and values[name] not in taken:
+            raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(taken)}")
     for name, constraint in constraints(table):
         if values.get(name) is not None and not constraint.holds(values[name]):
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")

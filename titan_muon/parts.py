@@ -13,6 +13,8 @@ from torch import Tensor
 from .offload import carved, slot_bytes
 from .params import Storage
 from .plan.layout import Span
+from .rounding import STEP, Chunk, Draws, chunks, memory_bytes
+from .update import Tensors, apply, lr_scale
 
 ACCELERATOR_BYTES = 2**25
 """Most bytes of a parameter's dtype that one call works on: as many may be new memory meanwhile."""
@@ -79,7 +81,8 @@ class Advance:
 class Apply:
     """Parts of matrices of one shape, `out_in`, that are decayed and updated in one call.
 
-    `scratch` takes the updates in the dtype of the parameters, where that is a wider one; it needs `scratch_bytes`.
+    `scratch` takes the updates in the dtype of the parameters, where that is a wider one; it needs `scratch_bytes`. So
+    do `chunks`, which update parameters that are rounded stochastically.
     """
 
     group: Mapping[str, Any]
@@ -89,13 +92,23 @@ class Apply:
     updates: tuple[Tensor, ...]
     scratch: tuple[Tensor, ...]
     scratch_bytes: int
+    chunks: tuple[Chunk, ...] = ()
+
+    def update(self, params: Tensors) -> None:
+        """Decay and update these parts of parameters."""
+        lr, decay = self.group["lr"], self.group["weight_decay"]
+        scale = lr_scale(self.group["lr_scale"], *self.out_in)
+        if not self.chunks:
+            apply(params, self.updates, lr, scale, decay, self.scratch)
+        for chunk in self.chunks:
+            chunk.update(params, self.updates, 1 - lr * decay, -lr * scale, self.group[STEP])
 
     def without(self, parameters: Collection[int]) -> Apply:
         """The same but for these parameters."""
         kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
-        parts = _those(self.parts, kept)
-        return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes)
+        parts, chunks = _those(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
+        return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunks)
 
 
 @dataclass(frozen=True)
@@ -119,13 +132,14 @@ class Copies:
 class Piece(NamedTuple):
     """Where a piece of a matrix is on this rank: the rectangles of its parameter, and the piece itself as a tensor.
 
-    `out_in`: outputs and inputs of the matrix, which its learning rate goes by.
+    `out_in`: outputs and inputs of the matrix, which its learning rate goes by. `draws`: what its elements draw.
     """
 
     parameter: int
     out_in: tuple[int, int]
     spans: tuple[Span, ...]
     view: Tensor | None
+    draws: Draws
 
 
 def advances(
@@ -141,7 +155,9 @@ def advances(
             found.append((part, part.of(stored.average), packed))
     # By the group itself and not by its numbers, which a scheduler may change between steps.
     numbers = _numbered(groups)
-    alike = _grouped(found, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most)
+    alike = _grouped(
+        found, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most, lambda i: slot_bytes(i[1])
+    )
     return tuple(
         Advance(
             groups[items[0][0].parameter],
@@ -159,10 +175,13 @@ def applies(
     storage: Sequence[Storage],
     most: int,
     scratch: Tensor,
+    *,
+    stochastic: bool,
 ) -> tuple[Apply, ...]:
     """Stage 6 of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All take turns in the bytes of `scratch`, which has `most` of them, or as many as the largest parameter.
+    All take turns in the bytes of `scratch`, which has `scratch_bytes` of them. `stochastic`: whether parameters in
+    bfloat16 are rounded so.
     """
     found = []
     for piece in pieces:
@@ -170,14 +189,37 @@ def applies(
         stored = storage[piece.parameter].param
         for span in piece.spans:
             part = part_of(piece.parameter, span, stored)
-            found.append(((part, piece.out_in), part.of(stored), piece.view[span.piece]))
+            found.append(((part, piece.out_in, piece.draws.first(span)), part.of(stored), piece.view[span.piece]))
     numbers = _numbered(groups)
-    alike = _grouped(found, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), most)
-    return tuple(_apply(groups, items, scratch) for items in alike)
+    draw = [stochastic and each.param.dtype == torch.bfloat16 for each in storage]
+
+    def taken(item: Placed) -> int:
+        return memory_bytes(item[1]) if draw[item[0][0].parameter] else slot_bytes(item[1])
+
+    alike = _grouped(found, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), most, taken)
+    return tuple(
+        _drawn(groups, items, scratch, most) if draw[items[0][0][0].parameter] else _apply(groups, items, scratch)
+        for items in alike
+    )
 
 
-Placed = tuple[tuple[Part, tuple[int, int]], Tensor, Tensor]
-"""A part with the outputs and inputs of its matrix, and it in the parameter and in the orthogonalized matrix."""
+def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
+    """Bytes that any Apply needs at most: `most`, or what the largest parameter or the longest row takes."""
+    needed = [max(slot_bytes(each.param), memory_bytes(each.param[:1])) for each in storage]
+    return max([most, *needed])
+
+
+Placed = tuple[tuple[Part, tuple[int, int], int], Tensor, Tensor]
+"""A part with the outputs and inputs of its matrix and the count of its first draw, and it in the parameter and in the
+orthogonalized matrix."""
+
+
+def _drawn(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, most: int) -> Apply:
+    places, params, updates = zip(*items, strict=True)
+    made = tuple(chunks(params, [first for *_, first in places], scratch, most))
+    parts, out_in = tuple(part for part, *_ in places), places[0][1]
+    most_bytes = max(chunk.memory.nbytes for chunk in made)
+    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), most_bytes, made)
 
 
 def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
@@ -186,9 +228,8 @@ def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch
     # Updates of a wider dtype than the parameter's are rounded once, with the sum.
     widens = dtype != other and torch.promote_types(dtype, other) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
-    parts, out_in = tuple(part for part, _ in places), places[0][1]
-    scratch_bytes = sum(map(slot_bytes, wide))
-    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, wide, scratch_bytes)
+    parts, out_in = tuple(part for part, *_ in places), places[0][1]
+    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, wide, sum(map(slot_bytes, wide)))
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -203,12 +244,14 @@ def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
 T = TypeVar("T", bound=tuple[Any, Tensor, Any])
 
 
-def _grouped(items: Iterable[T], kind: Callable[[T], Hashable], most: int) -> Iterator[list[T]]:
-    """Items of one kind, in lists of at most `most` bytes as `carved` counts them, or of one item."""
+def _grouped(
+    items: Iterable[T], kind: Callable[[T], Hashable], most: int, taken: Callable[[T], int]
+) -> Iterator[list[T]]:
+    """Items of one kind, in lists that take at most `most` bytes, or of one item."""
     waiting: dict[Hashable, list[T]] = {}
     held: dict[Hashable, int] = {}
     for item in items:
-        key, size = kind(item), slot_bytes(item[1])
+        key, size = kind(item), taken(item)
         if key in waiting and held[key] + size > most:
             yield waiting.pop(key)
         held[key] = size + (held[key] if key in waiting else 0)

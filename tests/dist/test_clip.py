@@ -15,7 +15,7 @@ from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
 from titan_muon.titan.clip import GradientClip
 
-SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3))
+SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 
 
 def whole_gradients() -> list[torch.Tensor]:
@@ -44,9 +44,11 @@ def laid_out(mesh: DeviceMesh | None, placements: tuple[Placement, ...], gradien
     return parameter
 
 
-def owned(data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor) -> nn.Parameter:
+def owned(
+    data: DeviceMesh, tensor: DeviceMesh | None, owner: int, gradient: torch.Tensor, holder: int | None = None
+) -> nn.Parameter:
     whole = gradient if tensor is None else distribute_tensor(gradient, tensor, [Shard(0)], src_data_rank=None)
-    parameter = place_on_owners(whole, data, [owner]).requires_grad_()
+    parameter = place_on_owners(whole, data, [owner], None if holder is None else [holder]).requires_grad_()
     if parameter.to_local().numel() > 0:
         parameter.grad = parameter.detach().clone()
     return parameter
@@ -72,6 +74,7 @@ def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm:
         owned(flat, None, 2, whole_gradients()[5]),
         owned(replicated, None, 1, whole_gradients()[6]),
         owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[7]),
+        owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[8], holder=0),
     ]
     clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
     norm = float(clip())

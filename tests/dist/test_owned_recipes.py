@@ -22,6 +22,7 @@ LAYOUTS = {
     "replicas": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
+    "tensor parallel, whole": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
     "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
@@ -38,21 +39,27 @@ def train(recipe: object) -> str:
     return job.train(recipe)
 
 
-def both(rank: int, world_size: int, folder: Path, options: dict[str, object], replicas: str) -> list[str]:
+def both(rank: int, world_size: int, folder: Path, options: dict[str, object], placement: dict[str, str]) -> list[str]:
     from models import qwen3
 
     qwen3.FLAVORS["two_experts"] = replace(qwen3.FLAVORS["moe_tiny"], layers=2, experts=2)
     batch = {"training__local_batch_size": 1, "training__global_batch_size": 4, "checkpoint__enable": "false"}
     shared = {**SHARED, **batch, **options}
-    owned = {"placement__muon": "owned", "placement__replicas": replicas}
+    owned = {"placement__muon": "owned", **placement}
     return [train(tiny.recipe(folder, name="owned", **shared, **owned)), train(tiny.recipe(folder, **shared))]
+
+
+PLACEMENTS = {
+    "replicas, one owner": {"placement__replicas": "one"},
+    "tensor parallel, whole": {"placement__tensor_parallel": "whole"},
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) -> None:
     world_size, options, tolerance = LAYOUTS[layout]
     tiny.write_recipe(tmp_path)
-    owned, sharded = run_ranks(both, world_size, tmp_path, options, "one" if "one owner" in layout else "each")[0]
+    owned, sharded = run_ranks(both, world_size, tmp_path, options, PLACEMENTS.get(layout, {}))[0]
     losses = tiny.records(owned, "loss")
     assert losses.keys() == set(range(1, 7))
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,12 +24,12 @@ from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.owned_model import summed_plainly
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, Owners, own
-from titan_muon.options import PlacementRule
+from titan_muon.options import PlacementRule, Split
 from titan_muon.owned import gather
-from titan_muon.owned.param import holders
+from titan_muon.owned.param import held_elements, holders
 from titan_muon.titan import compat
 
-DIM, HIDDEN, LAYERS = 16, 24, 4
+DIM, HIDDEN, LAYERS = 32, 96, 4
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ def make(experts: int, seed: int = 0) -> nn.Sequential:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
     return net
 
 
@@ -80,7 +83,9 @@ def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
         stacks = [w for layer in net for w in (layer.up, layer.down)]
     if layout.placement == "sharded":
         for layer in net:
-            fully_shard(layer, mesh=data, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else Shard(0))
+            fully_shard(layer.dense, mesh=data)
+            stacks_on = stack_mesh if layout.expert_parallel > 1 else data
+            fully_shard(layer, mesh=stacks_on, shard_placement_fn=lambda p: Shard(1))
         fully_shard(net, mesh=data)
         summed_plainly(net)
         return []
@@ -181,18 +186,33 @@ def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: P
 
 @dataclass(frozen=True)
 class Silent:
-    """A step in a world of fake ranks: its calls, and for each stack the ranks that hold it."""
+    """A step in a world of fake ranks: its calls, for each stack the ranks that hold it, and elements of each rank."""
 
     calls: int
     held_by: list[tuple[int, ...]]
     placements: list[tuple[object, ...]]
+    held: Counter[int]
+
+    @property
+    def fullest(self) -> float:
+        """Elements at rest on the fullest rank over those of the mean."""
+        return max(self.held.values()) * len(self.held) / self.held.total()
 
 
-def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
+@contextmanager
+def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
+    """One rank of a world that is not there."""
     # On an equal mesh DTensor would give this rank what another one had there.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
+    with fake_ranks(rank, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
         for parameter in net.parameters():
@@ -202,9 +222,41 @@ def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
         with CollectiveCounter() as counter:
             optimizer.step()
         stacks = [w for layer in net for w in (layer.up, layer.down)]
-        return Silent(len(counter.calls), [holders(w) for w in stacks], [tuple(w.placements) for w in stacks])
-    finally:
-        dist.destroy_process_group()
+        held = Counter(dict.fromkeys(range(world_size), 0))
+        for parameter in net.parameters():
+            held.update(held_elements(parameter))  # type: ignore[arg-type]
+        return Silent(len(counter.calls), [holders(w) for w in stacks], [tuple(w.placements) for w in stacks], held)
+
+
+def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
+    """Bytes that a rank of so many sends in forward and in backward, in the mean over all of them."""
+    with fake_ranks(0, world_size):
+        net = make(layout.experts)
+        place(net, layout, world_size)
+        with CollectiveCounter() as forward:
+            loss = loss_of(net, 0, 1, 0)
+        with CollectiveCounter() as backward:
+            loss.backward()
+    return mean_sent(forward), mean_sent(backward)
+
+
+def mean_sent(counter: CollectiveCounter) -> float:
+    # Of a broadcast the owner sends all, and of a reduction all others: every rank sees every one of its group.
+    rooted = ("broadcast", "reduce")
+    shares = {call.group_size: (call.group_size - 1) / call.group_size for call in counter.calls}
+    return sum(c.payload * shares[c.group_size] if c.name in rooted else c.sent for c in counter.calls)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(32, Layout(16)), (4, Layout(3, replicas=2)), (8, Layout(4, expert_parallel=2))],
+    ids=["32 ranks", "HSDP 2 x 2", "EP 2 x 4"],
+)
+def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size: int, layout: Layout) -> None:
+    """As many bytes where FSDP2 pads nothing, and fewer where it does."""
+    owned, sharded = (fake_passes(world_size, replace(layout, placement=name)) for name in ("owned", "sharded"))
+    assert 0 < owned[0] <= sharded[0]
+    assert 0 < owned[1] <= sharded[1]
 
 
 def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
@@ -218,6 +270,17 @@ def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
     experts = Counter(rank for ranks in held_by for rank in ranks)
     assert set(experts.values()) == {4}
     assert len({frozenset(ranks) for ranks in held_by}) > 1
+    assert by_rank[0].fullest <= 1.1
+
+
+def test_a_step_of_replicas_that_own_stacks_communicates_nothing() -> None:
+    """HSDP 2 x 2: an owner in each replica, and all of them hold equally much."""
+    for rank in (0, 3):
+        found = fake_step(rank, 4, Layout(3, replicas=2))
+        assert found.calls == 0
+        assert found.fullest <= 1.1
+        for ranks in found.held_by:
+            assert {holder // 2 for holder in ranks} == {0, 1}, "both replicas hold every expert"
 
 
 def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> None:
@@ -225,6 +288,7 @@ def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> No
     for rank in (0, 3, 6):
         found = fake_step(rank, 8, Layout(4, expert_parallel=2))
         assert found.calls == 0
+        assert found.fullest <= 1.1
         assert set(found.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
         for ranks in found.held_by:
             assert len(set(ranks)) == 4
@@ -244,3 +308,55 @@ def test_more_experts_than_ranks_are_divided_in_runs() -> None:
     assert all(len(set(ranks)) == 3 for ranks in stacks)
     held = [load.bytes for load in owners.ownership.loads()]
     assert max(held) <= 1.1 * sum(held) / 4
+
+
+class Gated(nn.Module):
+    """Gate and up as one parameter [2, F, D], as TorchTitan's main has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w13 = nn.Parameter(torch.empty(2, HIDDEN, DIM))
+        self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w13.unbind()
+        return x + self.w2((x @ gate.T).relu() * (x @ up.T))
+
+
+def gated(rank: int, world_size: int, placement: str) -> Trained:
+    """Training of layers whose w13 is owned, or cut by rows."""
+    net = nn.Sequential(*(Gated() for _ in range(LAYERS)))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    mesh, splits = init_device_mesh("cpu", (world_size,)), [Split(match="*.w13", dims="g f d -> g | f d")]
+    if placement == "owned":
+        owners = Owners(net, mesh=mesh, params=list(net.parameters()), split=splits)
+        for layer in net:
+            own(layer, owners=owners)
+    else:
+        for layer in net:
+            fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 2))
+        fully_shard(net, mesh=mesh)
+        summed_plainly(net)
+    optimizer = Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", split=splits)
+    calls = 0
+    for step in range(3):
+        loss_of(net, rank, world_size, step).backward()
+        with CollectiveCounter() as stepping:
+            optimizer.step()
+        optimizer.zero_grad()
+        calls += len(stepping.calls)
+    held = sum(p.to_local().numel() for p in net.parameters())  # type: ignore[operator]
+    return Trained(whole(net, optimizer), (0, 0), calls, held)
+
+
+def test_gate_and_up_in_one_parameter_are_owned_one_by_one() -> None:
+    """On 4 ranks the two matrices of a w13 have an owner each, and over the layers all ranks hold equally much."""
+    owned, sharded = run_ranks(gated, 4, "owned"), run_ranks(gated, 4, "sharded")
+    assert [found.calls for found in owned] == [0] * 4
+    assert differ(owned[0].values, sharded[0].values) < 1e-4
+    held = [found.held for found in owned]
+    # A whole w13 on one rank would leave the fullest with 5 of the 12 matrices, or 4.
+    assert held == [3 * HIDDEN * DIM] * 4

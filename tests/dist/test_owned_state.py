@@ -30,6 +30,7 @@ LAYOUTS = {
     "sharded": Setup("sharded"),
     "owned in replicas": Setup("owned", replicas=2),
     "owned pieces": Setup("owned", tensor=2),
+    "owned whole": Setup("owned", tensor=2, tensor_parallel="whole"),
 }
 
 
@@ -88,6 +89,8 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str
         ((4, "owned in replicas"), (2, "sharded")),
         ((4, "owned pieces"), (2, "owned")),
         ((2, "owned"), (4, "owned pieces")),
+        ((4, "owned whole"), (2, "sharded")),
+        ((4, "owned pieces"), (2, "owned whole")),
     ],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
@@ -272,7 +275,7 @@ REFUSALS = {
     "outside": r"Linear: its owned parameters are there only within the forward of Block",
     "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
     "neither": r"own needs a mesh, or the owners",
-    "both": r"own takes mesh, params and rules, or owners",
+    "both": r"own takes mesh, params, rules and tensor_parallel, or owners",
     "elsewhere": r"Block: has none of the parameters that have an owner",
 }
 

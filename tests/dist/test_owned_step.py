@@ -115,6 +115,27 @@ def test_tensor_parallel_peers_meet_among_themselves(tensor: int) -> None:
             assert {call.group_size for call in step.calls} == {tensor}
 
 
+def held(rank: int, world_size: int, setup: Setup) -> int:
+    """Elements of the matrices that are at rest on this rank."""
+    model = make()
+    place(model, setup, data_mesh(world_size, setup, model))
+    return sum(p.to_local().numel() for p in matrices(model))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("world_size", "replicas"), [(2, 1), (4, 1), (4, 2)])
+def test_a_step_is_silent_where_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, replicas: int) -> None:
+    """Each matrix rests once in each replica, and is orthogonalized where it rests."""
+    setup = Setup("owned", replicas=replicas, tensor=2, tensor_parallel="whole")
+    ranks = run_ranks(steps, world_size, setup, False)
+    for found in ranks:
+        for step in found:
+            assert step.calls == []
+            assert step.different == []
+    assert sum(found[0].matrices for found in ranks) == 18 * replicas
+    assert all(found[0].matrices > 0 for found in ranks)
+    assert sum(run_ranks(held, world_size, setup)) == sum(p.numel() for p in matrices(make())) * replicas
+
+
 def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
     """Bytes that this rank sends in forward and backward of the second step, and what Owners says of them."""
     model = make(dim=64, hidden=192)

@@ -164,6 +164,24 @@ def test_tensor_parallel_pieces_stay_where_they_are(name: str) -> None:
     assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
 
 
+WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup"),
+    [
+        (2, replace(WHOLE, policy=BF16)),
+        (4, WHOLE),
+        (4, replace(WHOLE, prepare=checkpointed)),
+        (4, replace(WHOLE, replicas=2)),
+    ],
+    ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
+)
+def test_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, setup: Setup) -> None:
+    """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
+    assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
+
+
 class OutOfMemory(Exception):
     pass
 

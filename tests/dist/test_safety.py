@@ -321,7 +321,7 @@ def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
 
 
 def test_copies_of_a_plain_tensor_agree_on_a_missing_gradient() -> None:
-    """As under DDP: every rank orthogonalizes its copy, and none may go on alone."""
+    """As under DDP: one rank orthogonalizes for all, and none may go on alone."""
     for said in run_ranks(plain_gradient_missing_on_one_rank, 2, timeout=SECONDS):
         assert "no gradient for layers.0.weight" in said
 

@@ -28,23 +28,27 @@ HARDEST = [
 ]
 
 
-# Whole matrices do not divide evenly, and the first way and the last one hide behind nothing: what is above 1.
+# Whole matrices do not divide evenly, and the first way and the last one hide behind nothing: what is above 1. The
+# last is over what no plan of whole matrices can be below.
 MODELLED = [
-    ("qwen3_8b", 8, 1.01),
-    ("qwen3_8b", 64, 1.29),
-    ("llama3_70b", 64, 1.04),
-    ("llama3_70b", 128, 1.12),
-    ("llama3_70b", 256, 1.42),
-    ("qwen3_30b_a3b", 64, 1.06),
-    ("qwen3_30b_a3b", 1024, 1.05),
-    ("kimi_k2", 512, 1.10),
+    ("qwen3_8b", 8, 1.01, 1.01),
+    ("qwen3_8b", 64, 1.29, 1.08),
+    ("llama3_70b", 64, 1.04, 1.03),
+    ("llama3_70b", 128, 1.12, 1.08),
+    ("llama3_70b", 256, 1.42, 1.02),
+    ("qwen3_30b_a3b", 64, 1.06, 1.04),
+    ("qwen3_30b_a3b", 1024, 1.05, 1.25),
+    ("kimi_k2", 512, 1.10, 1.25),
 ]
 
 
-@pytest.mark.parametrize(("model", "ranks", "bar"), MODELLED)
-def test_the_modelled_step_without_passes_is_near_its_limit(model: str, ranks: int, bar: float) -> None:
+@pytest.mark.parametrize(("model", "ranks", "bar", "whole_bar"), MODELLED)
+def test_the_modelled_step_without_passes_is_near_its_limit(
+    model: str, ranks: int, bar: float, whole_bar: float
+) -> None:
     numbers = plan_numbers(model, ranks)
     assert numbers.ratio_without_passes <= bar
+    assert 1 <= numbers.step_ms / numbers.whole_ms <= whole_bar
     parts = numbers.newton_schulz_ms + numbers.passes_ms + numbers.waits_ms
     assert numbers.step_ms == pytest.approx(parts)
 

@@ -128,7 +128,7 @@ def test_owners_under_hsdp(
 TALKS = {
     "tensor parallel": (
         ("--parallelism.tensor_parallel_degree", "2"),
-        "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not",
+        'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not',
     ),
     "missing gradients": (
         ("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
@@ -144,6 +144,23 @@ def test_an_owned_step_that_communicates_says_why(
     words, told = TALKS[case]
     dry_run("llama_muon", 4, tmp_path, "--placement.muon", "owned", *words)
     assert f"owned, and yet the step communicates: {told}" in capsys.readouterr().out
+
+
+def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each matrix rests once among the ranks of FSDP and TP, and the dry run says what the passes send for it."""
+    words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
+    plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
+    printed = capsys.readouterr().out
+    assert plan["collectives_per_step"] == 0
+    assert plan["orthogonalizations"] == plan["muon_matrices"]
+    assert "the step communicates" not in printed
+    told = r"owned, whole across tensor parallelism \(.*\): (\d+) parameters take ([\d.]+) MiB from the busiest rank"
+    (found,) = re.findall(told, printed)
+    assert int(found[0]) == plan["muon_matrices"]
+    held = [owner["bytes"] for owner in plan["owners"]]
+    assert max(held) <= 1.1 * sum(held) / 4
+    # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
+    assert float(found[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,3 +433,15 @@ def test_without_defaults_an_unmatched_parameter_is_an_error(tmp_path: Path) -> 
     rule = '{match = "layers.*.attention.*", optimizer = "muon"}'
     with pytest.raises(RecipeError, match="no rule matches"):
         dry_run("llama_muon", 2, tmp_path, "--optimizer.rule", rule, "--optimizer.defaults", "false")
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_weights_without_a_float32_copy_are_said_with_what_rounds_them(
+    rounding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ["--data.cache", str(tmp_path), "--training.dtype", "bfloat16", "--muon.rounding", rounding]
+    report(load(CONFIGS / "llama_muon.toml", keys), 2, full=False, json=None)
+    printed = capsys.readouterr().out
+    assert "weights: bfloat16, and no float32 copy of them" in printed
+    assert ("muon rounds stochastically" in printed) == (rounding == "stochastic")
+    assert "adamw rounds to the nearest" in printed

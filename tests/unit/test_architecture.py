@@ -12,7 +12,7 @@ from docs import make_architecture
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "titan_muon"
-TENSORS_ONLY = ("orthogonalize", "update", "matrices", "dims", "dtensor", "params", "scaling", "options")
+TENSORS_ONLY = ("orthogonalize", "update", "matrices", "dims", "dtensor", "params", "scaling", "options", "rounding")
 COLLECTIVES = {
     "all_reduce",
     "all_reduce_coalesced",

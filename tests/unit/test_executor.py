@@ -15,14 +15,15 @@ from titan_muon.orthogonalize import DTYPES, Method, frobenius_norms, iteration,
 SHAPES = {"square": (8, 8), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6)}
 
 
-def named(layers: int = 1) -> dict[str, nn.Parameter]:
+def named(layers: int = 1, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
     """Parameters with gradients, the same each time."""
     generator = torch.Generator().manual_seed(0)
     params = {}
     for layer in range(layers):
         for name, shape in SHAPES.items():
-            params[f"{layer}.{name}"] = param = nn.Parameter(torch.randn(shape, generator=generator))
-            param.grad = torch.randn(shape, generator=generator)
+            value, grad = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+            params[f"{layer}.{name}"] = param = nn.Parameter(value)
+            param.grad = grad
     return params
 
 
@@ -38,9 +39,9 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators(layers: int, **options: Any) -> Counter[str]:
+def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -> Counter[str]:
     """Those of a step."""
-    muon = Muon(named(layers).items(), **options)
+    muon = Muon(named(layers, dtype).items(), **options)
     muon.step()
     with Operators() as found:
         muon.step()
@@ -56,6 +57,14 @@ def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0
+
+
+def test_stochastic_rounding_launches_no_more_for_more_matrices() -> None:
+    nearest, stochastic = (
+        [operators(layers, torch.bfloat16, rounding=rounding) for layers in (2, 4)]
+        for rounding in ("nearest", "stochastic")
+    )
+    assert stochastic[1] - nearest[1] == stochastic[0] - nearest[0]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from titan_muon import Muon
+from titan_muon import Muon, options
 from titan_muon.options import (
     HYPERPARAMETERS,
     SHARED,
@@ -46,6 +46,15 @@ def test_muon_keeps_what_it_was_given() -> None:
 def test_an_option_is_of_a_group_or_of_all() -> None:
     assert set(HYPERPARAMETERS) | set(SHARED) == {item.name for item in fields(MuonOptions)}
     assert not set(HYPERPARAMETERS) & set(SHARED)
+
+
+def test_a_declaration_is_evaluated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning makes options over and over."""
+    MuonOptions()
+    monkeypatch.delattr(options, "get_type_hints")
+    assert MuonOptions(lr=0.5).lr == 0.5
+    with pytest.raises(OptionError):
+        MuonOptions(lr=-1.0)
 
 
 @pytest.mark.parametrize("table", [Hyperparameters, StepOptions, MuonOptions, Machine])

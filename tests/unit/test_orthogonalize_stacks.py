@@ -1,6 +1,8 @@
 """Both iterations on stacks: every set of coefficients, dtype and shape against float64, and what must not change."""
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.accuracy import orthogonality_error, relative_error, singular_band
+from benchmarks.memory_use import allocated
 from titan_muon.orthogonalize import (
     COEFFICIENTS,
     DTYPES,
@@ -112,6 +115,30 @@ def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: 
     assert torch.equal(stack, before)
     assert found.untyped_storage().data_ptr() != stack.untyped_storage().data_ptr()
     assert found.dtype == (torch.bfloat16 if method.algorithm == "reference" else dtype)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5], ids="{} steps".format)
+@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Method, count: int) -> None:
+    """Its memory is worked in meanwhile, where the dtypes are of one size, and the result is the same."""
+    computed = iteration("keller_jordan", count, 1e-7)
+    broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
+    for shape in SHAPES.values():
+        stack = drawn(*shape).to(dtype)
+        expected = orthogonalize(stack, computed, broken)
+        assert orthogonalize(stack, computed, broken, out=stack) is stack
+        assert torch.equal(stack, expected)
+
+
+@pytest.mark.parametrize("method", [Method("standard", "float32"), Method("gram", "float32")], ids=str)
+def test_over_its_input_it_takes_the_memory_that_is_said(method: Method) -> None:
+    rows, cols, new = 64, 1024, {}
+    for out in (torch.float32, torch.bfloat16):
+        stack = drawn(1, rows, cols).to(out)
+        _, new[out], _ = allocated(partial(orthogonalize, stack, iteration("cubic", 3, 1e-7), method, out=stack))
+        assert new[out] <= 1.1 * method.work_bytes(rows, cols, "cpu", out.itemsize)
+    assert new[torch.float32] <= new[torch.bfloat16] - rows * cols * 4
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.owned_model import Net, loss_of, make, matrices
+from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices
 from tests.dist.test_owned_stacks import loss_of as mixture_loss
 from tests.dist.test_owned_stacks import make as make_mixture
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Owners, own
 from titan_muon.owned import private
+from titan_muon.titan import compat
 
 __all__ = ["stream_order"]
 
@@ -127,4 +128,27 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
         for step in range(2):
             mixture_loss(net, 0, 4, step).backward()
     assert any(parameter.grad is not None for parameter in net.parameters())
+    dist.destroy_process_group()
+
+
+def test_pieces_for_tensor_parallel_peers_are_ordered_too(
+    stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    net = make()
+    mesh = data_mesh(4, Setup("owned", tensor=2), net)
+    owners = Owners(net, mesh=mesh, params=matrices(net), tensor_parallel="whole")
+    for layer in net.layers:
+        own(layer, owners=owners)
+    with stream_order:
+        for step in range(2):
+            loss_of(net, 0, 2, step).backward()
+    streams = owners.comm.streams
+    for name in ("c10d::send", "c10d::recv_"):
+        assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
+    assert any(parameter.grad is not None for parameter in matrices(net))
     dist.destroy_process_group()

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import models  # noqa: F401 (registers the families)
-from benchmarks.owned_model import Net, make, matrices
+from benchmarks.owned_model import DIM, Block, Net, make, matrices
 from tests import tiny
 from titan_muon import Owners, own
 from titan_muon.options import PlacementRule
 from titan_muon.owned import is_owned
+from titan_muon.owned.param import holders
 from titan_muon.owned.rules import check_rules, placed
+from titan_muon.titan import compat
 from titan_muon.titan import model as _model  # noqa: F401 (prepares TorchTitan for the CPU)
 from titan_muon.titan.recipe import RecipeError
 
@@ -100,6 +106,54 @@ def test_an_owner_that_is_no_rank_is_refused() -> None:
         owners_of(make(), owned("layers.0.wq.*", 4))
 
 
+@contextmanager
+def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
+    """A block whose matrices tensor parallelism cuts and whose norms it replicates, on FSDP 2 x TP 2."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh, block = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), Block()
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(0) if parameter.ndim == 2 else Replicate()
+            cut = distribute_tensor(parameter.data, mesh["tensor"], [placement], src_data_rank=None)
+            setattr(module, name, torch.nn.Parameter(cut))
+    try:
+        yield block, mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_holds_what_tensor_parallelism_cuts_and_each_what_it_replicates() -> None:
+    """Owners are among the ranks of both, and what is replicated counts on each of the ranks that have it."""
+    with tensor_parallel() as (block, mesh):
+        rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
+        owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
+        own(block, owners=owners)
+        assert holders(block.wq.weight) == (3,)  # type: ignore[arg-type]
+        assert len(holders(block.wk.weight)) == 1  # type: ignore[arg-type]
+        assert holders(block.norm1.weight) == (2, 3)  # type: ignore[arg-type]
+        norms = sum(p.nbytes for p in (*block.norm1.parameters(), *block.norm2.parameters()))
+        held = [load.bytes for load in owners.ownership.loads()]
+        assert held[3] - norms == 4 * DIM * DIM
+        assert held[2] >= norms
+        assert sum(held) == 2 * norms + 2 * 4 * DIM * DIM
+
+
+def test_what_one_rank_cannot_hold_for_its_peers_is_refused() -> None:
+    with tensor_parallel() as (block, mesh):
+        whole = {"mesh": mesh["shard"], "tensor_parallel": "whole"}
+        with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):
+            own(block, rules=[owned("wq.weight", 4)], **whole)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tensor_parallel = 'each' is not one of peers, whole"):
+            own(block, mesh=mesh["shard"], tensor_parallel="each")  # type: ignore[arg-type]
+        cut = block.wq.weight.data
+        odd = DTensor.from_local(cut.to_local(), mesh["tensor"], [_StridedShard(0, split_factor=2)], run_check=False)
+        block.wq.weight = torch.nn.Parameter(odd)
+        with pytest.raises(ValueError, match=r"wq\.weight: is placed as .*StridedShard.*leave it to 'peers'"):
+            own(block, **whole)  # type: ignore[arg-type]
+
+
 RULES = [
     {"match": "*.wo.weight", "placement": "owned", "owner": 1},
     {"match": "*_norm.weight", "placement": "owned", "owner": "layer"},
@@ -137,6 +191,11 @@ REFUSED = {
         [{"match": "*.wo.weight", "placement": "owned", "owner": 2}],
         {},
         r"placement\.rule: layers\.0\.attention\.wo\.weight cannot have owner = 2; 0 to 1 can own it",
+    ),
+    "owner among the ranks that share experts": (
+        [{"match": "*experts*", "placement": "owned", "owner": 1}],
+        {"parallelism__expert_parallel_degree": 2},
+        r"placement\.rule: layers\.\d\..*experts\..* cannot have owner = 1; 0 to 0 can own it",
     ),
     "Hugging Face": (
         [{"match": "*experts*", "placement": "owned"}],

@@ -329,7 +329,9 @@ def check_routes(bucket: Bucket, legs: dict[int, Leg]) -> None:
             assert sent == [(p.matrix, p.piece) for p in legs[b].owned if p.peer == a]
             numel = sum(piece.numel for _, piece in sent)
             assert legs[a].home_splits[other] == legs[b].owned_splits[place] == numel
+    travels = any(split for leg in legs.values() for split in leg.home_splits)
     for leg in legs.values():
+        assert leg.travels == travels, "a collective that any rank needs is launched by all, and no other"
         peers = [bucket.group.index(p.peer) for p in leg.home if leg.home_splits[bucket.group.index(p.peer)] > 0]
         assert peers == sorted(peers), "parcels follow the order of the group, as the splits do"
         peers = [bucket.group.index(parcel.peer) for parcel in leg.owned]

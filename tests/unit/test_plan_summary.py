@@ -66,7 +66,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_received=received * plan.wire_bytes + among,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
-        collectives=sum(1 if run.returning is None else 2 for run in program.buckets) + sum(t.calls for t in teams),
+        collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg)
+        + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )

@@ -9,8 +9,12 @@ from hypothesis import given, settings
 from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Machine as MachineOptions
 from titan_muon.options import MuonOptions, OptionError
+from titan_muon.plan.bounds import Chain, chains, least_whole
+from titan_muon.plan.layout import Geometries
 from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
+from titan_muon.plan.pieces import Pieces
 from titan_muon.plan.timeline import timeline
+from titan_muon.plan.times import Costs
 from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 
 # Nothing but one thing takes time, so that what is expected can be said in a line.
@@ -77,6 +81,41 @@ def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -
     assert played.last.seconds >= played.link - 1e-12
     assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
     assert timeline(plan, MACHINES["h100x8"]) == played
+
+
+def least(plan: Plan, machine: Machine) -> float:
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    return least_whole(chains(plan.buckets, costs), [0.0] * len(pieces.ranks()), 100 * seconds(plan, machine))
+
+
+@settings(PROPERTY, max_examples=100)
+@given(plans())
+def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
+    """In particular not one of other buckets, owners and rounds."""
+    for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
+        assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
+        assert timeline(plan, machine).whole >= timeline(plan, machine).limit
+
+
+# Of 240 large matrices each needs a rank of its own, so that 144 ranks have a middle one beside it, and wait for the
+# way of one of them there and of the other one back.
+LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "ranks", "beside", "expected"),
+    [
+        ({LARGE: 240, MIDDLE: 160}, 256, 0.0, 44 + 23.5 + 3 + 10),
+        ({LARGE: 240, MIDDLE: 160}, 256, 20.0, 44 + 23.5 + 20),
+        ({LARGE: 1}, 256, 0.0, 10 + 44 + 10),
+        ({LARGE: 512}, 256, 0.0, 10 + 2 * 44 + 10),
+        ({Chain(1.0, 0.0, 0.0): 8}, 4, 0.5, 2.5),
+        ({}, 4, 0.5, 0.5),
+    ],
+)
+def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, beside: float, expected: float) -> None:
+    assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:

@@ -132,6 +132,16 @@ BAD_VALUES = [
     ("[placement]\nmuon = ''", 'placement.muon = ""', "not empty"),
     ("[placement]\nreplicas = 'one'", 'placement.replicas = "one"', 'placement.muon = "owned"'),
     ("[placement]\nmuon = 'owned'\nreplicas = 'one'", 'placement.replicas = "one"', "replicate_degree of 2 or more"),
+    (
+        "[placement]\nmuon = 'owned'\ntensor_parallel = 'whole'",
+        'placement.tensor_parallel = "whole"',
+        "parallelism.tensor_parallel_degree of 2 or more",
+    ),
+    (
+        "[placement]\ntensor_parallel = 'whole'\n[parallelism]\ntensor_parallel_degree = 2",
+        'placement.tensor_parallel = "whole"',
+        'placement.muon = "owned"',
+    ),
     ("[[placement.rule]]\nmatch = ''\nplacement = 'owned'", 'placement.rule[0].match = ""', "not empty"),
     ("[[placement.rule]]\nmatch = '*'\nplacement = 'each'", 'placement.rule[0].placement = "each"', '"shard0"'),
     (

@@ -98,9 +98,8 @@ class Method:
     def __str__(self) -> str:
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
         products = "" if self.products == "plain" else f" {self.products}"
-        return (
-            f"{self.algorithm} {self.dtype}{restarts}{products}{f' in {self.slices} slices' if self.slices > 1 else ''}"
-        )
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.algorithm} {self.dtype}{restarts}{products}{slices}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
         """FLOPs of the products for one matrix, or for a slice of it, symmetric ones counted whole."""
@@ -122,15 +121,21 @@ class Method:
             return None
         return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
 
-    def work_bytes(self, rows: int, cols: int, device: str) -> int:
+    def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
         """Bytes that one matrix, or a slice of it, takes while it is orthogonalized, besides its input and the
-        products' own scratch."""
+        products' own scratch.
+
+        `out_bytes` are of an element of what the result is written to, if it is: its memory serves as one X, though not
+        for slices.
+        """
         if self.slices > 1:
             iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
             # The CPU normalizes by a float32 norm through copies in float32.
             return max(iteration, 10 * rows * cols // self.slices) if device == "cpu" else iteration
         elements = gram_elements if self.algorithm == "gram" else standard_elements
-        iteration = elements(rows, cols) * DTYPES[self.dtype].itemsize
+        itemsize = DTYPES[self.dtype].itemsize
+        spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
+        iteration = (elements(rows, cols) - spared) * itemsize
         # The CPU normalizes to float16 through two float32 copies.
         return max(iteration, 10 * rows * cols) if (device, self.dtype) == ("cpu", "float16") else iteration
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
-from .standard import delivered, normalized, takes
+from .standard import delivered, following, normalized
 
 
 def gram(
@@ -31,22 +31,18 @@ def gram(
     Source: Zhang et al., "Gram Newton-Schulz" (2026). The result, `norms` and `out` are as those of `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, steps, restarts, products, takes(out, dtype)), stack.dtype, out)
+    return delivered(_iterated(x, following(x, out), steps, restarts, products), stack.dtype, out)
 
 
-def _iterated(
-    x: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, out: Tensor | None
-) -> Tensor:
-    following = torch.empty_like(x)
+def _iterated(x: Tensor, other: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
     # R is advanced by itself and never compared with X: what rounding adds to its small eigenvalues grows with each
     # step, until R is no X Xᵀ any more. A restart makes it from X again, for the price of two products with X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products)
-        target = out if out is not None and last == len(steps) else following
-        multiply(q, x, out=target)
-        x, following = target, x
+        multiply(q, x, out=other)
+        x, other = other, x
     return x
 
 

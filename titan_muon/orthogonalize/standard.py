@@ -26,33 +26,35 @@ def standard(
     which may be `stack`; `norms` are `frobenius_norms(stack, dtype)`, if they are there already.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, steps, products, takes(out, dtype)), stack.dtype, out)
+    return delivered(_iterated(x, following(x, out), steps, products), stack.dtype, out)
 
 
-def _iterated(x: Tensor, steps: Coefficients, products: Products, out: Tensor | None) -> Tensor:
+def _iterated(x: Tensor, other: Tensor, steps: Coefficients, products: Products) -> Tensor:
     # Two buffers that take turns: a product cannot be written over its own operand.
-    following = torch.empty_like(x)
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     p = torch.empty_like(gram)
-    for number, (a, b, c) in enumerate(steps, start=1):
+    for a, b, c in steps:
         products.gram(smaller_first(x), out=gram)
         polynomial(products, gram, b, c, out=p)
-        target = out if out is not None and number == len(steps) else following
-        multiply(p, x, beta=a, out=target)
-        x, following = target, x
+        multiply(p, x, beta=a, out=other)
+        x, other = other, x
     return x
 
 
-def takes(out: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`out` if an iteration in `dtype` can write its last product there."""
-    return out if out is not None and out.dtype == dtype else None
+def following(x: Tensor, out: Tensor | None) -> Tensor:
+    """Memory for the next X: that of `out`, if elements of `x` fit there, or new memory."""
+    # Of a large matrix the normalized copy is all that is still needed, and a third X would be most of the workspace.
+    if out is not None and out.element_size() == x.element_size():
+        return out.view(x.dtype)
+    return torch.empty_like(x)
 
 
 def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """What an iteration came to, in `out` or in a dtype."""
     if out is None:
         return x.to(dtype)
-    return x if x is out else out.copy_(x)
+    # Also where X is in the memory of `out`, in another dtype: each element is read before it is written over.
+    return out if x.data_ptr() == out.data_ptr() and x.dtype == out.dtype else out.copy_(x)
 
 
 def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,6 +9,7 @@ fully_shard(model, mesh=mesh)
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from ..options import PlacementRule
 from .hooks import ModuleHooks, refuse_use_while_owned
-from .owners import Owners
+from .owners import Owners, TensorParallel
 from .param import OwnedParam, ParamModuleInfo
 from .param_group import OwnedParamGroup
 from .state_dict import register_state_dict_hooks
@@ -28,6 +29,7 @@ def own(
     mesh: DeviceMesh | None = None,
     params: Iterable[nn.Parameter] | None = None,
     rules: Sequence[PlacementRule] = (),
+    tensor_parallel: TensorParallel = "peers",
     owners: Owners | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
@@ -41,9 +43,8 @@ def own(
     Args:
         module: plain module, or one that is already given to `fully_shard` with the same parameters ignored.
         mesh: mesh as for `Owners`, with `params`, if this module is all that is owned.
-        params: parameters to own, see `Owners`.
-        rules: rules on the names of the module's parameters, see `Owners`.
-        owners: owners of the whole model's parameters, instead of `mesh`, `params` and `rules`.
+        params, rules, tensor_parallel: see `Owners`; rules are on the names of the module's parameters.
+        owners: owners of the whole model's parameters, instead of `mesh` and what is said of it.
         mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without one in `param_dtype`.
         reshard_after_forward: whether the copies are freed between forward and backward; by default all but those of
             the last module that is owned, which would be gathered again at once.
@@ -53,17 +54,17 @@ def own(
     Returns the owned parameters, for `ignored_params` of `fully_shard`. Raises ValueError as `Owners` does, and if the
     module has nothing to own or parameters of several dtypes.
     """
-    if owners is not None and (mesh is not None or params is not None or rules):
-        raise ValueError("own takes mesh, params and rules, or owners, which have them")
+    if owners is not None and (mesh is not None or params is not None or rules or tensor_parallel != "peers"):
+        raise ValueError("own takes mesh, params, rules and tensor_parallel, or owners, which have them")
     if owners is None:
-        owners = _owners_of(module, mesh, params, rules)
+        owners = _owners_of(module, mesh, params=params, rules=rules, tensor_parallel=tensor_parallel)
     infos, name = owners.within(module), type(module).__name__
     if not infos:
         raise ValueError(f"{name}: has none of the parameters that have an owner, or they are owned already")
     policy = MixedPrecisionPolicy() if mp_policy is None else mp_policy
     _check_dtypes(infos, policy)
     comm, offload = owners.comm, isinstance(offload_policy, CPUOffloadPolicy)
-    owned = [OwnedParam(fqn, info, comm.mesh, owners.owners(fqn), offload) for fqn, info in infos.items()]
+    owned = [OwnedParam(fqn, info, comm.mesh, *owners.places(fqn), offload) for fqn, info in infos.items()]
     group = OwnedParamGroup(name, owned, comm, policy.param_dtype)
     factor = comm.mesh.size() if gradient_divide_factor is None else gradient_divide_factor
     reshard = reshard_after_forward
@@ -74,15 +75,10 @@ def own(
     return {param.owned_param for param in owned}
 
 
-def _owners_of(
-    module: nn.Module,
-    mesh: DeviceMesh | None,
-    params: Iterable[nn.Parameter] | None,
-    rules: Sequence[PlacementRule],
-) -> Owners:
+def _owners_of(module: nn.Module, mesh: DeviceMesh | None, **said: Any) -> Owners:
     if mesh is None:
         raise ValueError("own needs a mesh, or the owners of the whole model")
-    return Owners(module, mesh=mesh, params=params, rules=rules)
+    return Owners(module, mesh=mesh, **said)
 
 
 def _check_dtypes(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> None:

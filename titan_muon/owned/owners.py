@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import prod
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from ..dtensor import layer_of, local
+from ..dtensor import layer_of
 from ..matrices import stack_of
 from ..options import Owner, PlacementRule, Split
 from ..plan.cost import standard_flops
 from ..plan.ownership import OwnedItem, Ownership, assign_owners, load_lines
 from ..plan.types import MatrixStack
 from .hooks import HookContext
+from .inner import Inner
 from .param import ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext
 from .rules import check_rules, placed
 
 FlopCount = Callable[[int, int], int]
 """FLOPs of orthogonalizing a matrix of (rows, columns)."""
+
+TensorParallel = Literal["peers", "whole"]
+"""Who holds a matrix that tensor parallelism cuts: each of its ranks a piece, or one of them all."""
 
 FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
 
@@ -49,9 +55,13 @@ class Owners:
         split: rules for parameters that are several matrices, or not 2D, see `options.Split`.
         flops: FLOPs of orthogonalizing a matrix of (rows, columns), for the balance; by default five standard steps.
         elementwise: parameters that AdamW or the like takes, whose bytes alone are balanced; all vectors are.
+        tensor_parallel: who holds what tensor parallelism cuts: with "peers" an owner's tensor-parallel ranks a piece
+            each, which meet in every step; with "whole" one rank everything, so that a step communicates nothing, and
+            the forward and backward passes take its pieces to those ranks and back.
 
     Attributes:
-        ownership: owners of each parameter, ranks of the shard axis.
+        ownership: owners of each parameter, ranks of the shard axis; with "whole", if anything is cut, of that axis and
+            tensor parallelism together, the latter counting fastest.
         traffic: bytes and calls that were sent from this rank to gather and reduce.
 
     Raises ValueError for a parameter that is tied, owned or sharded already, no matrix, or not the model's, for a mesh
@@ -70,29 +80,43 @@ class Owners:
         split: Sequence[Split] = (),
         flops: FlopCount = FIVE_STANDARD_STEPS,
         elementwise: Iterable[nn.Parameter] = (),
+        tensor_parallel: TensorParallel = "peers",
     ) -> None:
-        self.comm = CommContext.of(mesh)
-        self.traffic = self.comm.collectives.traffic
-        self.context = HookContext(self.comm)
+        if tensor_parallel not in get_args(TensorParallel):
+            raise ValueError(
+                f"tensor_parallel = {tensor_parallel!r} is not one of {', '.join(get_args(TensorParallel))}"
+            )
         places = _places(model)
         choices = _choices(places, params, rules)
         found = {fqn: each for each in places.values() for fqn, _ in each}
         self.infos: Mapping[str, ParamModuleInfo] = {fqn: _only_place(found[fqn]) for fqn in choices}
+        named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
+        for fqn, info in self.infos.items():
+            _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
+        self._gathered = _cut(self.infos) if tensor_parallel == "whole" else {}
+        self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
+        self.traffic = self.comm.collectives.traffic
+        self.context = HookContext(self.comm)
         # All at once, before any is owned: balanced module by module, the first ranks would get the most of each.
         items, weighed_alone = [], set(elementwise)
-        named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
         for fqn, owner in choices.items():
             parameter = self.infos[fqn].param
-            _check_ownable(fqn, parameter, mesh, split, named=fqn in named)
             counted = None if parameter in weighed_alone or parameter.ndim < 2 else flops
-            items.append(_item(fqn, parameter, owner, split, counted))
+            item = _item(fqn, parameter, owner, split, counted, whole=fqn in self._gathered)
+            items.append(item if fqn in self._gathered else replace(item, copies=self.comm.peer_size))
         if not items:
             raise ValueError("there is nothing to own: the model has no matrix; give params, or use fully_shard alone")
-        self.ownership = assign_owners(items, self.comm.shard_size)
+        self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """The ranks of the shard axis that own a parameter, in the order in which they divide its dim 0."""
+        """The ranks that own a parameter, as `ownership` counts them, in the order in which they divide its dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
+
+    def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The owners of a parameter in the shard axis, and the tensor-parallel rank of each that holds all, or None."""
+        size = self.comm.peer_size
+        shards, peers = zip(*(divmod(rank, size) for rank in self.owners(fqn)), strict=True)
+        return shards, peers if fqn in self._gathered else None
 
     def within(self, module: nn.Module) -> dict[str, ParamModuleInfo]:
         """The parameters of `module` that have an owner and are not yet there."""
@@ -107,7 +131,7 @@ class Owners:
         self.context.reduce_grads = reduces
 
     def table(self) -> str:
-        """Who owns how much: a line for each rank of the shard axis."""
+        """Who owns how much: a line for each rank, as `ownership` counts them."""
         return "\n".join(load_lines(dict(enumerate(self.ownership.loads()))))
 
 
@@ -157,19 +181,43 @@ def _plain_name(fqn: str) -> str:
     return fqn
 
 
-def _item(fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None) -> OwnedItem:
-    """What a parameter weighs; without `flops`, its bytes alone."""
-    held = local(parameter)
+def _cut(infos: Mapping[str, ParamModuleInfo]) -> dict[str, DeviceMesh]:
+    """The parameters that tensor parallelism cuts, each with its mesh, the same for all.
+
+    Raises ValueError for what no single rank can hold for its peers.
+    """
+    found: dict[str, DeviceMesh] = {}
+    for fqn, info in infos.items():
+        inner = Inner.of(info.param)
+        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
+            continue
+        other = next(iter(found.values()), inner.mesh)
+        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != other:
+            raise ValueError(
+                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' takes what "
+                "Shard cuts on one mesh of one axis: leave it to 'peers'"
+            )
+        found[fqn] = inner.mesh
+    return found
+
+
+def _item(
+    fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
+) -> OwnedItem:
+    """What a parameter weighs, or with `whole` all pieces of it together; without `flops`, its bytes alone."""
+    inner = Inner.of(parameter)
+    held = parameter.shape if whole else inner.size(parameter.shape)
     size = held.numel() * parameter.element_size()
     if flops is None:
         return OwnedItem(fqn, layer_of(fqn), 0, size, owner=owner)
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    if not _is_stack(parameter, stack):
+    # Pieces along dim 0 come together as a whole alone: parts of several owners have no rows of their own in a piece.
+    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
     # Of a stack that expert parallelism has cut, this rank and its peers divide what is theirs.
-    return OwnedItem(fqn, layer_of(fqn), cost * len(held) // len(parameter), size, len(held), owner)
+    return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
 
 
 def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from ..dtensor import layout_of, local
-from ..plan import types
-from ..plan.layout import Intervals, chunk, region
+from ..plan.layout import chunk, region
+from .inner import Inner, from_local
 from .private import OwnerMesh, joint_mesh, stored_tensor
 
 # [Note: owned tensors]
@@ -24,6 +23,9 @@ from .private import OwnerMesh, joint_mesh, stored_tensor
 #   owner; then the axes of tensor or expert parallelism, whose pieces stay where they are; and a last axis, `owner`, of
 #   one rank. A stack of experts may have several owners there, who divide it along dim 0. The axis is the last because
 #   DTensor cuts a dim from left to right, and it is what expert parallelism has left to a rank that they divide.
+# - Holder: with `tensor_parallel = "whole"` the one of an owner's tensor-parallel ranks that has all pieces. The owned
+#   parameter is whole there, and its mesh has no axis of tensor parallelism; in a pass the holder gives each of the
+#   others its piece, which is an owner of it from then on.
 # - Owned part: what one owner has of a parameter, all of it or some of its experts.
 # - Unsharded buffer: flat, one for each param group, in the dtype of computing. Parameters of one owner lie in it in
 #   the order of owners, so that what each one broadcasts of them is a single run of elements; stacks follow, whose
@@ -34,6 +36,8 @@ from .private import OwnerMesh, joint_mesh, stored_tensor
 # - Reduced gradient: the sum over the data-parallel ranks on the owner, added to the owned parameter's `grad`.
 
 OWNER_AXIS = "owner"
+HOLDER_AXIS = "holder"
+"""Instead of it where a holder has all pieces: meshes of equal ranks and names are one to DTensor."""
 DATA_AXES = ("replicate", "shard")
 """Names of the axes of a data-parallel mesh that has none."""
 
@@ -64,23 +68,39 @@ class OwnedParam:
         info: place of the original parameter, which the owned one takes at once.
         data_mesh: data-parallel mesh.
         owners: ranks of the mesh's last axis; several divide dim 0.
+        holders: the holder of each of them, a rank of tensor parallelism, or None if each rank keeps its piece.
         offload_to_cpu: whether the owned parameter and its gradient are kept on the host.
 
     Attributes:
+        inner: how ranks of tensor or expert parallelism cut the unsharded parameter.
         unsharded_size: size of the unsharded parameter's local tensor.
         parts: what each owner has, in the order of dim 0.
         unsharded_accumulated_grad: sum of gradients in the reduce dtype, or None.
     """
 
     def __init__(
-        self, fqn: str, info: ParamModuleInfo, data_mesh: DeviceMesh, owners: Sequence[int], offload_to_cpu: bool
+        self,
+        fqn: str,
+        info: ParamModuleInfo,
+        data_mesh: DeviceMesh,
+        owners: Sequence[int],
+        holders: Sequence[int] | None,
+        offload_to_cpu: bool,
     ) -> None:
-        self.fqn, self._info = fqn, info
-        owned = place_on_owners(info.param, data_mesh, owners)
+        self.fqn, self._info, self.inner = fqn, info, Inner.of(info.param)
+        owned = place_on_owners(info.param, data_mesh, owners, holders)
         if offload_to_cpu and not owned.is_meta:
             owned = nn.Parameter(owned.detach().cpu(), requires_grad=owned.requires_grad)
-        self.unsharded_size = unsharded_size(owned)
-        self.parts = tuple(OwnedPart(self, owner, *rows) for owner, rows in owned_rows(owned))
+        self.unsharded_size = self.inner.size(owned.shape)
+        self.parts = tuple(
+            OwnedPart(
+                self,
+                owner,
+                *chunk(self.unsharded_size[0], len(owners), number),
+                None if holders is None else holders[number],
+            )
+            for number, owner in enumerate(owners)
+        )
         self.unsharded_accumulated_grad: Tensor | None = None
         self._owned_param = owned
         self._unsharded_param: nn.Parameter | None = None
@@ -105,7 +125,7 @@ class OwnedParam:
         if stored.device != view.device:
             # Only from pinned memory does a copy run beside the host. Not before: `to_empty` takes other memory.
             stored.data = stored.pin_memory()
-        self._unsharded_param = nn.Parameter(wrap_unsharded(owned, view), requires_grad=owned.requires_grad)
+        self._unsharded_param = nn.Parameter(self.inner.wrap(view, owned), requires_grad=owned.requires_grad)
 
     def to_unsharded(self) -> None:
         """Have the module compute with the unsharded parameter."""
@@ -157,12 +177,16 @@ class OwnedParam:
 
 @dataclass(frozen=True)
 class OwnedPart:
-    """What one owner has of an unsharded parameter: rows `start` to `stop` of dim 0."""
+    """What one owner has of an unsharded parameter: rows `start` to `stop` of dim 0.
+
+    `holder` is the rank of tensor parallelism that has it of all pieces, or None if each has it of its own.
+    """
 
     param: OwnedParam
     owner: int
     start: int
     stop: int
+    holder: int | None
 
     @property
     def size(self) -> torch.Size:
@@ -171,6 +195,16 @@ class OwnedPart:
     def of(self, unsharded: Tensor) -> Tensor:
         """This part of the unsharded parameter or of its gradient."""
         return unsharded.narrow(0, self.start, self.stop - self.start)
+
+    def piece(self, rank: int) -> tuple[slice, ...]:
+        """Where in what its holder has the piece of a rank of tensor parallelism is."""
+        # Of a stack that several owners divide each has fewer rows; tensor parallelism does not cut those.
+        return self.param.inner.piece(self.param.owned_param.shape, rank)
+
+    def stored(self, rank: int) -> Tensor:
+        """What a rank of tensor parallelism computes with, where this part is stored."""
+        here = local(self.param.owned_param)
+        return here if self.holder is None else here[self.piece(rank)]
 
 
 def is_owned(tensor: Tensor) -> bool:
@@ -183,53 +217,40 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
     return tuple(int(rank) for rank in tensor.device_mesh.mesh.flatten().tolist())
 
 
+def peer_elements(tensor: DTensor) -> dict[int, int]:
+    """Elements that each holder of all pieces sends its tensor-parallel peers in a pass, by global rank."""
+    mesh = tensor.device_mesh
+    if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
+        return {}
+    others = mesh.inner.size() - 1
+    return {rank: held * others // (others + 1) for rank, held in held_elements(tensor).items()}
+
+
 def held_elements(tensor: DTensor) -> dict[int, int]:
     """Elements of an owned tensor that each of its holders has, by global rank."""
     layout = layout_of("", tensor)
-    coordinates = map(layout.mesh.coordinate, range(len(layout.mesh.ranks)))
-    sizes = (_size_of(region(layout, coordinate)) for coordinate in coordinates)
-    return {rank: prod(size) for rank, size in zip(layout.mesh.ranks, sizes, strict=True)}
-
-
-def unsharded_size(owned: Tensor) -> torch.Size:
-    """What a rank computes with of an owned tensor: all of it, or this rank's piece of tensor or expert parallelism."""
-    mesh, layout = _mesh_of(owned), layout_of("", owned)
-    inner = () if mesh.inner is None else mesh.inner.get_coordinate()
-    assert inner is not None, "this rank is on the mesh of its own piece"
-    # As if one rank owned it. The axes before the inner ones cut nothing: 0 will do, on a rank too that is not on the
-    # owners' mesh.
-    whole = replace(layout, placements=(*layout.placements[:-1], types.Replicate()))
-    dims = region(whole, (*[0] * (mesh.ndim - 1 - len(inner)), *inner, 0))
-    return _size_of(dims)
-
-
-def owned_rows(owned: Tensor) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Each owner of a tensor, and the rows of dim 0 that it has of this rank's unsharded tensor."""
-    owners, rows = _mesh_of(owned).owners, unsharded_size(owned)[0]
-    for number, owner in enumerate(owners):
-        part = chunk(rows, len(owners), number)
-        yield owner, (part.start, part.stop)
-
-
-def wrap_unsharded(owned: Tensor, piece: Tensor) -> Tensor:
-    """A local tensor of `unsharded_size` as the original parameter was: itself, or a DTensor of tensor parallelism."""
-    inner = _mesh_of(owned).inner
-    if inner is None:
-        return piece
-    return _from_local(piece, inner, owned.placements[-1 - inner.ndim : -1], owned)  # type: ignore[attr-defined]
+    regions = (region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
+    sizes = (prod(sum(stop - start for start, stop in dim) for dim in dims) for dims in regions)
+    return dict(zip(layout.mesh.ranks, sizes, strict=True))
 
 
 def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
     """A local tensor on the holders of `owned`, its gradient for example."""
-    return _from_local(piece, _mesh_of(owned), owned.placements, owned)  # type: ignore[attr-defined]
+    assert isinstance(owned, DTensor), "an owned parameter is a DTensor"
+    return from_local(piece, owned.device_mesh, owned.placements, owned)
 
 
-def place_on_owners(param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int]) -> nn.Parameter:
-    """The owned parameter of an original one. A single owner keeps the original storage, the others nothing."""
-    inner = param.device_mesh if isinstance(param, DTensor) else None
-    placements = param.placements if isinstance(param, DTensor) else ()
-    mesh = owner_mesh(data_mesh, inner, owners)
-    piece, coordinate = local(param.detach()), mesh.get_coordinate()
+def place_on_owners(
+    param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int], holders: Sequence[int] | None = None
+) -> nn.Parameter:
+    """The owned parameter of an original one. A single owner keeps the original storage, the others nothing.
+
+    With holders, those have all pieces: the tensor-parallel ranks send them to each other, once.
+    """
+    inner = Inner.of(param)
+    mesh = owner_mesh(data_mesh, inner.mesh, owners, holders)
+    placements = inner.placements if holders is None else ()
+    piece, coordinate = local(param.detach()) if holders is None else _whole(param), mesh.get_coordinate()
     if coordinate is None:
         # Global size and stride stay those of the whole: checkpoints and state dicts compare them on every rank.
         piece = piece.new_empty(0)
@@ -238,11 +259,22 @@ def place_on_owners(param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int])
         # A copy: a view would keep the whole stack in memory.
         piece = piece[part.start : part.stop].clone()
     outer = [Replicate()] * (mesh.ndim - 1 - len(placements))
-    owned = _from_local(piece, mesh, [*outer, *placements, Shard(0) if len(owners) > 1 else Replicate()], param)
+    owned = from_local(piece, mesh, [*outer, *placements, Shard(0) if len(owners) > 1 else Replicate()], param)
     return nn.Parameter(owned, requires_grad=param.requires_grad)
 
 
-def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int]) -> OwnerMesh:
+def _whole(param: Tensor) -> Tensor:
+    """All pieces of a parameter that tensor parallelism has cut."""
+    assert isinstance(param, DTensor), "only what is cut has holders"
+    # Nothing is sent for what has no storage yet: it is filled by its holder later.
+    if param.is_meta:
+        return torch.empty(param.shape, dtype=param.dtype, device="meta")
+    return DTensor.full_tensor(param.detach())  # type: ignore[arg-type]
+
+
+def owner_mesh(
+    data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence[int], holders: Sequence[int] | None = None
+) -> OwnerMesh:
     """The mesh of a parameter that ranks `owners` of the last axis of `data_mesh` own.
 
     Args:
@@ -250,24 +282,13 @@ def owner_mesh(data_mesh: DeviceMesh, inner: DeviceMesh | None, owners: Sequence
         inner: mesh of the original parameter (tensor or expert parallelism), a slice of the same mesh as `data_mesh`,
             or None.
         owners: ranks of the last axis, in the order in which they divide dim 0.
+        holders: for each of them the rank of `inner`, a mesh of one axis, that has all pieces; None: each its own.
     """
     joint = data_mesh if inner is None else joint_mesh(data_mesh, inner)
     data_names = data_mesh.mesh_dim_names or DATA_AXES[-data_mesh.ndim :]
     names = (*data_names[:-1], *(() if inner is None else inner.mesh_dim_names or ()), OWNER_AXIS)
-    ranks = torch.stack([joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners], dim=-1)
-    return OwnerMesh(ranks, names, data_mesh, tuple(owners), inner)
-
-
-def _mesh_of(owned: Tensor) -> OwnerMesh:
-    assert isinstance(owned, DTensor), "an owned parameter is a DTensor"
-    assert isinstance(owned.device_mesh, OwnerMesh), "an owned parameter is on an owner's mesh"
-    return owned.device_mesh
-
-
-def _size_of(dims: Sequence[Intervals]) -> torch.Size:
-    return torch.Size(sum(stop - start for start, stop in dim) for dim in dims)
-
-
-def _from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
-    # With shape and stride, and unchecked: to find them out, or to check, DTensor would communicate.
-    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+    ranks = [joint.mesh.select(data_mesh.ndim - 1, owner) for owner in owners]
+    if holders is None:
+        return OwnerMesh(torch.stack(ranks, dim=-1), names, data_mesh, tuple(owners), inner)
+    held = torch.stack([line.select(-1, holder) for line, holder in zip(ranks, holders, strict=True)], dim=-1)
+    return OwnerMesh(held, (*data_names[:-1], HOLDER_AXIS), data_mesh, tuple(owners), inner, tuple(holders))

@@ -19,6 +19,7 @@ from ..dtensor import local
 from . import private
 from .collectives import OwnerCollectives
 from .param import OwnedParam, OwnedPart
+from .peers import Peers
 from .streams import Streams
 
 # [Note: one buffer for ever]
@@ -36,16 +37,21 @@ class CommContext:
         collectives: what gathers from the owners and reduces to them, in the group whose ranks own the parameters.
         replicate_group: process group of the ranks that own copies of the same parameters, or None.
         shard_rank: place of this rank among those that own the parameters.
+        peers: the ranks of tensor parallelism, of which one may hold what all of them compute with, or None.
     """
 
     mesh: DeviceMesh
     collectives: OwnerCollectives
     replicate_group: dist.ProcessGroup | None
     shard_rank: int
+    peers: Peers | None
 
     @classmethod
-    def of(cls, mesh: DeviceMesh) -> CommContext:
-        """The context of a mesh. Raises ValueError for one of more axes, and on a rank that is not in it."""
+    def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
+        """The context of a mesh, and of one of tensor parallelism whose ranks hold matrices for each other.
+
+        Raises ValueError for a mesh of more axes, and on a rank that is not in it.
+        """
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -54,11 +60,22 @@ class CommContext:
         axis = mesh.ndim - 1
         replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         collectives = OwnerCollectives.of(mesh.get_group(axis), torch.device(mesh.device_type))
-        return cls(mesh, collectives, replicate_group, mesh.get_local_rank(axis))
+        peers = None if tensor is None else Peers.of(tensor, collectives.traffic)
+        return cls(mesh, collectives, replicate_group, mesh.get_local_rank(axis), peers)
 
     @property
     def shard_size(self) -> int:
         return self.collectives.group.size()
+
+    @property
+    def peer_rank(self) -> int:
+        """Place of this rank in tensor parallelism; 0 where nobody holds anything for others."""
+        return 0 if self.peers is None else self.peers.rank
+
+    @property
+    def peer_size(self) -> int:
+        """Ranks of tensor parallelism that may hold matrices for each other."""
+        return 1 if self.peers is None else self.peers.size
 
     # At the first use: a model is also built where its device is not, as in a dry run.
     @cached_property
@@ -100,6 +117,7 @@ class OwnedParamGroup:
         self._comm, self._param_dtype = comm, param_dtype
         # Once: in a forward of many experts the host would do little else.
         self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
+        self._stored = [part for part in self._mine if part.holder in (None, comm.peer_rank)]
         self._buffer: Tensor | None = None
         self._views: dict[OwnedParam, Tensor] = {}
         self._works: list[dist.Work] = []
@@ -128,8 +146,10 @@ class OwnedParamGroup:
         # See [Note: streams and memory].
         streams.gather.wait_stream(streams.current)
         with streams.within(streams.gather):
-            for part in self._mine:
-                part.of(self._views[part.param]).copy_(local(part.param.owned_param), non_blocking=True)
+            for part in self._stored:
+                part.of(self._views[part.param]).copy_(part.stored(self._comm.peer_rank), non_blocking=True)
+            if self._comm.peers is not None:
+                self._comm.peers.scatter(self._mine, self._views)
             owners, sizes = self._runs
             self._works = self._comm.collectives.gather(owners, buffer.split(sizes))
             self._gathered = streams.gather.record_event()
@@ -186,7 +206,7 @@ class OwnedParamGroup:
 
     def _owned_versions(self) -> list[int]:
         # An operation on the DTensor counts there alone, and one on its local tensor, as an optimizer's, there alone.
-        owned = [part.param.owned_param for part in self._mine]
+        owned = [part.param.owned_param for part in self._stored]
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:

@@ -24,12 +24,19 @@ class OwnerMesh(DeviceMesh):
         data: data-parallel mesh of this rank, with the ranks that own the parameter in its last axis.
         owners: those ranks.
         inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
+        holders: for each owner the rank of `inner` that holds all pieces; None if every rank holds its own.
     """
 
     def __init__(
-        self, ranks: Tensor, names: tuple[str, ...], data: DeviceMesh, owners: tuple[int, ...], inner: DeviceMesh | None
+        self,
+        ranks: Tensor,
+        names: tuple[str, ...],
+        data: DeviceMesh,
+        owners: tuple[int, ...],
+        inner: DeviceMesh | None,
+        holders: tuple[int, ...] | None = None,
     ) -> None:
-        self.data, self.owners, self.inner = data, owners, inner
+        self.data, self.owners, self.inner, self.holders = data, owners, inner, holders
         # Without process groups: to make them is collective, one for each owner, and nothing communicates there.
         super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
 

@@ -86,7 +86,9 @@ class Reduction:
             # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
-            for part, total in zip(self._mine, views(self._sum, [part.size for part in self._mine]), strict=True):
+            sums, peers = views(self._sum, [part.size for part in self._mine]), self._comm.peers
+            whole = zip(self._mine, sums, strict=True) if peers is None else peers.collect(self._mine, sums)
+            for part, total in whole:
                 part.param.add_reduced_grad(total)
 
     def discard(self) -> None:

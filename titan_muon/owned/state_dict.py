@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..dtensor import local
-from .param import holders, is_owned, owned_rows, unsharded_size, wrap_unsharded
+from ..plan.layout import chunk
+from .inner import Inner
+from .param import holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
 
@@ -32,22 +34,35 @@ def gather(tensor: Tensor) -> Tensor:
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh):
         return tensor.full_tensor().clone()
+    if mesh.holders is not None:
+        return _from_owners(tensor, mesh, tensor.shape)
     # First over the data-parallel ranks, so that each tensor-parallel one has its piece, then over those.
-    whole = wrap_unsharded(tensor, _from_owners(tensor, mesh))
+    inner = Inner() if mesh.inner is None else Inner(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
+    whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
-def _from_owners(tensor: DTensor, mesh: OwnerMesh) -> Tensor:
+def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
     held, axis = local(tensor), mesh.data.ndim - 1
-    piece = held.new_empty(unsharded_size(tensor))
-    for owner, (start, stop) in owned_rows(tensor):
-        part = piece.narrow(0, start, stop - start)
-        if mesh.data.get_local_rank(axis) == owner:
+    found = held.new_empty(size)
+    for number, owner in enumerate(mesh.owners):
+        start, stop = chunk(size[0], len(mesh.owners), number)
+        part, here = found.narrow(0, start, stop - start), mesh.data.get_local_rank(axis) == owner
+        holder = None if mesh.holders is None else mesh.holders[number]
+        if here and (holder is None or _inner_rank(mesh) == holder):
             part.copy_(held)
+        if here and holder is not None and mesh.inner is not None:
+            # To the peers of the holder, each of which has data-parallel ranks of its own.
+            dist.broadcast(part, group=mesh.inner.get_group(), group_src=holder)
         if mesh.data.size(axis) > 1:
             # Over the shard axis alone: each replica has owners of its own.
             dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)
-    return piece
+    return found
+
+
+def _inner_rank(mesh: OwnerMesh) -> int:
+    assert mesh.inner is not None, "only ranks of tensor parallelism have a holder"
+    return mesh.inner.get_local_rank()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Flow(NamedTuple):
 class BucketTotals(NamedTuple):
     """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
     to and receives from other ranks, elements of its home buffer, inbox and outbox, and what it exchanges in each
-    collective."""
+    collective. Where nothing `gathers`, as of whole copies, the first one is left out by all ranks of the bucket."""
 
     owned: KindCounts
     stored: int
@@ -47,11 +47,12 @@ class BucketTotals(NamedTuple):
     received: int
     buffers: tuple[int, int, int]
     legs: tuple[Flow, ...]
+    gathers: bool = True
 
     @property
     def collectives(self) -> int:
         """Calls."""
-        return len(self.legs)
+        return len(self.legs) - (not self.gathers)
 
 
 class Pattern(ABC):
@@ -87,6 +88,7 @@ class AllToAll(Pattern):
         # Replicas store the same momentum: the pieces of one copy make the matrix whole, and those of another would be
         # the same bytes again. The result has to reach all of them, or the replicas' weights would part.
         gathering = self._leg(bucket, rank, pieces, one_copy=True)
+        gathering = replace(gathering, travels=_gathers(_owned_by_kind(bucket, pieces), bucket, pieces))
         returning = self._leg(bucket, rank, pieces, one_copy=False)
         mine = tuple(_by_owner(bucket).get(rank, ()))
         return BucketProgram(bucket, mine, gathering, returning, gathering == returning)
@@ -117,8 +119,8 @@ class AllToAll(Pattern):
         owned = _owned_by_kind(bucket, pieces)
         for kind, owners in owned.items():
             _add_routes(sums, pieces.holders(kind, bucket.group), owners, pieces.replicas(kind), pieces)
-        mine = _counts(owned)
-        return {rank: found.totals(mine.get(rank, ())) for rank, found in sums.items()}
+        mine, gathers = _counts(owned), _gathers(owned, bucket, pieces)
+        return {rank: found.totals(mine.get(rank, ()))._replace(gathers=gathers) for rank, found in sums.items()}
 
 
 @dataclass
@@ -156,6 +158,16 @@ def _owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:
         owners = found.setdefault(pieces.kinds[matrix], {})
         owners[owner] = owners.get(owner, 0) + 1
     return found
+
+
+def _gathers(owned: Mapping[int, Mapping[int, int]], bucket: Bucket, pieces: Pieces) -> bool:
+    """Whether any owner of a bucket lacks a part of a matrix; `owned` is by kind."""
+    # As copies have equal momentum, the owner of a matrix that is whole on each rank needs nothing of the others.
+    return any(
+        pieces.holders(kind, bucket.group).on_rank.get(owner, 0) < pieces.matrices[pieces.examples[kind]].numel
+        for kind, owners in owned.items()
+        for owner in owners
+    )
 
 
 def _counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:

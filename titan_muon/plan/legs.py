@@ -33,7 +33,8 @@ class Leg:
     """One collective of a bucket, seen from one rank.
 
     `home` are the parcels of pieces that this rank stores, in its home buffer; `owned` those of the matrices that it
-    orthogonalizes, in its owner's buffer. The splits are the elements exchanged with each rank of the group.
+    orthogonalizes, in its owner's buffer. The splits are the elements exchanged with each rank of the group. `travels`:
+    whether anything goes from one rank of the group to another.
     """
 
     # In an all-to-all the home parcels whose peer is the rank itself come first and never travel: their split is zero
@@ -45,6 +46,7 @@ class Leg:
     owned: tuple[Parcel, ...]
     home_splits: tuple[int, ...]
     owned_splits: tuple[int, ...]
+    travels: bool = True
 
     @cached_property
     def kept(self) -> int:

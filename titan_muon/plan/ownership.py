@@ -16,7 +16,8 @@ from .owners import Balancer, Task
 class OwnedItem:
     """A parameter that needs an owner: its layer, FLOPs of orthogonalizing it, and bytes of its elements.
 
-    A stack of `units` equal matrices along dim 0 may have several owners. `owner` says how they are chosen.
+    A stack of `units` equal matrices along dim 0 may have several owners. `owner` says how they are chosen. With
+    `copies` that many neighbours have it each, of which the first, by a multiple of as many, is the owner.
     """
 
     fqn: str
@@ -25,6 +26,7 @@ class OwnedItem:
     bytes: int
     units: int = 1
     owner: Owner = "balanced"
+    copies: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,10 +53,11 @@ class Ownership:
         """What each rank of the group owns; zeros for a rank that owns nothing."""
         matrices, held, flops = ([0] * self.size for _ in range(3))
         for item, owners in zip(self.items, self.owners, strict=True):
-            for rank, share in zip(owners, _shares(item, len(owners)), strict=True):
-                matrices[rank] += share if item.units > 1 else 1
-                held[rank] += item.bytes * share // item.units
-                flops[rank] += item.flops * share // item.units
+            for first, share in zip(owners, _shares(item, len(owners)), strict=True):
+                for rank in range(first, first + item.copies):
+                    matrices[rank] += share if item.units > 1 else 1
+                    held[rank] += item.bytes * share // item.units
+                    flops[rank] += item.flops * share // item.units
         return tuple(OwnedTotals(*totals) for totals in zip(matrices, held, flops, strict=True))
 
 
@@ -92,7 +95,7 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
 def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Piece]:
     # What one rank is to have is one piece, whatever the units. Otherwise no piece is empty: 5 units that 4 ranks would
     # share two by two are for 3 of them.
-    most = min(item.units, size) if item.owner == "balanced" else 1
+    most = min(item.units, size) if item.owner == "balanced" and item.copies == 1 else 1
     shares = [share for share in _shares(item, most) if share > 0]
     for number, share in enumerate(shares):
         flops, held = item.flops * share // item.units, item.bytes * share // item.units
@@ -114,13 +117,22 @@ def _give_named(
             if not 0 <= item.owner < size:
                 wrong = f"cannot have owner = {item.owner}; 0 to {size - 1} can own it"
                 raise ValueError(f"placement.rule: {item.fqn} {wrong}")
-            owners[piece.item, piece.number] = balancer.put(piece.task, item.owner)
+            owners[piece.item, piece.number] = _put(piece, items, item.owner, balancer)
         elif item.owner == "layer":
             layers.setdefault(item.layer, []).append(piece)
     for _, mine in sorted(layers.items(), key=lambda entry: (-sum(p.task.flops for p in entry[1]), entry[0])):
         rank = balancer.least()
         for piece in mine:
-            owners[piece.item, piece.number] = balancer.put(piece.task, rank)
+            owners[piece.item, piece.number] = _put(piece, items, rank, balancer)
+
+
+def _put(piece: _Piece, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
+    """Give a piece to a rank, or to the neighbours with it that have copies. Returns the first of them."""
+    copies = items[piece.item].copies
+    first = rank - rank % copies
+    for each in range(first, first + copies):
+        balancer.put(piece.task, each)
+    return first
 
 
 def _give_balanced(
@@ -142,9 +154,13 @@ def _give_balanced(
         # layer before its forward, and all others would wait for one link.
         alone = left[piece.task.layer] == 0 and len(in_layer) == 1
         # What no one orthogonalizes is divided by bytes: by FLOPs all of it would go to the rank with the fewest.
-        works = piece.task.flops > 0
-        rank = balancer.give(piece.task, heap, in_layer if alone else in_stack) if works else balancer.lightest()
-        owners[piece.item, piece.number] = rank if works else balancer.put(piece.task, rank)
+        if piece.task.flops == 0:
+            rank = _put(piece, items, balancer.lightest(), balancer)
+        elif items[piece.item].copies > 1:
+            rank = _put(piece, items, balancer.least(), balancer)
+        else:
+            rank = balancer.give(piece.task, heap, in_layer if alone else in_stack)
+        owners[piece.item, piece.number] = rank
         in_layer.add(rank)
         in_stack.add(rank)
 

@@ -48,6 +48,7 @@ def make_plan(
             problems.append(problem)
     problems += filter(None, [with_cuts(problem, work_of) for problem in problems])
     draft, problem = _best_of(problems)
+    reasons = draft.reason, slices_reason(options, problem.costs.pieces.matrices), _own_reason(parameters)
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
@@ -56,8 +57,17 @@ def make_plan(
         slots=draft.slots,
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
-        reason="; ".join(filter(None, (draft.reason, slices_reason(options, problem.costs.pieces.matrices)))),
+        reason="; ".join(filter(None, reasons)),
     )
+
+
+def _own_reason(parameters: Sequence[Parameter]) -> str:
+    """Which parameters ranks train each for itself although they look like copies; empty if there are none."""
+    own = [parameter.fqn for parameter in parameters if parameter.own]
+    if not own:
+        return ""
+    more = f" and {len(own) - 5} more" if len(own) > 5 else ""
+    return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
 def _best_of(problems: Sequence[Problem]) -> tuple[Draft, Problem]:
@@ -106,9 +116,9 @@ def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: Mu
     tasks: list[Task] = []
     for number, matrix in enumerate(costs.pieces.matrices):
         parameter = parameters[matrix.parameter]
-        # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones, which DDP
-        # keeps equal and another wrapper may not: so every rank orthogonalizes what it has itself.
-        split = has_owners and not parameter.plain and options.replicas == "split"
+        # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones: where they
+        # were not found equal, one rank's result would silently take the place of another's.
+        split = has_owners and not parameter.own and options.replicas == "split"
         ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
         home.append(ranks)
         for group in assembled_by:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from .bounds import chains, least_whole
 from .exchanges import BucketTotals, Flow
 from .layout import Geometries
 from .machine import Machine
@@ -40,11 +41,14 @@ class Timeline:
         machine: its name.
         ranks: what each rank does.
         least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
+        whole: seconds that no plan can be below if each matrix, or each slice of one, is whole on one rank: with
+            passes, and with the first way to an owner and the last way back, behind which nothing is left to compute.
     """
 
     machine: str
     ranks: tuple[RankTime, ...]
     least: float
+    whole: float
 
     @property
     def last(self) -> RankTime:
@@ -78,12 +82,16 @@ def timeline(plan: Plan, machine: Machine) -> Timeline:
         for index, mine, *others in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
             newton[index] += mine.seconds
             passes[index] += sum(others)
+            home[index] += sum(others) - others[1]
     links = _links(totals, ranks, plan.wire_bytes, machine)
     found = zip(ranks, newton, passes, ends, links, strict=True)
+    least = _least(plan, costs, len(ranks))
+    whole = least_whole(chains(plan.buckets, costs), home, max(ends)) if home else 0.0
     return Timeline(
         machine.name,
         tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
-        _least(plan, costs, len(ranks)),
+        least,
+        max([whole, least, *links]),
     )
 
 
@@ -158,7 +166,8 @@ class _Clock:
         start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
         for index, taken in zip(group, leg, strict=True):
             wires[index] = start + taken
-        self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
+        # Nothing is launched where whole copies have nothing to gather.
+        self._streams[group] = self._over[bucket] = start + max(leg) + (one.latency if any(leg) else 0.0)
 
 
 def _links(
@@ -174,9 +183,9 @@ def _links(
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:
-    """The mean over ranks, or the largest matrix; of products alone, since launches weigh less in batches."""
-    machine, works = costs.machine, plan.works
-    counts = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
-    alone = {key: works[key[0]].flops / machine.rate(works[key[0]].dtype, key[1]) for key in counts}
-    mean = sum(count * alone[key] for key, count in counts.items()) / max(1, ranks)
+    """The mean over ranks, or the largest matrix."""
+    kinds = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
+    examples = {(matrix.work, min(matrix.rows, matrix.cols)): matrix for matrix in plan.matrices}
+    alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}
+    mean = sum(count * alone[kind] for kind, count in kinds.items()) / max(1, ranks)
     return max([mean, *alone.values()])

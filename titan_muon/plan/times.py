@@ -12,7 +12,7 @@ from .exchanges import PATTERNS, BucketTotals, KindCounts, Pattern
 from .machine import Machine
 from .pieces import Pieces
 from .slices import teams_in
-from .types import Bucket
+from .types import Bucket, Matrix
 
 MOMENTUM_BYTES = 12
 """For an element of a piece: a float32 gradient is read, and a float32 momentum read and written."""
@@ -60,6 +60,15 @@ class Costs:
             assembled, iteration = max(assembled, size * matrix.numel), max(iteration, size * work.bytes)
         return Owned(elements, seconds, assembled * self.wire_bytes, iteration)
 
+    def alone(self, matrix: Matrix) -> float:
+        """Seconds of the products of one matrix, without launches, which weigh less in batches."""
+        work = self.works[matrix.work]
+        return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
+
+    def copied_bytes(self, elements: int) -> int:
+        """Bytes that are read and written to make matrices whole and to fill the buffer that goes back."""
+        return elements * 2 * 2 * self.wire_bytes
+
     def home_passes(self, owned: Owned) -> float:
         """Seconds of momentum and apply on matrices that a rank stores whole."""
         # Momentum writes the matrix in the dtype of the wire, and its result is read from there.
@@ -94,7 +103,7 @@ class BucketTimes:
     def alone(self) -> float:
         """Seconds that it takes with nothing beside it."""
         parts = zip(self.pack, self.owned, self.copies, self.apply, strict=True)
-        calls = sum(max(links) + self.latency for links in self.legs)
+        calls = sum(max(links) + self.latency for links in self.legs if any(links))
         return calls + max(pack + owned.seconds + copies + apply for pack, owned, copies, apply in parts)
 
 
@@ -111,7 +120,7 @@ def bucket_times(
         group=tuple(place[rank] for rank in bucket.group),
         pack=tuple(machine.pass_seconds(one.stored * (MOMENTUM_BYTES + wire)) for one in found),
         owned=owned,
-        copies=tuple(machine.pass_seconds(one.elements * 2 * 2 * wire) for one in owned),
+        copies=tuple(machine.pass_seconds(costs.copied_bytes(one.elements)) for one in owned),
         apply=tuple(machine.pass_seconds(one.stored * (APPLY_BYTES + wire)) for one in found),
         legs=tuple(tuple(flow.seconds(wire, machine) for flow in leg) for leg in flows),
         latency=machine.network.latency if across else machine.node.latency,

@@ -136,13 +136,17 @@ class MatrixStack:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the planner sees it. Of a `plain` tensor every rank orthogonalizes its own copy."""
+    """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of its mesh has one.
+
+    `own`: theirs are not the same, or not known to be, so that no rank can do another's work.
+    """
 
     fqn: str
     layer: str
     layout: Layout
     stack: MatrixStack
     plain: bool = False
+    own: bool = False
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,8 @@ class Plan:
     `home[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
     buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
     have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
-    The stacks of `parameters` have slices of what is sliced.
-    `reason` says if the planner left off before it had tried all it would, and what became of `split_over`.
+    The stacks of `parameters` have slices of what is sliced. `reason` says if the planner left off before it had tried
+    all it would, what became of `split_over`, and what ranks do each for itself although it looks like copies.
     """
 
     # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:

@@ -8,13 +8,14 @@ from dataclasses import astuple, dataclass, replace
 from functools import cache
 from math import prod
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_muon.matrices import stack_of
 from titan_muon.options import Split
 from titan_muon.owned import is_owned
-from titan_muon.owned.param import held_elements, holders
+from titan_muon.owned.param import held_elements, holders, peer_elements
 from titan_muon.plan import Plan, Summary
 from titan_muon.plan.groups import Assembly, assemblies
 from titan_muon.plan.layout import Geometries
@@ -97,6 +98,17 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
     yield from doubts(assigned, splits)
 
 
+def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
+    """What rounding does to the weights of each optimizer, if they are stored in bfloat16 alone."""
+    if torch.bfloat16 not in dtypes:
+        return
+    yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
+    lost = "rounds to the nearest, and loses updates of less than 0.2 % of a weight"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        stochastic = optimizer == "muon" and rounding == "stochastic"
+        yield f"  {optimizer} {'rounds stochastically, and keeps small updates on average' if stochastic else lost}"
+
+
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:
     """The ranks that have pipeline stage `stage` of `stages`."""
     # TorchTitan's meshes have the pipeline as their outermost axis.
@@ -153,6 +165,25 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
         yield f"owned, and yet the step communicates: {said}"
 
 
+def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
+    """One line if matrices rest whole on one of the ranks that tensor parallelism cuts them for: what that sends.
+
+    `gathered` and `reduced` are bytes of an element on its way to compute, and of its gradient.
+    """
+    sent, count = Counter[int](), 0
+    for parameter in parameters.values():
+        found = peer_elements(parameter) if isinstance(parameter, DTensor) else {}
+        sent.update(found)
+        count += bool(found)
+    if count:
+        most = max(sent.values()) / 2**20
+        yield (
+            f'owned, whole across tensor parallelism (placement.tensor_parallel = "whole"): {count:,} parameters take '
+            f"{most * gathered:,.1f} MiB from the busiest rank to its peers in forward, as many in backward, and "
+            f'{most * reduced:,.1f} MiB of gradients back; with "peers" the step would exchange them instead'
+        )
+
+
 def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
     """Of each matrix that is exchanged: why, and the setting with which it would not be."""
     geometries = Geometries(plan.parameters)
@@ -169,7 +200,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].home:
             yield 'muon.replicas shares out copies; "redundant" would not'
         elif is_owned(parameters[fqn]):
-            yield "tensor parallelism cuts owned matrices; parallelism.tensor_parallel_degree = 1 would not"
+            yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
         else:
             name = family(fqn)
             yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'

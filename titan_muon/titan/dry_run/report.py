@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from torchtitan.config import TORCH_DTYPE_MAP
+
 from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
@@ -19,8 +21,10 @@ from titan_muon.titan.explain import (
     owner_lines,
     owner_loads,
     parameter_table,
+    peer_lines,
     pipeline_line,
     plan_lines,
+    weight_lines,
 )
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
@@ -46,11 +50,15 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
     counts = optimizer_lines(parts[0].meta.whole, recipe.muon.split, world)
+    dtypes = {parameter.dtype for part in parts for parameter in part.meta.parameters.values()}
+    weights = weight_lines(parts[0].meta.whole, dtypes, recipe.muon.rounding)
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
-    print("\n".join(["", *counts, *clips, f"planned for {KINDS.get(kind, kind)}"]))
+    print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
-        lines = [*plan_lines(part.meta.plan, part.summary, part.timeline), *silent, "", *_memory_lines(part.memory)]
+        peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
+        plan = plan_lines(part.meta.plan, part.summary, part.timeline)
+        lines = [*plan, *silent, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -59,6 +67,14 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
         _write(Path(json), parts)
+
+
+def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
+    """Bytes of an element of a parameter in a pass, and of its gradient."""
+    training = recipe.training
+    return tuple(
+        TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
+    )
 
 
 @dataclass(frozen=True)

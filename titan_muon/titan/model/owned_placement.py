@@ -87,13 +87,16 @@ def _own_layers(
     every = [
         Owners(
             model,
-            mesh=mesh,
+            mesh=_owner_mesh(recipe, mesh),
             params={parameter: owner for parameter, owner in choice.owners.items() if parameter in params},
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
+            # Experts under expert parallelism are whole already: no rank of tensor parallelism has a piece of one.
+            tensor_parallel=recipe.placement.tensor_parallel if mesh is dp_mesh else "peers",
         )
-        for mesh, params in ((_owner_mesh(recipe, mesh), params) for mesh, params in spaces if params)
+        for mesh, params in spaces
+        if params
     ]
     for layer in layers:
         for owners in every:
@@ -119,6 +122,12 @@ def _own_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _is_expert_parallel(parameter: nn.Parameter) -> bool:
     return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
+    """Whether tensor parallelism cuts a stack that one rank for each expert could hold: FSDP2 would leave it cut."""
+    whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
+    return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
@@ -168,7 +177,7 @@ def _choice(
         and a.fqn in muon
         and named[a.fqn] in inside
         # Whole experts that FSDP2 has in equal numbers on all ranks are at home there as well.
-        and (_is_matrix(recipe, a) or (not kept and cuts_experts(a.shape[0])))
+        and (_is_matrix(recipe, a) or (not kept and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
     }
     if not chosen and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")

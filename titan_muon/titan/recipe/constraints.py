@@ -51,6 +51,14 @@ RELATIONS = (
             or (owns(recipe) and recipe.parallelism.data_parallel_replicate_degree > 1)
         ),
     ),
+    Relation(
+        "placement.tensor_parallel",
+        '"whole" only with placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more',
+        lambda recipe: (
+            recipe.placement.tensor_parallel == "peers"
+            or (owns(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
+        ),
+    ),
     # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
     Relation(
         "placement.rule",

@@ -125,6 +125,9 @@ class Placement:
     replicas: Literal["each", "one"] = "each"
     """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
 
+    tensor_parallel: Literal["peers", "whole"] = "peers"
+    """With `owned` under TP: `peers` keep a piece each and meet in the step; or one rank has the `whole`."""
+
     rule: tuple[PlacementRule, ...] = ()
     """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
 

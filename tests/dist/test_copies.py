@@ -1,0 +1,239 @@
+"""Plain tensors on every rank, as under DDP: copies are orthogonalized once, and each rank keeps what is its own."""
+
+import warnings
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS
+from tests.reference_muon import ReferenceMuon
+from titan_muon import Muon
+from titan_muon.plan.summary import summarize
+
+BF16 = 2
+SHAPE = (16, 24)
+EVEN = {f"layers.{i}.weight": SHAPE for i in range(8)}
+MIXED = {"wide": (24, 40), "tall": (21, 10), "experts": (3, 8, 12)}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.1, "orthogonalize": "reference"}
+
+
+def full(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def said(fn: Callable[[], object]) -> str:
+    """The text of the ValueError that `fn` raises; empty if it raises nothing."""
+    try:
+        fn()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def train(
+    params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
+) -> tuple[Muon, list[str]]:
+    """Three steps of Muon, and which tensors differ from the reference's after them."""
+    muon, reference = Muon(list(params.items()), **OPTIONS, **options), ReferenceMuon(full(shapes, 0))
+    for seed in range(1, 4):
+        grads = full(shapes, seed)
+        for name, param in params.items():
+            param.grad = place(name, grads[name].clone())
+        muon.step()
+        reference.step(grads)
+    averages = {name: muon.state[param]["momentum_buffer"] for name, param in params.items()}
+    pairs = [(params, reference.params), (averages, reference.average)]
+    wrong = [
+        name
+        for ours, theirs in pairs
+        for name in ours
+        if not torch.equal(*map(local, (ours[name], place(name, theirs[name]))))
+    ]
+    return muon, wrong
+
+
+def under_ddp(rank: int, world_size: int) -> tuple[list[str], int, int, list[tuple[str, int]], bool]:
+    """What differs from one process; FLOPs of a step on this rank and on all; what it sent, and if that was planned."""
+    params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
+    muon, wrong = train(params, lambda name, value: value, EVEN)
+    with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
+        muon.step()
+    pieces = [(call.name, call.sent) for call in counter.calls if call.name != "allreduce"]
+    cost = summarize(muon.plan).ranks[rank]
+    planned = (cost.collectives, cost.bytes_sent) == (len(pieces), sum(sent for _, sent in pieces))
+    return wrong, flops.get_total_flops(), sum(matrix.flops for matrix in muon.plan.matrices), pieces, planned
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_copies_are_orthogonalized_once_and_results_alone_travel(world_size: int) -> None:
+    elements = len(EVEN) * SHAPE[0] * SHAPE[1]
+    for wrong, flops, every, pieces, planned in run_ranks(under_ddp, world_size, timeout=SECONDS):
+        assert wrong == []
+        assert flops == every // world_size
+        assert sum(sent for _, sent in pieces) == elements * BF16 * (world_size - 1) // world_size
+        assert all(sent for _, sent in pieces), "nothing is gathered, since the gradients are everywhere"
+        assert planned
+
+
+def beside_torch(rank: int, world_size: int) -> bool:
+    """Whether DistributedDataParallel trains as torch.optim.Muon does on its reduced gradients."""
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8, bias=False)))
+    copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+    ours = Muon(model.named_parameters(), **OPTIONS)
+    theirs = torch.optim.Muon(copies, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    for _ in range(3):
+        model(torch.randn(4, 16)).square().sum().backward()
+        for copy, param in zip(copies, model.parameters(), strict=True):
+            assert param.grad is not None
+            copy.grad = param.grad.clone()
+        ours.step()
+        theirs.step()
+        model.zero_grad()
+    assert any(bucket.owners for bucket in ours.plan.buckets)
+    return all(torch.equal(copy, param) for copy, param in zip(copies, model.parameters(), strict=True))
+
+
+def test_ddp_trains_as_torch_does() -> None:
+    assert run_ranks(beside_torch, 2, timeout=SECONDS) == [True, True]
+
+
+def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
+    """Each of the shapes plain, replicated and sharded: what differs from one process, and matrices done here."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    shapes = {f"{kind}.{name}": shape for kind in ("plain", "copied", "cut") for name, shape in MIXED.items()}
+
+    def place(name: str, value: Tensor) -> Tensor:
+        if name.startswith("plain"):
+            return value
+        placement = Replicate() if name.startswith("copied") else Shard(0)
+        return distribute_tensor(value, mesh, [placement], src_data_rank=None)
+
+    params = {name: nn.Parameter(place(name, value)) for name, value in full(shapes, 0).items()}
+    muon, wrong = train(params, place, shapes, **options)
+    return wrong, muon.orthogonalized
+
+
+def test_plain_replicated_and_sharded_parameters_share_one_plan() -> None:
+    found = run_ranks(mixed, 4, timeout=SECONDS)
+    assert [wrong for wrong, _ in found] == [[]] * 4
+    assert sum(done for _, done in found) == 3 * 5
+
+
+def repeated(rank: int, world_size: int) -> tuple[list[str], int, int]:
+    params = {name: nn.Parameter(value) for name, value in full(MIXED, 0).items()}
+    muon, wrong = train(params, lambda name, value: value, MIXED, replicas="redundant")
+    return wrong, muon.orthogonalized, len(muon.plan.buckets)
+
+
+def test_redundant_copies_are_orthogonalized_by_each_rank() -> None:
+    assert run_ranks(repeated, 2, timeout=SECONDS) == [([], 5, 0)] * 2
+
+
+def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]]:
+    """A plain tensor with other values on each rank beside a copy: are both right, and what is said of it?"""
+    own, copy = full({"own": SHAPE}, 10 + rank), full({"copy": SHAPE}, 0)
+    params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        muon = Muon(list(params.items()), **OPTIONS)
+    reference = ReferenceMuon(own | copy)
+    for seed in range(1, 3):
+        grads = full({"own": SHAPE}, 20 * seed + rank) | full({"copy": SHAPE}, seed)
+        for name, param in params.items():
+            param.grad = grads[name].clone()
+        muon.step()
+        reference.step(grads)
+    muon.check_last_step()
+    right = [torch.equal(params[name], reference.params[name]) for name in ("own", "copy")]
+    return right[0], right[1], muon.plan.reason, [str(one.message) for one in caught]
+
+
+def test_a_plain_tensor_that_differs_between_ranks_stays_each_ranks_own() -> None:
+    for own, copy, reason, warned in run_ranks(each_its_own, 2, timeout=SECONDS):
+        assert own, "another rank's result took its place"
+        assert copy
+        assert "own: plain tensors that differ between ranks; each rank orthogonalizes its own" in reason
+        assert any("own: plain tensors whose values differ between ranks" in text for text in warned)
+
+
+def on_some_ranks(rank: int, world_size: int) -> str:
+    return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]))
+
+
+def test_a_plain_tensor_that_other_ranks_have_not_is_refused() -> None:
+    """As of a pipeline's stages, or of a module that is on some ranks only."""
+    for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
+        assert "what only some ranks have must be a DTensor on a mesh of those ranks" in text
+
+
+def other_gradient(rank: int, grad: Tensor) -> Tensor | None:
+    return grad * (1 + 0.02 * rank)
+
+
+def nan_on_one(rank: int, grad: Tensor) -> Tensor | None:
+    return torch.where(torch.arange(grad.numel()).view_as(grad) == 5, torch.nan, grad) if rank == 1 else grad
+
+
+def missing_on_one(rank: int, grad: Tensor) -> Tensor | None:
+    return grad if rank == 0 else None
+
+
+def rounded_otherwise(rank: int, grad: Tensor) -> Tensor | None:
+    return grad * (1 + 1e-5 * rank)
+
+
+CHANGES = {
+    other_gradient: "layers.3.weight: plain tensors that were equal on all ranks when Muon was built, but their",
+    nan_on_one: "layers.3.weight: ",
+    missing_on_one: "no gradient for layers.3.weight",
+    rounded_otherwise: "",
+}
+"""What one copy's gradient is changed to, and the error of it."""
+
+
+def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[list[str], bytes]:
+    """Errors of a step with such a gradient and of the two after it; and the weights."""
+    params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
+    muon = Muon(list(params.items()), **OPTIONS)
+    errors = []
+    for seed in range(1, 4):
+        for name, grad in full(EVEN, seed).items():
+            params[name].grad = change(rank, grad) if seed == 1 and name == "layers.3.weight" else grad
+        errors.append(said(muon.step))
+    return errors, torch.stack([param.detach() for param in params.values()]).numpy().tobytes()
+
+
+def spoil_each(rank: int, world_size: int) -> dict[str, tuple[list[str], bytes]]:
+    return {change.__name__: spoil(rank, change) for change in CHANGES}
+
+
+@cache
+def spoiled() -> list[dict[str, tuple[list[str], bytes]]]:
+    return run_ranks(spoil_each, 2, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_gradients_of_copies_that_differ_are_an_error_on_all_ranks(change: Callable[..., Any]) -> None:
+    found = [each[change.__name__] for each in spoiled()]
+    assert len({weights for _, weights in found}) == 1, "copies are equal whatever their gradients were"
+    for (first, second, third), _ in found:
+        assert first == "", "a rank that raised alone would leave the others waiting"
+        assert second.startswith(CHANGES[change])
+        assert bool(second) == bool(CHANGES[change])
+        assert third == "", "told once"
