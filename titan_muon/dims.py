@@ -1,4 +1,4 @@
-"""A parameter's matrices in einops' notation, `(g f) d -> g | f d`, and the rows and columns that each of them takes."""
+"""A parameter's matrices in einops' notation, `(g f) d -> g | f d`, and the rows and columns that each takes."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class MuonOptions(StepOptions, Hyperparameters):
     """
 
     buffer_bytes: Annotated[int, POSITIVE] | None = None
-    """Most bytes of exchange buffers on a rank. None: 1 GiB with the workspace; more if 3 % of the step each buy it."""
+    """Most bytes of exchange buffers. None: 1 GiB with the workspace; more if each saves 3 % or, from 2, 10."""
 
     machine: Machine = Machine()
     """The machine that the step is planned for."""

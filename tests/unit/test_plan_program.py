@@ -412,7 +412,7 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
 
 def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
-    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True)
+    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True, own=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
 

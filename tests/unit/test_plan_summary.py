@@ -53,6 +53,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
     )
     parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
     mine = [matrix for part in parts for matrix in part]
+    stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
+    whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
     loads = [sum(plan.matrices[m].numel for m in batch) for batch in batches(parts[0], plan.matrices, plan.works)]
     loads += [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
     teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
@@ -65,6 +67,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_sent=sent * plan.wire_bytes + among,
         bytes_received=received * plan.wire_bytes + among,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
+        whole_bytes=whole * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
         collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg)
         + sum(team.calls for team in teams),

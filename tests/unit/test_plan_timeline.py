@@ -1,5 +1,6 @@
 """Plans played on machines: what takes how long, what hides behind what, and that faster plans are taken."""
 
+import re
 from dataclasses import replace
 from typing import get_args, get_type_hints
 
@@ -13,6 +14,7 @@ from titan_muon.plan.bounds import Chain, chains, least_whole
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
 from titan_muon.plan.pieces import Pieces
+from titan_muon.plan.search import Draft
 from titan_muon.plan.timeline import timeline
 from titan_muon.plan.times import Costs
 from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
@@ -127,6 +129,18 @@ def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
     one = plan_of(tasks, machine=MachineOptions(node_latency_us=1e9))
     assert (one.rounds, chosen.rounds > 2) == (1, True)
     assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+
+
+def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
+    """Matrices of 1 GiB, which Newton-Schulz needs four times, whatever is in transit."""
+    side = 2**14 * 3 // 2
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
+    layout = Layout((side, side), Mesh((4,), tuple(range(4))), (Shard(0),))
+    plan = plan_of([Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(16)])
+    assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
+    assert not plan_of(parameters(4, 4)).reason
+    prices = [Draft((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
+    assert prices == pytest.approx([1, 1.03, 1.13])
 
 
 @pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])

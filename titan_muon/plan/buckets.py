@@ -62,11 +62,15 @@ class Dealer:
     # matrices in a round and another none, and all would wait for the first.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
-        self._tasks = tasks
         self._share = [0.0] * len(groups)
         for task in tasks:
             self._share[task.group] += task.bytes / len(groups[task.group])
         self._most = max(self._share, default=0.0)
+        # Groups with few bytes come before those with many, all at once: a call takes its latency however little it
+        # carries.
+        share = self._share
+        self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
+        self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))
 
     def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
         """Tasks in at most `count` rounds."""
@@ -92,17 +96,14 @@ class Dealer:
 
     def _queue(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
         """What each owner has, in its order."""
-        # Groups with few bytes come before those with many, all at once: a call takes its latency however little it
-        # carries.
-        share, sign = self._share, -1 if order is Order.DESCENDING else 1
         found: dict[int, list[Task]] = {}
-        for task in sorted(self._tasks, key=lambda t: (share[t.group], t.group, sign * t.bytes, t.matrix)):
+        for task in self._descending if order is Order.DESCENDING else self._ascending:
             found.setdefault(owners[task.matrix, task.group], []).append(task)
         if order is not Order.PEAKED:
             return list(found.values())
         queues = []
         for queue in found.values():
-            start = next((i for i, task in enumerate(queue) if share[task.group] == self._most), len(queue))
+            start = next((i for i, task in enumerate(queue) if self._share[task.group] == self._most), len(queue))
             last = queue[start:]
             queues.append([*queue[:start], *last[::2], *reversed(last[1::2])])
         return queues

@@ -21,6 +21,10 @@ FREE_BYTES = 2**30
 """Buffers and workspace that a step may take without a gain in time for it."""
 WORTH_OF_GIB = 0.03
 """Part of the step's time that every further GiB has to save."""
+MORE_BYTES = 2 * 2**30
+"""Buffers and workspace from which on it has to be more, and the plan says why it takes them."""
+WORTH_OF_MORE = 0.1
+"""Part of the step's time that every GiB beyond these has to save."""
 NEAR_LIMIT = 1.01
 """A plan so near to what its busiest rank computes is not improved."""
 SHORT_SECONDS = 1e-4
@@ -65,7 +69,8 @@ class Draft:
     @property
     def price(self) -> float:
         """Seconds, and what the memory beyond the free part is worth."""
-        return self.seconds * (1 + WORTH_OF_GIB * max(0, self.bytes - FREE_BYTES) / 2**30)
+        some, more = max(0, self.bytes - FREE_BYTES), max(0, self.bytes - MORE_BYTES)
+        return self.seconds * (1 + (WORTH_OF_GIB * (some - more) + WORTH_OF_MORE * more) / 2**30)
 
 
 @dataclass(frozen=True)
@@ -102,26 +107,21 @@ class _Search:
         self._dealer = Dealer(problem.tasks, problem.groups)
         self._drafts: list[Draft] = []
         self._played: dict[tuple[int, Way], Draft] = {}
-        self._owners: list[OwnerOf | None] = [None]
+        self._owners: dict[int, OwnerOf] = {}
         self._left = MOST_PLAYED
-        self._reason = ""
-        if problem.owners is not None:
-            self._owners = [problem.owners]
-        elif problem.pattern.has_owners:
-            self._owners = []
-            for assign in OWNERS[problem.options.owners]:
-                owners = assign([problem.tasks], problem.groups, problem.load)
-                if owners not in self._owners:
-                    self._owners.append(owners)
+        self._ending = ""
 
     def run(self) -> None:
         """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
         most, count = self._most_rounds(), self._first_count()
         played = self._play(count, Way())
+        left = MOST_PLAYED
         while played is not None and count < most:
-            if self._fits(played) and played.price > PAYS * self._best().price:
+            # Twice as many rounds have twice the turns. In large worlds some are kept for the other ways.
+            dear = 2 * (left - self._left) > self._left / 2
+            if self._fits(played) and (dear or played.price > PAYS * self._best().price):
                 break
-            count = min(2 * count, most)
+            left, count = self._left, min(2 * count, most)
             played = self._play(count, Way())
         best = None
         while best != self._best_played():
@@ -138,8 +138,9 @@ class _Search:
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
         count, way = self._best_played()
-        for owners in range(len(self._owners)):
-            self._play(count, replace(way, owners=owners))
+        for owners in range(1, len(OWNERS[self._problem.options.owners]) if self._problem.pattern.has_owners else 0):
+            if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
+                self._play(count, replace(way, owners=owners))
         count, way = self._best_played()
         for near in (count - 1, count + 1, 3 * count // 4, 3 * count // 2):
             if 1 <= near <= most:
@@ -152,10 +153,21 @@ class _Search:
 
     def _most_rounds(self) -> int:
         """So many that each round has one matrix of every owner, or several owners take turns."""
-        owners = self._owners[0]
+        owners = self._assigned(0)
         if owners is None:
             return max(1, len(self._problem.tasks))
         return 2 * max(Counter(owners.values()).values(), default=1)
+
+    def _assigned(self, number: int) -> OwnerOf | None:
+        """The owners that are given or a function of OWNERS finds, or None if nobody is to own anything."""
+        # Not before they are played: for tens of thousands of experts it takes as long as to play them.
+        problem = self._problem
+        if problem.owners is not None or not problem.pattern.has_owners:
+            return problem.owners
+        if number not in self._owners:
+            assign = OWNERS[problem.options.owners][number]
+            self._owners[number] = assign([problem.tasks], problem.groups, problem.load)
+        return self._owners[number]
 
     def _fits(self, draft: Draft) -> bool:
         wanted = self._problem.options.buffer_bytes
@@ -179,7 +191,7 @@ class _Search:
         if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
             return True
         if self._left <= 0:
-            self._reason = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
+            self._ending = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
         return self._left <= 0
 
     def _play(self, count: int, way: Way) -> Draft | None:
@@ -189,7 +201,7 @@ class _Search:
             return self._played[count, way]
         if self._ended():
             return None
-        problem, owners = self._problem, self._owners[way.owners]
+        problem, owners = self._problem, self._assigned(way.owners)
         if owners is None:
             grouped = rounds(problem.tasks, problem.groups, count)
         else:
@@ -251,7 +263,7 @@ class _Search:
 
     def smallest(self) -> None:
         """Unless a draft fits, add those of more and more rounds of matrices that follow each other until one does."""
-        owners, tasks, count = self._owners[0], self._problem.tasks, 1
+        owners, tasks, count = self._assigned(0), self._problem.tasks, 1
         while not self._fits(self._best()):
             self._add(rounds(tasks, self._problem.groups, count), owners)
             if count >= len(tasks):
@@ -267,4 +279,15 @@ class _Search:
                 f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
                 f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
             )
-        return replace(best, reason=self._reason)
+        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
+
+    def _memory_of(self, best: Draft) -> str:
+        """Why a draft takes much memory, or nothing."""
+        if best.bytes <= MORE_BYTES:
+            return ""
+        within = [draft for draft in self._drafts if draft.bytes <= MORE_BYTES]
+        other = min(within, key=lambda d: d.seconds) if within else min(self._drafts, key=lambda d: d.bytes)
+        return (
+            f"{best.bytes / 2**30:.1f} GiB of buffers and workspace, since with {other.bytes / 2**30:.1f} GiB a step "
+            f"would take {other.seconds / best.seconds:.2f} x as long"
+        )

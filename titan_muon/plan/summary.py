@@ -30,6 +30,7 @@ class RankCost:
     bytes_sent: int
     bytes_received: int
     buffer_bytes: int
+    whole_bytes: int
     work_bytes: int
     collectives: int
     loads: int
@@ -51,6 +52,7 @@ class Summary:
         collectives_per_step: calls of the rank that launches most. On gloo, which gathers equal parts only, an
             all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
+        whole_bytes_max: bytes of the largest batch that any rank assembles, which is there all through the step.
         work_bytes_max: bytes of the rank that needs most to assemble its largest batch of matrices (allocated once) and
             to orthogonalize it (in each step).
     """
@@ -64,6 +66,7 @@ class Summary:
     bytes_sent_lower_bound: int
     collectives_per_step: int
     buffer_bytes_max: int
+    whole_bytes_max: int
     work_bytes_max: int
 
 
@@ -85,6 +88,7 @@ def summarize(plan: Plan) -> Summary:
         bytes_sent_lower_bound=_least_sent(plan, pieces) // len(ranks),
         collectives_per_step=max(cost.collectives for cost in ranks),
         buffer_bytes_max=max(cost.buffer_bytes for cost in ranks),
+        whole_bytes_max=max(cost.whole_bytes for cost in ranks),
         work_bytes_max=max(cost.work_bytes for cost in ranks),
     )
 
@@ -92,6 +96,7 @@ def summarize(plan: Plan) -> Summary:
 def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     parts = [home, *(bucket.owned for bucket in buckets)]
+    whole, iteration = _work_bytes(parts, plan, pieces)
     # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
     loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
     loads += [bucket.buffers[0] for bucket in buckets]
@@ -109,19 +114,20 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
-        work_bytes=_work_bytes(parts, plan, pieces),
+        whole_bytes=whole,
+        work_bytes=whole + iteration,
         collectives=sum(bucket.collectives for bucket in buckets) + sum(count * team.calls for count, team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )
 
 
-def _work_bytes(parts: Iterable[KindCounts], plan: Plan, pieces: Pieces) -> int:
+def _work_bytes(parts: Iterable[KindCounts], plan: Plan, pieces: Pieces) -> tuple[int, int]:
     """Bytes of the largest batch that a rank assembles, and most bytes that one takes to be orthogonalized."""
     # Both at their largest, although of different batches: the workspace stays while all batches take turns in it.
     found = [one for part in parts for one in counted_batches(part, pieces, plan.works)]
     assembled = max((size * matrix.numel for matrix, size in found), default=0)
-    return assembled * plan.wire_bytes + max((size * plan.works[m.work].bytes for m, size in found), default=0)
+    return assembled * plan.wire_bytes, max((size * plan.works[m.work].bytes for m, size in found), default=0)
 
 
 def _least_sent(plan: Plan, pieces: Pieces) -> int:

@@ -145,7 +145,7 @@ class Muon(StepOptions, Hyperparameters):
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
-    """Most GiB of exchange buffers on a rank. `auto`: 1 with the workspace, and more if each saves 3 % of the step."""
+    """Most GiB of exchange buffers on a rank. `auto`: 1 with the workspace, more if each saves 3 % or, from 2, 10."""
 
 
 @dataclass(frozen=True, kw_only=True)
