@@ -83,13 +83,16 @@ class Numbers:
         return (self.step_ms - self.passes_ms) / self.limit_ms
 
 
-def plan_numbers(model: str, ranks: int, machine: str = "h100x8", expert_parallel: int | None = None) -> Numbers:
+def plan_numbers(
+    model: str, ranks: int, machine: str = "h100x8", expert_parallel: int | None = None, split_over: int = 1
+) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` is by default what experts are laid out by in real runs.
+    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` is Muon's.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
+    given += ["--muon.split_over", str(split_over)]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
@@ -148,6 +151,7 @@ def main(
     ranks: tuple[int, ...] = RANKS,
     machine: str = "h100x8",
     expert_parallel: int | None = None,
+    split_over: int = 1,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
@@ -157,13 +161,14 @@ def main(
         ranks: world sizes.
         machine: a named machine, as `machine.name` of a recipe.
         expert_parallel: degree, by default what experts are laid out by in real runs.
+        split_over: most ranks that orthogonalize one matrix together.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world, machine, expert_parallel))
+            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

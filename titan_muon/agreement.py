@@ -22,7 +22,7 @@ class PlanReport:
 
     Attributes:
         ranks: global ranks that the plan's parameters rest on; empty on a rank that trains none.
-        buckets: ranks of each collective.
+        buckets: ranks of each collective, of whole buckets and among the owners of a matrix's slices.
         groups: those of all sets of ranks here for which a process group has to be made.
         sharing: ranks that must do the same in every step, as disjoint sets.
         signature: digest of the plan and of the hyperparameters.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,16 @@ from .matrices import check_splits, planned
 from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
-from .orthogonalize import DTYPES, Dispatch, Iteration, iteration, kernels_for
+from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
 from .params import TrainedParam, storage_fault
-from .plan.cost import Work
+from .plan.cost import Work, WorkOf
 from .plan.groups import components
 from .plan.layout import Geometries
 from .plan.machine import Machine, machine_of
 from .plan.planner import make_plan
 from .plan.program import make_program
-from .plan.types import Plan
+from .plan.slices import teams_in
+from .plan.types import Matrix, Plan
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     made = RankPlan(
         params=tuple(params),
         iterations=iterations,
-        methods=tuple(dispatch.choose(m.rows, m.cols, iterations[m.parameter].steps) for m in chosen),
+        methods=tuple(_method(dispatch, m, iterations[m.parameter]) for m in chosen),
         plan=plan,
         program=make_program(plan, rank, geometries),
         geometries=geometries,
@@ -111,12 +112,18 @@ def planning_machine(options: MachineOptions, device: str) -> Machine:
     return machine_of(options, device, measured)
 
 
-def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> Callable[[int, int, int], Work]:
+def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
+    """What orthogonalizes a matrix of a plan."""
+    count = 1 if matrix.slice is None else matrix.slice.count
+    return dispatch.choose(*matrix.whole_shape, computed.steps, count)
+
+
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
     """What orthogonalizing a matrix costs by the method that will run."""
 
-    def work(index: int, rows: int, cols: int) -> Work:
+    def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
-        method = dispatch.choose(rows, cols, steps)
+        method = dispatch.choose(rows, cols, steps, slices)
         # With the method and all that it computes in the plan, its digest also says that ranks compute alike.
         return Work(
             method=f"{method}; {iterations[index]}",
@@ -125,6 +132,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
             batch=method.batch,
             bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
             dtype=method.dtype,
+            team=method.team(rows, cols, steps),
         )
 
     return work
@@ -200,7 +208,8 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in groups
     ]
-    buckets = tuple(sorted({bucket.group for bucket in plan.buckets}))
+    teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
+    buckets = tuple(sorted({*(bucket.group for bucket in plan.buckets), *teams}))
     skips = options.missing_grad == "skip"
     sharing = tuple(sorted(set(components(_sharing(plan, skips=skips)).values())))
     # Groups of mesh axes exist already. By rule and not by looking: all ranks of the world must make the same groups,

@@ -172,6 +172,45 @@ class Collectives:
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
 
 
+class Team:
+    """The owners of the slices of a matrix, for `orthogonalize.sliced`.
+
+    Args:
+        ranks: owners, in the order of the slices, which is ascending.
+        rank: this one.
+        collectives: transport.
+        group: process group of the ranks.
+    """
+
+    # Teams overlap, and one that waits holds up all others of its ranks. None waits forever: every rank comes to its
+    # teams in one order, by the turns of the program, which are the same on all ranks, by the buckets of a round in the
+    # order of the plan, and in a bucket by the numbers of the matrices (`batches`). Of all teams that are waited for,
+    # the first in that order has only ranks that wait for no other, and goes on.
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, collectives: Collectives, group: dist.ProcessGroup) -> None:
+        self.place, self._size = ranks.index(rank), len(ranks)
+        self._collectives, self._group = collectives, group
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum of `whole` (rows, cols) over the team; a k-th of them, in order."""
+        part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
+        splits = [part.numel()] * self._size
+        _finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
+        return part
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """The tensors of all ranks, in order, joined along the first dim."""
+        whole = part.new_empty(self._size * part.size(0), *part.shape[1:])
+        splits = [part.numel()] * self._size
+        _finish(self._collectives.all_gather(whole.view(-1), splits, part.view(-1), self._group))
+        return whole
+
+
+def _finish(works: Iterable[dist.Work]) -> None:
+    for work in works:
+        work.wait()
+
+
 class Exchange:
     """Runs the collectives of a program.
 
@@ -184,6 +223,7 @@ class Exchange:
 
     Attributes:
         buckets: where the pieces of each of the program's buckets are.
+        teams: for each slice of a matrix that this rank orthogonalizes, the owners of all of them.
     """
 
     def __init__(
@@ -191,6 +231,10 @@ class Exchange:
     ) -> None:
         self._runs = program.buckets
         self._groups = tuple(agreement.group(run.bucket.group) for run in self._runs)
+        self.teams = {
+            matrix: Team(ranks, program.rank, collectives, agreement.group(ranks))
+            for matrix, ranks in program.teams.items()
+        }
         self._collectives = collectives
         self._pending: dict[int, list[dist.Work]] = {}
         self._slots = make_slots(program, device, dtype)
@@ -237,8 +281,7 @@ class Exchange:
 
     def wait(self, index: int) -> None:
         """Wait for the last collective of bucket number `index` of the program."""
-        for work in self._pending.pop(index, []):
-            work.wait()
+        _finish(self._pending.pop(index, []))
 
 
 def make_slots(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[Slot, ...]:

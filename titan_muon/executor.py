@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from . import update
+from .batch import Batch, assembling, parting
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
 from .offload import Window
 from .options import Offload
-from .orthogonalize import DTYPES, Iteration, Method, frobenius_norms, orthogonalize, zero_nonfinite_
+from .orthogonalize import Iteration, Method, Slice, zero_nonfinite_
 from .params import Gradients, TrainedParam, storage_of
 from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies, scratch_bytes
 from .plan.batches import batches
@@ -30,26 +31,6 @@ from .update import Tensors
 
 HOME = -1
 """In place of a bucket's number: the matrices that are whole on this rank."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Matrices of this rank that are orthogonalized together.
-
-    Attributes:
-        matrices: their indices in the plan.
-        whole: (count, rows, cols) tensor in which they are made whole, and which the results are written over; all
-            batches take turns in one memory.
-        parameters: (count,) indices of their parameters, on the device.
-        iteration: Newton-Schulz iteration that is computed.
-        method: algorithm that computes it.
-    """
-
-    matrices: tuple[int, ...]
-    whole: Tensor
-    parameters: Tensor
-    iteration: Iteration
-    method: Method
 
 
 @dataclass(frozen=True)
@@ -161,7 +142,9 @@ class Executor:
             # From pinned memory, so that a step that follows a storage which has moved does not wait for the device.
             parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)
         iteration, method = self._planned.iterations[first.parameter], self._planned.methods[first.work]
-        return Batch(chosen, whole, parameters, iteration, method)
+        cut = first.slice
+        of = None if cut is None else Slice(self._exchange.teams[chosen[0]], cut.cuts_rows)
+        return Batch(chosen, whole, parameters, iteration, method, of)
 
     def _home_run(self, batch: Batch) -> HomeRun:
         # What is whole here is packed where it is orthogonalized, and updated from there.
@@ -174,7 +157,7 @@ class Executor:
     def _bucket_run(self, buffers: BucketBuffers, chosen: Sequence[Batch]) -> BucketRun:
         stored = [(self._piece(each.matrix, each.spans, each.view), each.matrix) for each in buffers.stored]
         packed = [piece._replace(view=buffers.packed.get(matrix)) for piece, matrix in stored]
-        parts = tuple((_assembling(batch, buffers), batch, _parting(batch, buffers)) for batch in chosen)
+        parts = tuple((assembling(batch, buffers), batch, parting(batch, buffers)) for batch in chosen)
         advances, applies = self._element_wise(packed, [piece for piece, _ in stored])
         return BucketRun(advances, parts, applies)
 
@@ -226,10 +209,10 @@ class Executor:
         cleared = self._exchange.buckets[bucket].cleared
         if cleared is not None:
             cleared.zero_()
-        for assembling, batch, parting in self._buckets[bucket].batches:
-            assembling.run()
+        for assembled, batch, parted in self._buckets[bucket].batches:
+            assembled.run()
             self._newton_schulz(batch, gradients)
-            parting.run()
+            parted.run()
 
     def apply(self, bucket: int, gradients: Gradients) -> None:
         """Stage 6: decay each stored piece and add its update."""
@@ -310,10 +293,10 @@ class Executor:
                 if self._matrices[matrix].parameter in gradients.left:
                     # Nothing was packed: what is there is of another step, or was never written.
                     batch.whole[place].zero_()
-        norms = frobenius_norms(batch.whole, DTYPES[batch.method.dtype])
+        norms = batch.norms()
         if self._zeroes:
             self._report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
-        orthogonalize(batch.whole, batch.iteration, batch.method, norms=norms, out=batch.whole)
+        batch.orthogonalize(norms)
 
     def _release(self, bucket: int, gradients: Gradients) -> None:
         """Drop the gradients whose last matrix was read in this bucket, or at home."""
@@ -324,23 +307,3 @@ class Executor:
                 # Both hold the gradient's memory, and either alone would keep it.
                 gradients.stored[index] = None
                 trained.param.grad = None
-
-
-def _assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """What copies the pieces that were gathered into whole matrices."""
-    return Copies.of(
-        (batch.whole[place][span.whole], source.view[span.piece])
-        for place, matrix in enumerate(batch.matrices)
-        for source in buffers.sources[matrix]
-        for span in source.spans
-    )
-
-
-def _parting(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """What copies orthogonalized matrices into the pieces that go back."""
-    return Copies.of(
-        (target.view[span.piece], batch.whole[place][span.whole])
-        for place, matrix in enumerate(batch.matrices)
-        for target in buffers.targets[matrix]
-        for span in target.spans
-    )

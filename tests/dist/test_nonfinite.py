@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import Parameter
 
 from tests.dist.harness import run_ranks
-from tests.dist.small_params import SECONDS, SHAPES, full, named, parameters, placed, set_gradients
+from tests.dist.small_params import SECONDS, SHAPES, SLICED, full, named, parameters, placed, set_gradients
 from titan_muon import Muon
 
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
@@ -51,6 +51,7 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     optimizer.step()
     other.step()
     found: dict[str, Any] = {"error": "", "warned": ""}
+    found["slices"] = sum(m.slice is not None for m in optimizer.plan.matrices if m.parameter == 0)
     for name in SHAPES:
         now, start, good = whole(params[name]), before[name], whole(healthy[name])
         decayed = start * (1 - LR * DECAY)
@@ -103,6 +104,15 @@ def test_an_error_comes_with_the_next_step_and_no_weight_is_spoiled(
         assert found["finite"]
 
 
+def test_a_matrix_in_slices_gets_no_update_in_any_of_them() -> None:
+    """One owner alone sees what is not finite; the norm that all have from each other tells the others."""
+    for found in run_ranks(after_a_bad_step, 4, SLICED, math.nan, timeout=SECONDS):
+        assert found["slices"] > 1, "the case this test is for"
+        assert {name: found[name] for name in SHAPES} == UNSPOILED
+        assert found["error"].startswith("layers.0.weight, layers.2.experts: gradient or momentum was not finite")
+        assert found["finite"]
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
@@ -146,6 +156,8 @@ def element_of_one_rank(
         (Shard(0), {"wire_dtype": "float16"}),
         (Shard(0), {"nesterov": False}),
         (Shard(0), {"state_dtype": "bfloat16"}),
+        (Shard(0), SLICED),
+        (Shard(1), SLICED),
     ],
     ids=str,
 )

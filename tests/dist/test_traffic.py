@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
-from titan_muon.executor import Batch
+from titan_muon.batch import Batch
 from titan_muon.options import MuonOptions
 from titan_muon.plan import types
 from titan_muon.plan.cost import Work

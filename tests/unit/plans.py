@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
 from titan_muon.options import Machine, MuonOptions, Split
-from titan_muon.plan.cost import Work, standard_elements, standard_flops
+from titan_muon.plan.cost import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.types import (
     Bucket,
@@ -49,6 +49,7 @@ MACHINES = (
 )
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
+SLICES = (1, 2, 4, 8)
 
 
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
@@ -179,9 +180,13 @@ def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
 BATCH = 3
 
 
-def work(parameter: int, rows: int, cols: int) -> Work:
-    """The standard iteration in bfloat16, on up to three matrices at a time."""
-    return Work("standard", standard_flops(rows, cols, 5), "", BATCH, 2 * standard_elements(rows, cols))
+def work(parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+    """The standard iteration in bfloat16, on up to three matrices at a time, or on one slice of a matrix."""
+    flops = standard_flops(rows, cols, 5) // slices
+    if slices == 1:
+        return Work("standard", flops, "", BATCH, 2 * standard_elements(rows, cols))
+    team = team_cost(min(rows, cols), slices, (1,) * 5, 2)
+    return Work(f"standard / {slices}", flops, "", 1, 2 * sliced_elements(rows, cols, slices), team=team)
 
 
 def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
@@ -192,10 +197,13 @@ def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
 def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True) -> Plan:
     """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
+    exchange, owners = draw(st.sampled_from(exchanges)), draw(st.sampled_from(OWNERS))
+    slices = owners == "balanced" and exchange != "all_gather"
     options = MuonOptions(
-        exchange=draw(st.sampled_from(exchanges)),
-        owners=draw(st.sampled_from(OWNERS)),  # type: ignore[arg-type]
+        exchange=exchange,
+        owners=owners,  # type: ignore[arg-type]
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
+        split_over=draw(st.sampled_from(SLICES)) if slices else 1,
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
         wire_dtype="float32",
         machine=draw(st.sampled_from(MACHINES)),
@@ -213,13 +221,16 @@ def recut(plan: Plan, random: Random) -> Plan:
     """The plan with its matrices in random buckets, order, owners and slots: any such plan must run too."""
     buckets = []
     for bucket in plan.buckets:
-        matrices = list(bucket.matrices)
-        random.shuffle(matrices)
-        while matrices:
-            count = random.randint(1, min(3, len(matrices)))
-            chosen, matrices = tuple(matrices[:count]), matrices[count:]
-            owners = tuple(random.choice(bucket.group) for _ in chosen) if bucket.owners else ()
-            buckets.append(Bucket(bucket.exchange, bucket.group, chosen, owners))
+        wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
+        random.shuffle(wholes)
+        while wholes:
+            count = random.randint(1, min(3, len(wholes)))
+            chosen, wholes = wholes[:count], wholes[count:]
+            # All slices of a matrix travel together, to any ranks that are as many.
+            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket.group, random)]
+            random.shuffle(pairs)
+            owners = tuple(owner for _, owner in pairs) if bucket.owners else ()
+            buckets.append(Bucket(bucket.exchange, bucket.group, tuple(index for index, _ in pairs), owners))
     if not buckets:
         return plan
     random.shuffle(buckets)
@@ -227,6 +238,18 @@ def recut(plan: Plan, random: Random) -> Plan:
     numbers = accumulate((random.random() < 0.6 for _ in buckets[1:]), initial=0)
     numbered = tuple(replace(bucket, round=int(number)) for bucket, number in zip(buckets, numbers, strict=True))
     return replace(plan, buckets=numbered, slots=random.randint(1, 5))
+
+
+def _slices(plan: Plan, index: int) -> list[int]:
+    """The numbers of all slices of the matrix that number `index` is or is a slice of."""
+    part = plan.matrices[index].slice
+    return [index] if part is None else [index - part.place + place for place in range(part.count)]
+
+
+def _owned(plan: Plan, index: int, group: Sequence[int], random: Random) -> list[tuple[int, int]]:
+    """An owner for each slice of a matrix."""
+    numbers = _slices(plan, index)
+    return list(zip(numbers, sorted(random.sample(group, len(numbers))), strict=True))
 
 
 def ranks_of(plan: Plan) -> list[int]:

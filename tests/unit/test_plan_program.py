@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
 from titan_muon.exchange import Slot, bucket_buffers, make_slots
+from titan_muon.plan.batches import batches
 from titan_muon.plan.layout import Geometries, Span, spans
 from titan_muon.plan.program import BucketProgram, Leg, make_program
 from titan_muon.plan.schedule import Act
@@ -30,7 +31,7 @@ from titan_muon.plan.types import (
     Shard,
 )
 
-GATHER, RETURN = "gather", "return"
+GATHER, RETURN, SLICES = "gather", "return", "slices"
 
 
 def numbered(plan: Plan) -> list[Tensor]:
@@ -67,6 +68,7 @@ class World:
         self.launched: dict[tuple[int, str], set[int]] = {}
         self.done: set[tuple[int, str]] = set()
         self.work: Counter[tuple[int, int]] = Counter()
+        self.met: dict[int, set[int]] = {}
         self.geometries = Geometries(plan.parameters)
         self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
 
@@ -84,7 +86,8 @@ class World:
             assert self._progress() != before or not running, f"ranks {list(running)} wait for each other"
 
     def _progress(self) -> tuple[int, int]:
-        return sum(len(ranks) for ranks in self.launched.values()), len(self.done)
+        met = sum(len(ranks) for ranks in (*self.launched.values(), *self.met.values()))
+        return met, len(self.done)
 
     def launch(self, rank: int, collective: tuple[int, str]) -> None:
         self.launched.setdefault(collective, set()).add(rank)
@@ -92,11 +95,21 @@ class World:
         if not self.late and self._complete(collective):
             self._move(collective)
 
+    def meet(self, rank: int, first: int, team: tuple[int, ...]) -> tuple[int, str]:
+        """A rank has come to its slice of a matrix, whose first slice is number `first`."""
+        met = self.met.setdefault(first, set())
+        assert rank in team
+        assert rank not in met
+        met.add(rank)
+        if met == set(team):
+            self.done.add((first, SLICES))
+        return first, SLICES
+
     def _complete(self, collective: tuple[int, str]) -> bool:
         return self.launched.get(collective, set()) == set(self.plan.buckets[collective[0]].group)
 
     def _finished(self, collective: tuple[int, str]) -> bool:
-        if collective not in self.done and self._complete(collective):
+        if collective[1] != SLICES and collective not in self.done and self._complete(collective):
             self._move(collective)
         return collective in self.done
 
@@ -177,7 +190,14 @@ class Rank:
         buffers = self.buffers[index]
         if buffers.cleared is not None:
             buffers.cleared.zero_()
-        for matrix in self.program.buckets[index].matrices:
+        chosen = self.program.buckets[index].matrices
+        for matrix, *others in batches(chosen, self.plan.matrices, self.plan.works):
+            part = self.plan.matrices[matrix].slice
+            if part is not None:
+                assert others == []
+                # The owners of the slices wait for each other.
+                yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
+        for matrix in chosen:
             expected = whole(self.plan, self.world.full, matrix)
             found = torch.full_like(expected, torch.nan)
             for source in buffers.sources[matrix]:
@@ -392,7 +412,7 @@ def test_more_ranks_than_matrices(exchange: str) -> None:
 
 def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
     whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
-    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True)
+    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True, own=True)
     assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
 
 

@@ -57,16 +57,20 @@ def counted(plan: Plan, rank: int) -> RankCost:
     whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
     loads = [sum(plan.matrices[m].numel for m in batch) for batch in batches(parts[0], plan.matrices, plan.works)]
     loads += [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
+    teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
+    assert len(teams) == len(program.teams)
+    among = sum(team.sent for team in teams)
     return RankCost(
         rank=rank,
         matrices=len(mine),
         ns_flops=sum(plan.matrices[m].flops for m in mine),
-        bytes_sent=sent * plan.wire_bytes,
-        bytes_received=received * plan.wire_bytes,
+        bytes_sent=sent * plan.wire_bytes + among,
+        bytes_received=received * plan.wire_bytes + among,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         whole_bytes=whole * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
-        collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg),
+        collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg)
+        + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )
@@ -80,7 +84,13 @@ def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
     """
     whole = iteration = 0
     for together in parts:
-        for (rows, cols), count in Counter((m.rows, m.cols) for m in together).items():
+        for m in together:
+            if m.slice is not None:
+                # The slice twice, three square matrices of the whole one's smaller side, and its part of five.
+                square = min(m.whole_shape) ** 2
+                whole = max(whole, m.numel)
+                iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
+        for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
             stacked = math.ceil(count / math.ceil(count / BATCH))
             whole = max(whole, stacked * rows * cols)
             iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
@@ -110,8 +120,9 @@ def buffer_numel(program: Program) -> int:
 def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
     summary = summarize(plan)
     assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
-    assert summary.muon_matrices == len(plan.matrices)
-    assert summary.orthogonalizations == sum(cost.matrices for cost in summary.ranks)
+    wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
+    assert summary.muon_matrices == len(wholes)
+    assert summary.orthogonalizations == sum(cost.matrices for cost in summary.ranks) - len(plan.matrices) + len(wholes)
     for name in ("bytes_sent", "buffer_bytes"):
         assert getattr(summary, f"{name}_max") == max(getattr(cost, name) for cost in summary.ranks)
     assert summary.collectives_per_step == max(cost.collectives for cost in summary.ranks)

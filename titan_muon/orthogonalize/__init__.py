@@ -12,6 +12,7 @@ from .coefficients import COEFFICIENTS, Coefficients, coefficients
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
+from .sliced import Slice, Team, sliced, sliced_norms
 from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
@@ -23,6 +24,8 @@ __all__ = [
     "Iteration",
     "Kernel",
     "Method",
+    "Slice",
+    "Team",
     "coefficients",
     "frobenius_norms",
     "gram",
@@ -30,6 +33,7 @@ __all__ = [
     "kernels_for",
     "orthogonalize",
     "reference",
+    "sliced_norms",
     "standard",
     "zero_nonfinite_",
 ]
@@ -54,12 +58,18 @@ def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -
 
 
 def orthogonalize(
-    stack: Tensor, iteration: Iteration, method: Method, norms: Tensor | None = None, out: Tensor | None = None
+    stack: Tensor,
+    iteration: Iteration,
+    method: Method,
+    norms: Tensor | None = None,
+    out: Tensor | None = None,
+    of: Slice | None = None,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which is left as it is.
 
     The result is new memory of that shape, in the dtype of `stack`, but bfloat16 from the reference; or it is written
     to `out`, which may be `stack`. `norms` are the stack's `frobenius_norms` for the method's dtype, if they are there.
+    `of`: a stack of one slice of a matrix, of which the team has the others; `norms` are then `sliced_norms`.
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
@@ -69,6 +79,9 @@ def orthogonalize(
             result.copy_(reference(matrix, steps, eps))
         return found
     dtype, products = DTYPES[method.dtype], products_of(method.products)
+    if of is not None:
+        norms = sliced_norms(stack, of.team) if norms is None else norms
+        return sliced(stack, steps, eps, dtype, method.runs(len(steps)), of, norms=norms, out=out)
     if method.algorithm == "gram":
         return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out)
     return standard(stack, steps, eps, dtype, products, norms=norms, out=out)

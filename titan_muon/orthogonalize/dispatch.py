@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
 
 from titan_muon.options import OptionError, StepOptions, check
-from titan_muon.plan.cost import gram_elements, gram_flops, standard_elements, standard_flops
+from titan_muon.plan.cost import (
+    TeamCost,
+    gram_elements,
+    gram_flops,
+    sliced_elements,
+    standard_elements,
+    standard_flops,
+    team_cost,
+)
 
 from .coefficients import Coefficients
 
@@ -75,6 +84,7 @@ class Method:
         products: kernel of its symmetric products, `plain` or a name in `symmetric.KERNELS`.
         batch: most matrices at a time.
         reason: why `auto` chose it, or nothing.
+        slices: ranks that orthogonalize a matrix together, each a slice of it.
     """
 
     algorithm: str
@@ -83,24 +93,45 @@ class Method:
     products: str = "plain"
     batch: int = 1
     reason: str = field(default="", compare=False)
+    slices: int = 1
 
     def __str__(self) -> str:
         restarts = f" restart {','.join(map(str, self.restarts))}" if self.restarts else ""
-        return f"{self.algorithm} {self.dtype}{restarts}{'' if self.products == 'plain' else f' {self.products}'}"
+        products = "" if self.products == "plain" else f" {self.products}"
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.algorithm} {self.dtype}{restarts}{products}{slices}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
-        """FLOPs of the products for one matrix, symmetric ones counted whole."""
+        """FLOPs of the products for one matrix, or for a slice of it, symmetric ones counted whole."""
         # The reference makes all three products even where c is 0.
         cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
         if self.algorithm == "gram":
-            return gram_flops(rows, cols, len(steps), len(self.restarts), cubic)
-        return standard_flops(rows, cols, len(steps), cubic)
+            return gram_flops(rows, cols, len(steps), len(self.restarts), cubic) // self.slices
+        return standard_flops(rows, cols, len(steps), cubic) // self.slices
+
+    def runs(self, steps: int) -> tuple[int, ...]:
+        """How many steps there are from the beginning, or a restart, to the next; the standard iteration restarts in
+        each step."""
+        restarts = range(1, steps) if self.algorithm == "standard" else self.restarts
+        return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
+
+    def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
+        """What the owner of a slice exchanges with those of the others."""
+        if self.slices == 1:
+            return None
+        return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
 
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
-        """Bytes that one matrix takes while it is orthogonalized, besides its input and the products' own scratch.
+        """Bytes that one matrix, or a slice of it, takes while it is orthogonalized, besides its input and the
+        products' own scratch.
 
-        `out_bytes` are of an element of what the result is written to, if it is: its memory serves as one X.
+        `out_bytes` are of an element of what the result is written to, if it is: its memory serves as one X, though not
+        for slices.
         """
+        if self.slices > 1:
+            iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
+            # The CPU normalizes by a float32 norm through copies in float32.
+            return max(iteration, 10 * rows * cols // self.slices) if device == "cpu" else iteration
         elements = gram_elements if self.algorithm == "gram" else standard_elements
         itemsize = DTYPES[self.dtype].itemsize
         spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
@@ -144,8 +175,12 @@ class Dispatch:
         """What the options of a Muon say, on a type of device."""
         return cls(options.orthogonalize, options.ns_dtype, device, kernels)
 
-    def choose(self, rows: int, cols: int, steps: Coefficients) -> Method:
-        """The method for rows x cols matrices, the same on every rank."""
+    def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
+        """The method for rows x cols matrices, the same on every rank, or for one of so many slices of them."""
+        if slices > 1:
+            assert self.algorithm != "reference", "torch.optim.Muon's bits are of whole matrices"
+            # That for the whole, whose numerics a slice then has. Kernels make square products, and it has none.
+            return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
         if self.algorithm == "reference":
             return Method("reference", "bfloat16")
         # By rates that are written down, and not by a timing: ranks would time differently, and plan different steps.

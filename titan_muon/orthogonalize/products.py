@@ -42,6 +42,15 @@ def smaller_first(x: Tensor) -> Tensor:
     return x.mT if x.size(1) > x.size(2) else x
 
 
+def wide_gram(x: Tensor) -> Tensor:
+    """X Xᵀ in float32, for X (m, n) of any dtype."""
+    if x.device.type == "cpu":
+        # There no product of 16-bit numbers keeps its sums in float32.
+        wide = x.float()
+        return wide @ wide.mT
+    return torch.mm(x, x.mT, out_dtype=torch.float32)
+
+
 def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: float = 0.0, out: Tensor) -> None:
     """Fill `out` with delta I + b R + c R R for symmetric R (count, m, m)."""
     if c != 0:

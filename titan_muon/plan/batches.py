@@ -10,12 +10,16 @@ from .types import Matrix
 
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Matrices, by index, in batches of one shape and one work, in order."""
+    """Matrices, by index, in batches of one shape and one work, in order; slices before them, each by itself."""
+    # The owners of the slices of a matrix wait for each other in each of its products. If one had whole matrices first,
+    # the others would be idle meanwhile. And each takes its slices by their number in the plan: owners that took those
+    # of two matrices in different orders would wait for each other forever.
+    found: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
     alike: dict[tuple[int, int, int], list[int]] = {}
     for index in chosen:
         matrix = matrices[index]
-        alike.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
-    found: list[tuple[int, ...]] = []
+        if matrix.slice is None:
+            alike.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
     for (_, _, work), indices in alike.items():
         start = 0
         for size in batch_sizes(len(indices), works[work]):

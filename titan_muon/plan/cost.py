@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 
 def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
@@ -38,6 +40,39 @@ def gram_elements(rows: int, cols: int) -> int:
     return 2 * m * n + 4 * m * m
 
 
+def sliced_elements(rows: int, cols: int, slices: int) -> int:
+    """Elements that one of `slices` ranks holds at once: its X and the next X; of m x m matrices three whole ones, and
+    its rows of five."""
+    m, n = min(rows, cols), max(rows, cols)
+    return (2 * m * n + 5 * m * m) // slices + 3 * m * m
+
+
+@dataclass(frozen=True)
+class TeamCost:
+    """What a slice of a matrix costs its owner besides Newton-Schulz: talking to the owners of the other slices.
+
+    Attributes:
+        sent: bytes to them for one matrix; it receives as many.
+        calls: collectives for one matrix.
+    """
+
+    sent: int
+    calls: int
+
+
+def team_cost(side: int, slices: int, runs: Sequence[int], element_bytes: int) -> TeamCost:
+    """What the owner of one of `slices` slices sends; `runs` are the steps between two restarts.
+
+    For each run the Gram matrix, whose smaller `side` is whole in each slice, is summed in float32, each rank's rows of
+    it at that rank, and gathered in the dtype of the iteration. So are the polynomial and the next Gram matrix of each
+    step and the run's product of polynomials, unless the run is one step, which has one polynomial alone. And once the
+    norm of each slice, 4 bytes.
+    """
+    gathers = sum(2 if length == 1 else 2 * length + 1 for length in runs)
+    others = side * side // slices * (slices - 1)
+    return TeamCost(others * (4 * len(runs) + element_bytes * gathers) + 4 * (slices - 1), len(runs) + gathers + 1)
+
+
 @dataclass(frozen=True)
 class Work:
     """How a matrix is orthogonalized, and what that costs.
@@ -49,6 +84,7 @@ class Work:
         batch: most matrices that are orthogonalized together.
         bytes: working memory for each of them.
         dtype: dtype of its products.
+        team: of a slice of a matrix what its owner exchanges with the owners of the others, None of a whole matrix.
     """
 
     method: str
@@ -57,3 +93,10 @@ class Work:
     batch: int = 1
     bytes: int = 0
     dtype: str = "bfloat16"
+    team: TeamCost | None = None
+
+
+class WorkOf(Protocol):
+    """How rows x cols matrices of parameter number `parameter` are orthogonalized, or one of so many slices of them."""
+
+    def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...

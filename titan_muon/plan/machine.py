@@ -59,8 +59,14 @@ class Machine:
         return self.flops[dtype] * min(1.0, share)
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
-        """Time to orthogonalize `count` matrices of one shape together, `side` the smaller of their sides."""
-        return max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
+        """Time to orthogonalize `count` matrices of one shape together, `side` the smaller of their sides.
+
+        Of slices of matrices too, with the collectives among their owners, for which nothing else is done.
+        """
+        computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
+        if work.team is None:
+            return computed
+        return computed + count * (work.team.sent / self.node.bandwidth + work.team.calls * self.node.latency)
 
     def pass_seconds(self, moved: float) -> float:
         """Time of element-wise launches that read and write so many bytes in all; without any there is no launch."""

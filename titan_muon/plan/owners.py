@@ -67,6 +67,14 @@ class Balancer:
         """The rank with the least to do, and of those the one with the fewest bytes."""
         return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
 
+    def ends(self, ranks: Sequence[int]) -> int:
+        """FLOPs of the rank of these with most to do."""
+        return max(self._flops[rank] for rank in ranks)
+
+    def longest(self) -> int:
+        """FLOPs of the rank with most to do."""
+        return max(self._flops.values(), default=0)
+
     def lightest(self) -> int:
         """The rank with the fewest bytes."""
         return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
@@ -117,14 +125,14 @@ def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, 
     balancer = Balancer(_flat(rounds), (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
     for tasks in rounds:
-        grouped = _by_group(tasks, groups)
+        grouped = by_group(tasks, groups)
         for index in reversed(grouped) if small_first else grouped:
             heap = balancer.heap(groups[index])
-            owners |= {(task.matrix, index): balancer.give(task, heap) for task in _spread(grouped[index])}
+            owners |= {(task.matrix, index): balancer.give(task, heap) for task in spread(grouped[index])}
     return owners
 
 
-def _spread(tasks: Sequence[Task]) -> Iterator[Task]:
+def spread(tasks: Sequence[Task]) -> Iterator[Task]:
     """Longest first. Each class of equal tasks starts one layer later than the class before it."""
     # Ranks that are even take the tasks of a class in turn, so without the shift the first would get all of layer 0.
     # Neighbours travel in one round, which is over when its last owner is done: that rank would hold up all others.
@@ -135,7 +143,7 @@ def _spread(tasks: Sequence[Task]) -> Iterator[Task]:
         yield from same[start:] + same[:start]
 
 
-def _by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
+def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
     """Tasks by group, large groups first: what only few ranks can own evens out what many share."""
     found: dict[int, list[Task]] = {}
     for task in tasks:
@@ -145,7 +153,7 @@ def _by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
 
 def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """The i-th matrix of a group goes to rank i modulo its size, in the order of the parameters."""
-    grouped = _by_group(_flat(rounds), groups)
+    grouped = by_group(_flat(rounds), groups)
     return {
         (task.matrix, index): groups[index][i % len(groups[index])]
         for index, mine in grouped.items()
@@ -156,7 +164,7 @@ def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> Owne
 def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """All matrices of a layer go to one rank, the layers in turn."""
     owners: OwnerOf = {}
-    for index, mine in _by_group(_flat(rounds), groups).items():
+    for index, mine in by_group(_flat(rounds), groups).items():
         turn = {layer: i % len(groups[index]) for i, layer in enumerate(dict.fromkeys(task.layer for task in mine))}
         owners |= {(task.matrix, index): groups[index][turn[task.layer]] for task in mine}
     return owners

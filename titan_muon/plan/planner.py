@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from ..options import MuonOptions, OptionError
 from .buckets import home_flops
-from .cost import Work
+from .cost import Work, WorkOf
+from .cuts import check_split_over, slices_reason, with_cuts
 from .exchanges import PATTERNS
 from .groups import assemblies
 from .layout import Geometries
@@ -19,9 +20,6 @@ from .search import Draft, Problem, fastest
 from .times import Costs
 from .types import Matrix, Parameter, Plan
 
-WorkOf = Callable[[int, int, int], Work]
-"""How matrices of (index of the parameter, rows, columns) are orthogonalized."""
-
 
 def make_plan(
     parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: Machine | None = None
@@ -29,12 +27,14 @@ def make_plan(
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
     `machine` is what the ranks run on; by default GPUs, as the options say. Raises OptionError for an exchange that is
-    no pattern, for owners that it has no use for, and for buffers too small.
+    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, and for
+    buffers too small.
     """
     if options.exchange not in PATTERNS:
         raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(PATTERNS)}")
     if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
+    check_split_over(options)
     geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
@@ -46,9 +46,19 @@ def make_plan(
         problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
-    draft, home = _best_of(problems)
-    reason = "; ".join(filter(None, (draft.reason, _own_reason(parameters))))
-    return Plan(tuple(parameters), matrices, home, draft.buckets, draft.slots, options.wire_bytes, works, reason)
+    problems += filter(None, [with_cuts(problem, work_of) for problem in problems])
+    draft, problem = _best_of(problems)
+    reasons = draft.reason, slices_reason(options, problem.costs.pieces.matrices), _own_reason(parameters)
+    return Plan(
+        parameters=problem.parameters,
+        matrices=tuple(problem.costs.pieces.matrices),
+        home=problem.home,
+        buckets=draft.buckets,
+        slots=draft.slots,
+        wire_bytes=options.wire_bytes,
+        works=tuple(problem.costs.works),
+        reason="; ".join(filter(None, reasons)),
+    )
 
 
 def _own_reason(parameters: Sequence[Parameter]) -> str:
@@ -60,12 +70,12 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
     return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
-def _best_of(problems: Sequence[Problem]) -> tuple[Draft, tuple[tuple[int, ...], ...]]:
-    """The best draft of these problems that have one, with its matrices at home."""
+def _best_of(problems: Sequence[Problem]) -> tuple[Draft, Problem]:
+    """The best draft of these problems that have one, with its problem."""
     found, faults = [], []
     for problem in problems:
         try:
-            found.append((fastest(problem), problem.home))
+            found.append((fastest(problem), problem))
         except OptionError as fault:
             faults.append(fault)
     if not found:
@@ -114,4 +124,5 @@ def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: Mu
         for group in assembled_by:
             tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
     load = home_flops(home, costs.pieces.matrices)
-    return Problem(options, PATTERNS[options.exchange], costs, tuple(home), tuple(tasks), tuple(groups), load)
+    pattern = PATTERNS[options.exchange]
+    return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .exchanges import PATTERNS
@@ -9,6 +10,7 @@ from .layout import Geometries
 from .legs import BucketProgram, Collective, Leg, Parcel
 from .pieces import Pieces
 from .schedule import Turn, schedule
+from .slices import teams_in
 from .types import Piece, Plan
 
 __all__ = ["BucketProgram", "Collective", "Home", "Leg", "Parcel", "Program", "make_program"]
@@ -26,7 +28,8 @@ class Home:
 class Program:
     """Everything one rank does in a step, in the order of `turns`.
 
-    `rounds[k]` are the indices of its buckets of round k: none, one, or with several groups more.
+    `rounds[k]` are the indices of its buckets of round k: none, one, or with several groups more. `teams` are, for each
+    slice of a matrix that it orthogonalizes, the owners of all slices of that matrix, in order.
     """
 
     rank: int
@@ -35,6 +38,7 @@ class Program:
     rounds: tuple[tuple[int, ...], ...]
     slots: int
     turns: tuple[Turn, ...]
+    teams: Mapping[int, tuple[int, ...]]
 
     def slot(self, index: int) -> tuple[int, int]:
         """Which buffers a bucket uses: those of its round's slot, and of these the ones for its place in the round."""
@@ -55,4 +59,10 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
         tuple(i for i, program in enumerate(buckets) if program.bucket.round == number) for number in range(plan.rounds)
     )
     slots = max(1, min(plan.slots, plan.rounds))
-    return Program(rank, home, buckets, rounds, slots, schedule(plan.rounds, slots))
+    teams = {
+        first + ranks.index(rank): ranks
+        for run in buckets
+        for first, ranks in teams_in(run.bucket, plan.matrices).items()
+        if rank in ranks
+    }
+    return Program(rank, home, buckets, rounds, slots, schedule(plan.rounds, slots), teams)

@@ -11,10 +11,11 @@ from ..options import MuonOptions, OptionError
 from .buckets import Cut, Dealer, Order, rounds
 from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task
+from .slices import together
 from .timeline import play
 from .times import BucketTimes, Costs, bucket_times, settle
 from .totals import Totals, home_counts
-from .types import Bucket
+from .types import Bucket, Parameter
 
 FREE_BYTES = 2**30
 """Buffers and workspace that a step may take without a gain in time for it."""
@@ -39,8 +40,9 @@ MOST_PLAYED = 400_000
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
-    other matrix for each group that assembles it."""
+    other matrix for each group that assembles it; with `owners`, if these are decided."""
 
+    parameters: tuple[Parameter, ...]
     options: MuonOptions
     pattern: Pattern
     costs: Costs
@@ -48,6 +50,7 @@ class Problem:
     tasks: tuple[Task, ...]
     groups: tuple[tuple[int, ...], ...]
     load: Mapping[int, int]
+    owners: OwnerOf | None = None
 
 
 @dataclass(frozen=True)
@@ -156,11 +159,11 @@ class _Search:
         return 2 * max(Counter(owners.values()).values(), default=1)
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners that a function of OWNERS finds, or None if nobody is to own anything."""
+        """The owners that are given or a function of OWNERS finds, or None if nobody is to own anything."""
         # Not before they are played: for tens of thousands of experts it takes as long as to play them.
         problem = self._problem
-        if not problem.pattern.has_owners:
-            return None
+        if problem.owners is not None or not problem.pattern.has_owners:
+            return problem.owners
         if number not in self._owners:
             assign = OWNERS[problem.options.owners][number]
             self._owners[number] = assign([problem.tasks], problem.groups, problem.load)
@@ -208,6 +211,7 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
+        grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         totals = Totals(buckets, problem.costs.pieces)
         times = [

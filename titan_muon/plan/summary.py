@@ -19,6 +19,8 @@ from .types import Plan
 class RankCost:
     """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks.
 
+    `matrices` counts those whole and slices of others.
+
     Momentum is advanced in `loads`, of `load_elements` at most: what offloaded momentum comes to the device in.
     """
 
@@ -74,10 +76,12 @@ def summarize(plan: Plan) -> Summary:
     totals = Totals(plan.buckets, pieces)
     ranks = tuple(_rank_cost(rank, home, totals, plan, pieces) for rank, home in home_counts(plan.home, pieces).items())
     flops = [matrix.flops for matrix in plan.matrices]
+    further = len(plan.matrices) - plan.whole_matrices
     return Summary(
         ranks=ranks,
-        muon_matrices=len(plan.matrices),
-        orthogonalizations=sum(cost.matrices for cost in ranks),
+        muon_matrices=plan.whole_matrices,
+        # One group alone has slices, and each of them one owner.
+        orthogonalizations=sum(cost.matrices for cost in ranks) - further,
         ns_flops_max=longest_path(plan.buckets, plan.matrices, home_flops(plan.home, plan.matrices), plan.slots),
         ns_flops_lower_bound=max(sum(flops) // len(ranks), max(flops)),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
@@ -96,16 +100,23 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
     # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
     loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
     loads += [bucket.buffers[0] for bucket in buckets]
+    teams = [
+        (count, team)
+        for part in parts
+        for kind, count in part
+        if (team := plan.works[plan.matrices[pieces.examples[kind]].work].team) is not None
+    ]
+    shared = sum(count * team.sent for count, team in teams)
     return RankCost(
         rank=rank,
         matrices=sum(count for part in parts for _, count in part),
         ns_flops=sum(count * plan.matrices[pieces.examples[kind]].flops for part in parts for kind, count in part),
-        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes,
-        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes,
+        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
+        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
         whole_bytes=whole,
         work_bytes=whole + iteration,
-        collectives=sum(bucket.collectives for bucket in buckets),
+        collectives=sum(bucket.collectives for bucket in buckets) + sum(count * team.calls for count, team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
     )

@@ -41,8 +41,8 @@ class Timeline:
         machine: its name.
         ranks: what each rank does.
         least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
-        whole: seconds that no plan can be below if each matrix is whole on one rank: with passes, and with the first
-            way to an owner and the last way back, behind which there is nothing left to compute.
+        whole: seconds that no plan can be below if each matrix, or each slice of one, is whole on one rank: with
+            passes, and with the first way to an owner and the last way back, behind which nothing is left to compute.
     """
 
     machine: str
@@ -139,8 +139,19 @@ class _Clock:
 
     def orthogonalize(self, bucket: int) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]
+        for index in one.group:
+            now[index] = max(now[index], over)
+        for team, seconds in one.teams:
+            # The slices of a matrix begin when the last of their owners is there, and end together. They come first,
+            # see `batches`; their seconds are among those that are added below.
+            start = max(now[index] for index in team)
+            for index in team:
+                now[index] = start + seconds
+        for team, seconds in one.teams:
+            for index in team:
+                now[index] -= seconds
         for index, copies, owned in zip(one.group, one.copies, one.owned, strict=True):
-            now[index] = max(now[index], over) + copies + owned.seconds
+            now[index] += copies + owned.seconds
         if len(one.legs) > 1:
             self._launch(bucket, one.legs[1])
 

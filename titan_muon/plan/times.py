@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from .cost import Work
 from .exchanges import PATTERNS, BucketTotals, KindCounts, Pattern
 from .machine import Machine
 from .pieces import Pieces
+from .slices import teams_in
 from .types import Bucket, Matrix
 
 MOMENTUM_BYTES = 12
@@ -85,6 +86,7 @@ class BucketTimes:
         copies: making matrices whole, and filling the buffer that goes back.
         apply: decay and update of the stored pieces.
         legs: collectives, the second, if there is one, the return: how long the links of each rank are at work.
+        teams: for each matrix that is sliced the positions of its owners, and the seconds that are of it in `owned`.
         latency: of each collective.
     """
 
@@ -95,6 +97,7 @@ class BucketTimes:
     apply: tuple[float, ...]
     legs: tuple[tuple[float, ...], ...]
     latency: float
+    teams: tuple[tuple[tuple[int, ...], float], ...] = ()
 
     @property
     def alone(self) -> float:
@@ -121,7 +124,13 @@ def bucket_times(
         apply=tuple(machine.pass_seconds(one.stored * (APPLY_BYTES + wire)) for one in found),
         legs=tuple(tuple(flow.seconds(wire, machine) for flow in leg) for leg in flows),
         latency=machine.network.latency if across else machine.node.latency,
+        teams=tuple(_teams(bucket, costs, place)),
     )
+
+
+def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
+    for first, ranks in teams_in(bucket, costs.pieces.matrices).items():
+        yield tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds
 
 
 def settle(bucket: Bucket, costs: Costs) -> Bucket:
@@ -144,8 +153,10 @@ def _by(pattern: Pattern, bucket: Bucket) -> Bucket:
 
 def _one_copy(bucket: Bucket, pieces: Pieces) -> bool:
     # Over replicas an all-gather is not considered: the group of a choice has the ranks of all copies in it, so that
-    # owners can be any of them, and every rank would gather and unpack each piece once for every copy.
+    # owners can be any of them, and every rank would gather and unpack each piece once for every copy. Nor is it of
+    # slices, which have owners by their nature.
     return all(
-        pieces.holders(kind, bucket.group).total == pieces.matrices[pieces.examples[kind]].numel
+        pieces.matrices[pieces.examples[kind]].slice is None
+        and pieces.holders(kind, bucket.group).total == pieces.matrices[pieces.examples[kind]].numel
         for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}
     )

@@ -150,8 +150,21 @@ class Parameter:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """Part number `place` of a matrix that is cut into `count` equal ones: of its rows (`cuts_rows`), or columns."""
+
+    place: int
+    count: int
+    cuts_rows: bool
+
+
+@dataclass(frozen=True)
 class Matrix:
-    """Matrix number `index` of parameter number `parameter`; `work` is its index in the plan's works."""
+    """Matrix number `index` of parameter number `parameter`; `work` is its index in the plan's works.
+
+    A matrix that several ranks orthogonalize together is `count` matrices in the plan, each a `slice` with an owner of
+    its own; they follow each other.
+    """
 
     parameter: int
     index: int
@@ -159,11 +172,20 @@ class Matrix:
     cols: int
     flops: int
     work: int = 0
+    slice: Slice | None = None
 
     @property
     def numel(self) -> int:
         """Elements."""
         return self.rows * self.cols
+
+    @property
+    def whole_shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix that this is, or is a slice of."""
+        if self.slice is None:
+            return self.rows, self.cols
+        count = self.slice.count
+        return (count * self.rows, self.cols) if self.slice.cuts_rows else (self.rows, count * self.cols)
 
 
 class Segment(NamedTuple):
@@ -218,8 +240,8 @@ class Plan:
     `home[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
     buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
     have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
-    `reason` says if the planner left off before it had tried all it would, and what ranks do each for itself although
-    it looks like copies.
+    The stacks of `parameters` have slices of what is sliced. `reason` says if the planner left off before it had tried
+    all it would, what became of `split_over`, and what ranks do each for itself although it looks like copies.
     """
 
     # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
@@ -240,10 +262,15 @@ class Plan:
         """Number of rounds."""
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
+    @property
+    def whole_matrices(self) -> int:
+        """Number of matrices, those that are sliced counted once."""
+        return sum(matrix.slice is None or matrix.slice.place == 0 for matrix in self.matrices)
+
     def out_in(self, number: int) -> tuple[int, int]:
-        """Outputs and inputs of a matrix: its rows and columns, unless its layer stores (in, out)."""
+        """Outputs and inputs of a whole matrix: its rows and columns, unless its layer stores (in, out)."""
         matrix = self.matrices[number]
-        shape = matrix.rows, matrix.cols
+        shape = matrix.whole_shape
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:

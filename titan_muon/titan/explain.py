@@ -130,7 +130,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
     home = sum(1 for ranks in plan.home if ranks)
     by = f" by {', '.join(exchanges)}" if exchanges else ""
-    yield f"Muon step: {home:,} matrices whole at home, {len(plan.matrices) - home:,} exchanged{by}"
+    yield f"Muon step: {home:,} matrices whole at home, {plan.whole_matrices - home:,} exchanged{by}"
     ratio = summary.ns_flops_max / summary.ns_flops_lower_bound
     path = f"{summary.ns_flops_max / 1e9:,.1f} GFLOP"
     yield f"  Newton-Schulz   {path} on the longest path, {ratio:.3f} x the least possible"
@@ -193,11 +193,11 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         return assemblies(geometries.shared[geometry], split=False)
 
     for index, matrix in enumerate(plan.matrices):
-        if plan.home[index]:
+        if plan.home[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
         # Were it at home if copies repeated the work, it travels for their sake alone.
-        if repeated(geometries.index[matrix.parameter])[matrix.index].home:
+        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].home:
             yield 'muon.replicas shares out copies; "redundant" would not'
         elif is_owned(parameters[fqn]):
             yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
@@ -220,7 +220,8 @@ def _ms(seconds: float) -> str:
 
 def _method_lines(plan: Plan) -> Iterable[str]:
     """Which algorithm orthogonalizes which shapes, and why."""
-    counts = Counter((matrix.work, f"{matrix.rows}x{matrix.cols}") for matrix in plan.matrices)
+    wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
+    counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
         which = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)

@@ -1,0 +1,240 @@
+"""Which matrices are worth cutting into slices for several ranks, and who has which slice."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ..options import MuonOptions, OptionError
+from .cost import Work, WorkOf
+from .exchanges import PATTERNS
+from .layout import Geometries
+from .owners import Balancer, OwnerOf, Task, by_group, spread
+from .pieces import Pieces
+from .search import Problem
+from .slices import Ranks, divides, sliced, slices_of, teams
+from .times import Costs
+from .totals import home_counts
+from .types import Matrix, Parameter
+
+LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
+"""Over the mean of all ranks: how late a rank may end before a matrix is cut instead of given to it whole."""
+GAIN = 0.99
+"""What is cut has to end the busiest rank this much earlier at least."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A way to cut a matrix: into how many slices, what one of them is by, and its seconds in picoseconds."""
+
+    count: int
+    work: Work
+    taken: int
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A matrix cut as an offer says for these ranks, and when the last of them is done with it."""
+
+    end: int
+    offer: Offer
+    ranks: Ranks
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Which ranks have which task of `Problem.tasks`, one each or a slice each, and when the busiest of them ends."""
+
+    owners: tuple[Ranks, ...]
+    longest: int
+
+
+def check_split_over(options: MuonOptions) -> None:
+    """Raise OptionError where no matrix can have several owners, although the options ask for it."""
+    if options.split_over == 1:
+        return
+    if options.orthogonalize == "reference":
+        fault = "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
+    elif not PATTERNS[options.exchange].has_owners:
+        fault = f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
+    elif options.owners != "balanced":
+        fault = f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
+    else:
+        return
+    raise OptionError("split_over", f"= {options.split_over}: {fault}, or split_over = 1")
+
+
+def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
+    """The problem with the matrices cut that would end a step late, or None if no cut ends it sooner."""
+    offers = _offers(problem, work_of)
+    if not offers:
+        return None
+    tasks = _timed(problem)
+    load = _loads(problem)
+    mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
+    whole = _balance(problem, tasks, load, {}, math.inf)
+    found = [_balance(problem, tasks, load, offers, limit * mean) for limit in LIMITS]
+    best = min(found, key=lambda balance: balance.longest)
+    return _cut(problem, offers, best) if best.longest < GAIN * whole.longest else None
+
+
+def slices_reason(options: MuonOptions, matrices: Sequence[Matrix]) -> str:
+    """What became of `split_over`, where that allows slices."""
+    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in matrices)
+    if options.split_over == 1:
+        return ""
+    return f"matrices in slices: {cut:,}" if cut else "no matrix in slices, since none would end the step sooner"
+
+
+def _timed(problem: Problem) -> list[Task]:
+    """The tasks with their Newton-Schulz in picoseconds for FLOPs, so that what owners send each other counts too."""
+    costs = problem.costs
+    taken = [_picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
+    return [task._replace(flops=taken[task.matrix]) for task in problem.tasks]
+
+
+def _picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
+    return int(1e12 * costs.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), 1))
+
+
+def _loads(problem: Problem) -> dict[int, int]:
+    """Picoseconds of what each rank has at home."""
+    counts = home_counts(problem.home, problem.costs.pieces)
+    return {rank: int(1e12 * problem.costs.owned(mine).seconds) for rank, mine in counts.items()}
+
+
+def _offers(problem: Problem, work_of: WorkOf) -> dict[int, tuple[Offer, ...]]:
+    """How each matrix can be cut: what one group alone assembles, where that has enough ranks on a node."""
+    # Replicas that repeat the work are several groups, which would each need their own slices of the same matrix.
+    groups = Counter(task.matrix for task in problem.tasks)
+    counts = [count for count in (2, 4, 8) if count <= problem.options.split_over]
+    there = [
+        [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
+        for group in problem.groups
+    ]
+    found, known = {}, dict[tuple[int, int], Sequence[Offer]]()
+    for task in problem.tasks:
+        if there[task.group] and groups[task.matrix] == 1:
+            kind = problem.costs.pieces.kinds[task.matrix], task.group
+            if kind not in known:
+                known[kind] = _offered(problem, task.matrix, there[task.group], work_of)
+            found[task.matrix] = tuple(known[kind])
+    return {matrix: offers for matrix, offers in found.items() if offers}
+
+
+def _offered(problem: Problem, number: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:
+    costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
+    stored, shape = problem.parameters[matrix.parameter].stack.matrices[matrix.index], (matrix.rows, matrix.cols)
+    found, whole = [], _picoseconds(costs, matrix, costs.works[matrix.work])
+    for count in counts:
+        if divides(stored, shape, count):
+            work = work_of(matrix.parameter, *shape, count)
+            taken = _picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
+            found += [Offer(count, work, taken)] if taken < whole else []
+    return found
+
+
+def _balance(
+    problem: Problem,
+    tasks: Sequence[Task],
+    load: Mapping[int, int],
+    offers: Mapping[int, tuple[Offer, ...]],
+    limit: float,
+) -> Balance:
+    """Longest first to the least loaded, as `balanced`; what would end after `limit` is cut if that ends sooner."""
+    ranks_per_node = problem.costs.machine.ranks_per_node
+    balancer = Balancer(tasks, problem.costs.pieces.ranks(), load)
+    owners: dict[tuple[int, int], Ranks] = {}
+    for index, mine in by_group(tasks, problem.groups).items():
+        group = problem.groups[index]
+        heap = balancer.heap(group)
+        for task in spread(mine):
+            end = heap[0][0] + task.flops
+            shared = (
+                _shared(balancer, group, ranks_per_node, offers.get(task.matrix, ()), limit) if end > limit else None
+            )
+            if shared is None or shared.end >= end:
+                owners[task.matrix, index] = (balancer.give(task, heap),)
+                continue
+            for rank in shared.ranks:
+                balancer.put(task._replace(flops=shared.offer.taken, bytes=task.bytes // shared.offer.count), rank)
+            # The heap has what they had before.
+            heap = balancer.heap(group)
+            owners[task.matrix, index] = shared.ranks
+    return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest())
+
+
+def _shared(
+    balancer: Balancer, group: Ranks, ranks_per_node: int, offers: Sequence[Offer], limit: float
+) -> Shared | None:
+    """The way to cut a matrix that ends by `limit` with the fewest slices, or the one that ends first."""
+    found = [
+        Shared(balancer.ends(ranks) + offer.taken, offer, ranks)
+        for offer in offers
+        for ranks in teams(group, offer.count, ranks_per_node)
+    ]
+    return min(found, key=lambda one: (max(one.end, limit), one.offer.count, one.end), default=None)
+
+
+def _cut(problem: Problem, offers: Mapping[int, tuple[Offer, ...]], balance: Balance) -> Problem:
+    """The problem with slices for the matrices, tasks and owners of what is cut."""
+    chosen = {
+        task.matrix: next(offer for offer in offers[task.matrix] if offer.count == len(ranks))
+        for task, ranks in zip(problem.tasks, balance.owners, strict=True)
+        if len(ranks) > 1
+    }
+    costs = problem.costs
+    matrices, works, first = _renumbered(costs, chosen)
+    parameters = _parameters(problem, chosen)
+    tasks, owners = list[Task](), OwnerOf()
+    for task, ranks in zip(problem.tasks, balance.owners, strict=True):
+        for number, rank in enumerate(ranks, start=first[task.matrix]):
+            matrix = matrices[number]
+            tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))
+            owners[number, task.group] = rank
+    home = [ranks for number, ranks in enumerate(problem.home) for _ in range(_count(chosen.get(number)))]
+    pieces = Pieces(matrices, Geometries(parameters), costs.pieces.ranks_per_node)
+    return replace(
+        problem,
+        parameters=parameters,
+        costs=Costs(pieces, works, costs.wire_bytes, costs.machine),
+        home=tuple(home),
+        tasks=tuple(tasks),
+        owners=owners,
+    )
+
+
+def _count(offer: Offer | None) -> int:
+    return 1 if offer is None else offer.count
+
+
+def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
+    """The matrices with slices for those that are cut, their works, and the first new number of each."""
+    found: list[Matrix] = []
+    works: dict[Work, int] = {}
+    first, index = [], 0
+    for number, matrix in enumerate(costs.pieces.matrices):
+        index = 0 if matrix.index == 0 else index
+        first.append(len(found))
+        offer = chosen.get(number)
+        work = costs.works[matrix.work] if offer is None else offer.work
+        place = works.setdefault(work, len(works))
+        if offer is not None:
+            found += slices_of(matrix, index, place, work.flops, offer.count)
+        else:
+            found.append(replace(matrix, index=index, work=place))
+        index += _count(offer)
+    return tuple(found), tuple(works), first
+
+
+def _parameters(problem: Problem, chosen: Mapping[int, Offer]) -> tuple[Parameter, ...]:
+    counts: dict[int, dict[int, int]] = {}
+    for number, offer in chosen.items():
+        matrix = problem.costs.pieces.matrices[number]
+        counts.setdefault(matrix.parameter, {})[matrix.index] = offer.count
+    return tuple(
+        sliced(parameter, counts[number]) if number in counts else parameter
+        for number, parameter in enumerate(problem.parameters)
+    )
