@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .exchange import BucketBuffers
+from .foreach import Copies
 from .orthogonalize import DTYPES, Iteration, Method, Slice, frobenius_norms, orthogonalize, sliced_norms
-from .parts import Copies
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from . import update
 from .batch import Batch, assembling, parting
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
+from .foreach import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies, scratch_bytes
 from .offload import Window
 from .options import Offload
 from .orthogonalize import Iteration, Method, Slice, zero_nonfinite_
 from .params import Gradients, TrainedParam, storage_of
-from .parts import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies, scratch_bytes
 from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program

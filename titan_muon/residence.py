@@ -9,10 +9,10 @@ from typing import Literal
 
 from torch import Tensor
 
+from .foreach import Advance, Apply, Part
 from .offload import Transfer, Window
 from .options import Offload
 from .params import Gradients, Storage
-from .parts import Advance, Apply, Part
 from .plan.program import Program
 from .plan.schedule import Act
 from .update import Tensors

@@ -3,7 +3,7 @@
 import torch
 
 from titan_muon import Muon
-from titan_muon.parts import CPU_BYTES
+from titan_muon.foreach import CPU_BYTES
 from titan_muon.titan import compat
 
 compat.install()

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titan_muon.foreach import Advance, Apply, Part
 from titan_muon.offload import Window
 from titan_muon.options import Offload
 from titan_muon.params import Gradients, Storage
-from titan_muon.parts import Advance, Apply, Part
 from titan_muon.residence import Offloaded, StageUse, rows_of
 from titan_muon.update import Tensors
 

@@ -11,11 +11,11 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.dtensor import local
+from titan_muon.foreach import ACCELERATOR_BYTES, CPU_BYTES
 from titan_muon.offload import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.options import Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
-from titan_muon.parts import ACCELERATOR_BYTES, CPU_BYTES
 from titan_muon.plan import Summary
 from titan_muon.plan.ownership import OwnedTotals
 from titan_muon.titan.dry_run.meta_model import MetaModel

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from titan_muon.parts import Part, part_of
+from titan_muon.foreach import Part, part_of
 from titan_muon.plan.layout import Span
 
 EVERY, OTHER = slice(0, 5), slice(0, 5, 2)

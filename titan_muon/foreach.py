@@ -1,4 +1,4 @@
-"""What a step does to this rank's storage of the parameters, with every view that is the same in each step."""
+"""The foreach calls of a step on the storage of this rank, with every view that is the same in each step."""
 
 from __future__ import annotations
 
