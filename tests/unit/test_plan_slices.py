@@ -3,19 +3,30 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
 
-from tests.unit.plans import PROPERTY, SLICING, plan_of, plans, ranks_of
+from tests.unit.plans import SLICING, plan_of
 from tests.unit.test_plan_timeline import FREE
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.batches import batches
+from titan_muon.plan.cost import Work
 from titan_muon.plan.machine import Link
-from titan_muon.plan.program import make_program
 from titan_muon.plan.slices import teams_in
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.timeline import play, timeline
 from titan_muon.plan.times import BucketTimes, Owned
-from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Replicate, Shard
+from titan_muon.plan.types import (
+    Interval,
+    Layout,
+    Matrix,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Plan,
+    Replicate,
+    Shard,
+    Slice,
+)
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
@@ -125,15 +136,11 @@ def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -
     assert play([replace(one, legs=(none,))], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
-@settings(PROPERTY, max_examples=60)
-@given(plans())
-def test_owners_of_slices_take_them_first_and_in_one_order(plan: Plan) -> None:
-    """In another order they would wait for each other; behind whole matrices, longer."""
-    for rank in ranks_of(plan):
-        program = make_program(plan, rank)
-        for run in program.buckets:
-            found = batches(run.matrices, plan.matrices, plan.works)
-            cut = [batch for batch in found if plan.matrices[batch[0]].slice is not None]
-            assert found[: len(cut)] == tuple(cut)
-            assert [len(batch) for batch in cut] == [1] * len(cut)
-            assert cut == sorted(cut)
+def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
+    """In another order they would wait for each other forever; behind whole matrices, longer."""
+    whole = Matrix(0, 0, 8, 8, 1)
+    first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
+    matrices = [whole, first, second, whole]
+    works = [Work("whole", 1, batch=8), Work("sliced", 1, batch=8)]
+    assert batches((3, 2, 0, 1), matrices, works) == ((1,), (2,), (3, 0))
+    assert batches((1, 2), matrices, works) == batches((2, 1), matrices, works) == ((1,), (2,))
