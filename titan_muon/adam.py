@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.adam import adam
 
 from .dtensor import local, step_device
-from .offload import Load, Window, moved_state, moves, new_state, resolved
+from .offload import Transfer, Window, moved_state, moves, new_state, resolved
 from .options import SLOWEST_IN_BFLOAT16, Offload, OptionError, StateDtype
 from .params import placement_key
 
@@ -121,7 +121,7 @@ class _InBatches(torch.optim.Adam):
         if self._window is None:
             first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
             self._window = Window(step_device(first))
-        self._window.begin([Load(batch.tensors(changed), batch.tensors(read)) for batch in batches])
+        self._window.begin([Transfer(batch.tensors(changed), batch.tensors(read)) for batch in batches])
         for batch in batches:
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()

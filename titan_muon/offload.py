@@ -1,6 +1,6 @@
 """Tensors that live on the host, and the window of the device in which they take turns in a step.
 
-Device memory holds two loads at one time, never all of them: one is used while the next comes and the last one goes.
+Device memory holds two transfers at one time, never all of them: one is used while the next comes and the last goes.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from .dtensor import local, step_device, storage_device
 from .options import MuonOptions, Offload, OptionError
 from .plan.types import Parameter, Plan
 
-LOADS_AT_ONCE = 2
-"""Loads that the device holds at one time."""
+TRANSFERS_AT_ONCE = 2
+"""Transfers that the device holds at one time."""
 
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin in a slot: their dtypes differ, and kernels read several elements at once."""
 
-# [Note: a load and its slot]
-# - A load is what is used together: the momentum of a bucket, for one. Loads come in the order of the step, so the one
-#   after next takes the slot of the one that has just been used.
+# [Note: a transfer and its slot]
+# - A transfer is what is used together: the momentum of a bucket, for one. They come in the order of the step, so the
+#   one after next takes the slot of the one that has just been used.
 # - Slots are memory of the computing stream, which may still read what was there before: the arriving stream waits for
 #   it at the beginning. It also waits, through it, for what the last step sent back to the host.
-# - A load goes back once the computing stream is done with it, and the next one takes its slot once it has gone back.
+# - A transfer goes back once the computing stream is done with it, and the next one takes its slot once it has gone.
 # - The computing stream waits for all that leaves at the end. Then the slots are freed, and what it allocates next may
 #   be their memory.
 
 
 @dataclass(frozen=True)
-class Load:
+class Transfer:
     """Contiguous tensors of the host that come to the device together. Those that are `changed` there go back."""
 
     changed: Sequence[Tensor]
@@ -51,51 +51,51 @@ class Load:
 
 
 class Window:
-    """Device memory through which tensors of the host pass in a step, load by load, on streams of their own.
+    """Device memory through which tensors of the host pass in a step, transfer by transfer, on streams of their own.
 
     On the CPU the streams do nothing, and the same copies are made in the same order.
 
     Args:
-        device: device on which the loads are used.
+        device: device on which the transfers are used.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
-        self._loads: dict[int, Load] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._here: dict[int, tuple[list[Tensor], Any]] = {}
         self._used = 0
         self.slots: tuple[Tensor, ...] = ()
 
-    def begin(self, loads: Sequence[Load]) -> None:
-        """Start a step that uses these loads in this order. The first ones come."""
+    def begin(self, transfers: Sequence[Transfer]) -> None:
+        """Start a step that uses these transfers in this order. The first ones come."""
         # An exception in the step before may have left it open.
         self.end()
-        self._loads, self._used = dict(enumerate(loads)), 0
-        size = max((load.bytes for load in loads), default=0)
-        count = min(LOADS_AT_ONCE, len(loads))
+        self._transfers, self._used = dict(enumerate(transfers)), 0
+        size = max((transfer.bytes for transfer in transfers), default=0)
+        count = min(TRANSFERS_AT_ONCE, len(transfers))
         self.slots = tuple(torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(count))
         self._arriving.wait_stream(self._current)
         for number in range(count):
             self._fetch(number)
 
     def take(self) -> list[Tensor]:
-        """The tensors of the next load, on the device. What is computed with them waits until they are there."""
+        """The tensors of the next transfer, on the device. What is computed with them waits until they are there."""
         here, arrived = self._here[self._used]
         self._current.wait_event(arrived)
         return here
 
     def give_back(self) -> None:
-        """Send what changed of the load that was taken last to the host, and have another one come in its place."""
-        (here, _), load = self._here.pop(self._used), self._loads.pop(self._used)
+        """Send what changed of the transfer that was taken last to the host, and have another one come in its place."""
+        (here, _), transfer = self._here.pop(self._used), self._transfers.pop(self._used)
         self._leaving.wait_stream(self._current)
         with self._module.stream(self._leaving):
-            for host, there in zip(load.changed, here, strict=False):
+            for host, there in zip(transfer.changed, here, strict=False):
                 host.copy_(there, non_blocking=True)
         coming = self._used + len(self.slots)
         self._used += 1
-        if coming in self._loads:
+        if coming in self._transfers:
             self._arriving.wait_stream(self._leaving)
             self._fetch(coming)
 
@@ -104,7 +104,7 @@ class Window:
         self._current.wait_stream(self._leaving)
         self._current.wait_stream(self._arriving)
         self._here.clear()
-        self._loads.clear()
+        self._transfers.clear()
         self.slots = ()
 
     def synchronize(self) -> None:
@@ -116,10 +116,10 @@ class Window:
         return self._module.current_stream()
 
     def _fetch(self, number: int) -> None:
-        load, slot = self._loads[number], self.slots[number % len(self.slots)]
+        transfer, slot = self._transfers[number], self.slots[number % len(self.slots)]
         with self._module.stream(self._arriving):
-            here = list(carved(slot, load.tensors))
-            for there, host in zip(here, load.tensors, strict=True):
+            here = list(carved(slot, transfer.tensors))
+            for there, host in zip(here, transfer.tensors, strict=True):
                 there.copy_(host, non_blocking=True)
         self._here[number] = here, self._arriving.record_event()
 
@@ -167,8 +167,8 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
     """Raise OptionError if one of these parameters cannot be where the options say."""
-    # What comes from the host are whole rows, and goes back as it came. Of interleaved matrices two loads would have
-    # the same rows, and the one that goes back last would undo what the other did to them.
+    # What comes from the host are whole rows, and goes back as it came. Of interleaved matrices two transfers would
+    # have the same rows, and the one that goes back last would undo what the other did to them.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(

@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from .offload import Load, Window
+from .offload import Transfer, Window
 from .options import Offload
 from .params import Gradients, Storage
 from .parts import Advance, Apply, Part
@@ -78,7 +78,7 @@ class Resident:
 
 
 class Offloaded(Resident):
-    """Some or all of it is on the host, of which a step has two loads at a time on the device.
+    """Some or all of it is on the host, of which a step has two transfers at a time on the device.
 
     Args:
         stages: what is used together, in the order of the step.
@@ -97,14 +97,14 @@ class Offloaded(Resident):
         self._here: Mapping[Key, Tensor] = {}
 
     def begin(self, gradients: Gradients) -> None:
-        """The first two loads come."""
-        self._waiting, loads = [], []
+        """The first two transfers come."""
+        self._waiting, transfers = [], []
         for each in self._stages:
             taken = self._taken[each.stage]
             changed, read = (self._rows(names, each.rows, gradients) for names in (taken.changed, taken.read))
             self._waiting.append([*changed, *read])
-            loads.append(Load(list(changed.values()), list(read.values())))
-        self.window.begin(loads)
+            transfers.append(Transfer(list(changed.values()), list(read.values())))
+        self.window.begin(transfers)
 
     def _rows(self, names: Iterable[Name], rows: Iterable[Part], gradients: Gradients) -> dict[Key, Tensor]:
         """The rows of these tensors that this step uses."""
@@ -124,7 +124,7 @@ class Offloaded(Resident):
 
     @contextmanager
     def there(self, stage: Stage) -> Iterator[None]:
-        """Meanwhile the next load is on the device; then what a stage changes goes back."""
+        """Meanwhile the next transfer is on the device; then what a stage changes goes back."""
         if stage not in self._taken:
             yield
             return

@@ -21,7 +21,7 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
-from titan_muon.offload import Load, Window
+from titan_muon.offload import Transfer, Window
 from titan_muon.owned import private
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
@@ -101,8 +101,8 @@ class _Rehearsal:
             held, window = self._held(), dict[object, int]()
             begin = Window.begin
 
-            def begins(opened: Window, loads: Sequence[Load]) -> None:
-                begin(opened, loads)
+            def begins(opened: Window, transfers: Sequence[Transfer]) -> None:
+                begin(opened, transfers)
                 window.update(storages(opened.slots))
 
             self.training_peak = _bytes(self.memory.largest(), held)

@@ -1,7 +1,8 @@
 """Plain tensors on every rank, as under DDP: copies are orthogonalized once, and each rank keeps what is its own."""
 
+import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -237,3 +238,37 @@ def test_gradients_of_copies_that_differ_are_an_error_on_all_ranks(change: Calla
         assert second.startswith(CHANGES[change])
         assert bool(second) == bool(CHANGES[change])
         assert third == "", "told once"
+
+
+def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
+    """Weights and state after a step with the gradients of each seed, from these weights and, if given, a state."""
+    named = {name: nn.Parameter(value.clone()) for name, value in params.items()}
+    muon = Muon(list(named.items()), **OPTIONS)
+    if state is not None:
+        muon.load_state_dict(state)
+    for seed in seeds:
+        for name, grad in full(MIXED, seed).items():
+            named[name].grad = grad
+        muon.step()
+    return {name: param.detach() for name, param in named.items()}, muon.state_dict()
+
+
+def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
+    """The same, as a file's contents: tensors in a queue would go with the process that put them there."""
+    file = io.BytesIO()
+    torch.save(taken([seed], *torch.load(io.BytesIO(saved))), file)
+    return file.getvalue()
+
+
+def test_a_state_dict_goes_on_with_any_number_of_copies() -> None:
+    """From one process to 4 ranks, to 2, and back to one, bit for bit what one process does."""
+    reference = ReferenceMuon(full(MIXED, 0))
+    for seed in range(1, 5):
+        reference.step(full(MIXED, seed))
+    file = io.BytesIO()
+    torch.save(taken([1], full(MIXED, 0)), file)
+    saved = file.getvalue()
+    for world_size, seed in ((4, 2), (2, 3)):
+        *_, saved = run_ranks(taken_on_ranks, world_size, seed, saved, timeout=SECONDS)
+    params, _ = taken([4], *torch.load(io.BytesIO(saved)))
+    assert all(torch.equal(params[name], reference.params[name]) for name in MIXED)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.stream_order import StreamOrder, stream_order
 from titan_muon import Muon
 from titan_muon import adam as batched
-from titan_muon.offload import ALIGNMENT, LOADS_AT_ONCE, Load, Window
+from titan_muon.offload import ALIGNMENT, TRANSFERS_AT_ONCE, Transfer, Window
 
 __all__ = ["stream_order"]
 
@@ -22,10 +22,10 @@ SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4
 CPU = torch.device("cpu")
 
 
-def loads(count: int = 5) -> list[Load]:
+def transfers(count: int = 5) -> list[Transfer]:
     """Each of two tensors that are changed, of bytes that would leave the next one misaligned, and one that is not."""
     return [
-        Load(
+        Transfer(
             [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
             [torch.full((3,), float(i))],
         )
@@ -41,7 +41,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def fetches(self: Window, number: int) -> None:
         fetch(self, number)
         log.append(f"{number} comes")
-        assert len(self._here) <= LOADS_AT_ONCE
+        assert len(self._here) <= TRANSFERS_AT_ONCE
 
     def takes(self: Window) -> list[Tensor]:
         log.append(f"{self._used} is used")
@@ -71,25 +71,25 @@ ORDER = [
 
 
 def test_a_load_comes_while_the_one_before_is_used_and_two_are_there_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    log, window, host = watched(monkeypatch), Window(CPU), loads()
+    log, window, host = watched(monkeypatch), Window(CPU), transfers()
     window.begin(host)
-    assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * LOADS_AT_ONCE, "as large as the largest load"
-    for number, load in enumerate(host):
+    assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
+    for number, transfer in enumerate(host):
         here = window.take()
-        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in load.tensors]
+        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in transfer.tensors]
         for tensor in here:
             assert torch.equal(tensor, torch.full_like(tensor, float(number)))
             tensor.add_(100)
-        assert all((tensor == number).all() for tensor in load.tensors), "not in place on the host"
+        assert all((tensor == number).all() for tensor in transfer.tensors), "not in place on the host"
         window.give_back()
-        assert all((tensor == 100 + number).all() for tensor in load.changed)
-        assert all((tensor == number).all() for tensor in load.read), "only what is changed goes back"
+        assert all((tensor == 100 + number).all() for tensor in transfer.changed)
+        assert all((tensor == number).all() for tensor in transfer.read), "only what is changed goes back"
     window.end()
     assert log[: len(ORDER)] == ORDER
     assert window.slots == (), "between steps their memory is free"
 
 
-def used(window: Window, host: list[Load]) -> None:
+def used(window: Window, host: list[Transfer]) -> None:
     window.begin(host)
     for _ in host:
         for tensor in window.take():
@@ -98,7 +98,7 @@ def used(window: Window, host: list[Load]) -> None:
     window.end()
 
 
-def steps(window: Window, host: list[Load]) -> None:
+def steps(window: Window, host: list[Transfer]) -> None:
     """Steps, after each of which something else is computed in what may be their memory."""
     for _ in range(2):
         used(window, host)
@@ -108,7 +108,7 @@ def steps(window: Window, host: list[Load]) -> None:
 def test_no_stream_uses_what_another_is_not_done_with(stream_order: StreamOrder) -> None:
     """Over two steps: the second brings what the first sent back, and both have their slots from what computes."""
     with stream_order:
-        steps(Window(CPU), loads())
+        steps(Window(CPU), transfers())
     copies = {stream for stream, name in stream_order.log if name == "aten::copy_"}
     assert len(copies) == 2
     assert stream_order.compute not in copies
@@ -120,7 +120,7 @@ def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder
     if (stream, method) in (("_arriving", "wait_event"), ("_leaving", "wait_event")):
         return
     with stream_order:
-        window, host = Window(CPU), loads()
+        window, host = Window(CPU), transfers()
         used(window, host)
         setattr(getattr(window, stream), method, lambda other: None)
         with pytest.raises(AssertionError, match="does not wait for"):
@@ -128,11 +128,11 @@ def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder
 
 
 def test_a_step_that_raised_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    window, host = Window(CPU), loads()
+    window, host = Window(CPU), transfers()
     window.begin(host)
     window.take()[0].add_(1)
     used(window, host)
-    assert all((tensor == 2 * i).all() for i, load in enumerate(host) for tensor in load.changed)
+    assert all((tensor == 2 * i).all() for i, transfer in enumerate(host) for tensor in transfer.changed)
 
 
 def named(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -214,9 +214,9 @@ def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monk
     train(optimizer, params, range(1))
     take, begin, changed = Window.take, Window.begin, set[int]()
 
-    def begins(window: Window, loads: list[Load]) -> None:
-        changed.update(tensor.data_ptr() for load in loads for tensor in load.changed)
-        begin(window, loads)
+    def begins(window: Window, transfers: list[Transfer]) -> None:
+        changed.update(tensor.data_ptr() for transfer in transfers for tensor in transfer.changed)
+        begin(window, transfers)
 
     monkeypatch.setattr(Window, "begin", begins)
     monkeypatch.setattr(Window, "take", lambda window: [tensor.clone() for tensor in take(window)])

@@ -131,10 +131,9 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
     dist.destroy_process_group()
 
 
-def test_pieces_for_tensor_parallel_peers_are_ordered_too(
-    stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
+    """A model that tensor parallelism cuts, of which one rank holds each matrix, on rank 0 of FSDP 2 x TP 2."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -144,6 +143,13 @@ def test_pieces_for_tensor_parallel_peers_are_ordered_too(
     owners = Owners(net, mesh=mesh, params=matrices(net), tensor_parallel="whole")
     for layer in net.layers:
         own(layer, owners=owners)
+    yield net, owners
+    dist.destroy_process_group()
+
+
+def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+    net, owners = cut
     with stream_order:
         for step in range(2):
             loss_of(net, 0, 2, step).backward()
@@ -151,4 +157,3 @@ def test_pieces_for_tensor_parallel_peers_are_ordered_too(
     for name in ("c10d::send", "c10d::recv_"):
         assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
     assert any(parameter.grad is not None for parameter in matrices(net))
-    dist.destroy_process_group()

@@ -17,6 +17,10 @@ from benchmarks.rehearsal.fake_gpu import fake_gpu
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
 from tests.tiny import write_recipe
+from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.recipe.command_line import parse
+from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, check_layout, has_torch
 
 ROOT = Path(__file__).parents[2]
 needs_cuda_build = pytest.mark.skipif(
@@ -127,6 +131,19 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
     for name, layouts in REHEARSED.items():
         assert len(layouts) == len(WORLDS)
         assert Path(Case(name, 8, layouts[0]).arguments()[1]).is_file()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
+    """A case that the dry run refuses would be found after an hour of others."""
+    case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
+    recipe = parse(case.arguments()).recipe
+    if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
+        pytest.skip("torch before 2.14 has no pipeline parallelism for TorchTitan")
+    check_layout(recipe, world)
+    model = recipe.model
+    with_placement(model_spec(model.name, model.flavor, vocab_size=model.vocab_size, on_cpu=True), recipe)
 
 
 @cache

@@ -7,6 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from titan_muon import Muon
 from titan_muon.rounding import BYTES, chunks, memory_bytes
@@ -157,3 +162,29 @@ def test_draws_do_not_depend_on_what_is_updated_together() -> None:
     assert same(both[:1], rounded([2**31 + 5], [0], [True]))
     assert same(both[1:], rounded([11], [1], [True]))
     assert same(both[1:], rounded([2**31 + 5, 11], [0, 1], [False, True]))
+
+
+def test_a_distributed_checkpoint_has_the_count_of_steps() -> None:
+    """By parameter name, as TorchTitan saves it: what goes on from it draws what the run would have drawn."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made() -> tuple[nn.Linear, Muon]:
+        model = nn.Linear(12, 8, bias=False, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 0.1)
+        return model, Muon(list(model.named_parameters()), weight_decay=0.5, ns_dtype="float32")
+
+    def advance(model: nn.Linear, muon: Muon) -> None:
+        model.weight.grad = torch.zeros_like(model.weight)
+        muon.step()
+
+    (model, muon), (other, resumed) = made(), made()
+    for _ in range(3):
+        advance(model, muon)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, muon, options=flat), options=flat)
+    assert resumed.param_groups[0]["step"] == 3
+    for _ in range(5):
+        advance(model, muon)
+        advance(other, resumed)
+    assert torch.equal(model.weight, other.weight)
+    assert not torch.equal(model.weight, torch.full_like(model.weight, 0.1))

@@ -161,13 +161,15 @@ class _Clock:
             now[index] = max(now[index], over) + taken
 
     def _launch(self, bucket: int, leg: Sequence[float]) -> None:
+        # Where whole copies have nothing to gather no rank waits for another.
+        if not any(leg):
+            return
         one, now, wires = self._times[bucket], self.now, self._wires
         group = one.group
         start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
         for index, taken in zip(group, leg, strict=True):
             wires[index] = start + taken
-        # Nothing is launched where whole copies have nothing to gather.
-        self._streams[group] = self._over[bucket] = start + max(leg) + (one.latency if any(leg) else 0.0)
+        self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
 
 
 def _links(

@@ -11,7 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.dtensor import local
-from titan_muon.offload import LOADS_AT_ONCE, host_bytes
+from titan_muon.offload import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.options import Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
@@ -136,7 +136,7 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
     """Most bytes of what is offloaded that the device has at a time in a step, with optimizers one after the other."""
     offload = offload_of(recipe)
     batched = (sum(each.moved(offload) for each in held if each.optimizer == name) for name in ("adamw", "adam"))
-    most = max(LOADS_AT_ONCE * min(BATCH_BYTES, size) for size in batched)
+    most = max(TRANSFERS_AT_ONCE * min(BATCH_BYTES, size) for size in batched)
     if summary is None:
         return most
     element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1
@@ -144,7 +144,7 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
         # Momentum and gradient come together, and the parameter in a load of its own, which is smaller.
         element_bytes += max(each.itemsize for each in held if each.optimizer == "muon")
         stages = 2
-    loads = max(min(LOADS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
+    loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
     return max(most, loads * element_bytes)
 
 
