@@ -130,10 +130,8 @@ def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -
     none = (0.0, 0.0)
     owned = (Owned(0, 1.5, 0, 0), Owned(0, 1.0, 0, 0))
     one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert play([replace(one, teams=())], [0], [0.0, 1.0], 1) == [2.0, 2.0]
-    assert play([one], [0], [0.0, 1.0], 1) == [2.5, 2.5]
-    # Alone they do not end together: only the return, which waits for all, evens them out.
-    assert play([replace(one, legs=(none,))], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    assert play([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert play([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
 def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
