@@ -49,7 +49,8 @@ MACHINES = (
 )
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
-SLICES = (1, 2, 4, 8)
+# Products take a second for each FLOP, and whatever is sent is there at once: ranks share what does not divide evenly.
+SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
 
 def mesh_shapes(size: int, most: int) -> list[tuple[int, ...]]:
@@ -194,19 +195,33 @@ def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
 
 
 @st.composite
+def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
+    """One to three matrices on a mesh that are larger than all others, with sides that 8 divides."""
+    shapes = draw(st.lists(st.sampled_from([(24, 16), (16, 32), (16, 16)]), min_size=1, max_size=3))
+    return [
+        Parameter(f"large{index}", "large", draw(layouts(shape, mesh)), stack_of("large", shape))
+        for index, shape in enumerate(shapes)
+    ]
+
+
+@st.composite
 def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True) -> Plan:
     """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
     exchange, owners = draw(st.sampled_from(exchanges)), draw(st.sampled_from(OWNERS))
-    slices = owners == "balanced" and exchange != "all_gather"
+    # Half of the plans are such that several ranks may share a matrix, and have some that sets the step's end.
+    slices = exchange != "all_gather" and draw(st.booleans())
+    if slices:
+        owners = "balanced"
+        parameters += draw(large(parameters[0].layout.mesh))
     options = MuonOptions(
         exchange=exchange,
         owners=owners,  # type: ignore[arg-type]
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
-        split_over=draw(st.sampled_from(SLICES)) if slices else 1,
+        split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
         wire_dtype="float32",
-        machine=draw(st.sampled_from(MACHINES)),
+        machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
     )
     try:
         plan = make_plan(parameters, work, options)
