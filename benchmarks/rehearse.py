@@ -42,13 +42,17 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP 4, EP 8": ("--parallelism.tensor_parallel_degree", "4", "--parallelism.expert_parallel_degree", "8"),
     "HSDP 8, owned": ("--parallelism.data_parallel_replicate_degree", "8", "--placement.muon", "owned"),
     "TP 8, owned": ("--parallelism.tensor_parallel_degree", "8", "--placement.muon", "owned"),
+    "TP 8, owned whole": (
+        *("--parallelism.tensor_parallel_degree", "8"),
+        *("--placement.muon", "owned", "--placement.tensor_parallel", "whole"),
+    ),
     "PP 4": ("--parallelism.pipeline_parallel_degree", "4", "--training.local_batch_size", "4"),
 }
 WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
     "qwen3_0.6b": ("owned", "FSDP", "HSDP 8"),
     "qwen3_8b": ("FSDP, offload", "HSDP 8, owned", "TP 8"),
-    "llama3_8b": ("TP 8", "HSDP 8", "owned"),
+    "llama3_8b": ("TP 8", "TP 8, owned whole", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),
     "qwen3_30b_a3b": ("EP 8", "EP 8, owned", "TP 4, EP 8"),
     "moonlight": ("EP 8, owned", "EP 8", "EP 64"),
