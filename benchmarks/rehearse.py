@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=WORLDS)
     parser.add_argument("--ranks", type=int, default=1, help="ranks to rehearse of each case, whose collectives agree")
     parser.add_argument("--jobs", type=int, default=2, help="processes at one time")
-    parser.add_argument("--markdown", type=Path, help="file for the table")
+    parser.add_argument("--markdown", type=Path, help="file for the table, renewed after each case")
     options = parser.parse_args(argv)
     cases = [
         Case(name, world, layout)
@@ -109,10 +109,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             said = "; ".join(outcome.faults) if outcome.faults else "as the dry run says, no wait, no new group"
             print(f"[{number}/{len(cases)}, {time.monotonic() - started:.0f} s] {outcome.case}: {said}", flush=True)
             outcomes.append(outcome)
-    table = "\n".join(markdown(outcomes))
+            table = "\n".join(markdown(outcomes))
+            # After each case: all of them take an hour or more, and may be stopped.
+            if options.markdown is not None:
+                options.markdown.write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}")
-    if options.markdown is not None:
-        options.markdown.write_text(table + "\n", encoding="utf-8")
     return int(any(outcome.faults for outcome in outcomes))
 
 
