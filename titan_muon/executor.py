@@ -14,7 +14,7 @@ from . import update
 from .batch import Batch, assembling, parting
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
-from .foreach import ACCELERATOR_BYTES, CPU_BYTES, Advance, Apply, Copies, Piece, advances, applies, scratch_bytes
+from .foreach import Advance, Apply, Copies, Piece, advances, applies, call_bytes, scratch_bytes
 from .offload import Window
 from .options import Offload
 from .orthogonalize import Iteration, Method, Slice, zero_nonfinite_
@@ -106,7 +106,7 @@ class Executor:
         self._matrices = plan.matrices
         self.storage = tuple(map(storage_of, planned.params, plan.parameters))
         self._groups = tuple(trained.group for trained in planned.params)
-        self._most = CPU_BYTES if planned.device.type == "cpu" else ACCELERATOR_BYTES
+        self._most = call_bytes(planned.device.type)
         self._scratch = torch.empty(scratch_bytes(self.storage, self._most), dtype=torch.uint8, device=planned.device)
         self._home_spans = {item.matrix: spans(item.piece) for item in program.home}
         self._last_bucket = self._last_buckets()

@@ -22,6 +22,11 @@ CPU_BYTES = 2**15
 """The same on a CPU, whose nearest cache should still have them when the next operation comes."""
 
 
+def call_bytes(device: str) -> int:
+    """Most bytes of a parameter's dtype that one call works on, on a type of device."""
+    return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
+
+
 class Part(NamedTuple):
     """A rectangle of a parameter's storage: `place` in its (rows, cols) view, None for all of it."""
 

@@ -170,6 +170,7 @@ BAD_VALUES = [
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
+    ("[muon]\nsplit_over = 3", "muon.split_over = 3", "1, 2, 4 or 8"),
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
     ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),
     ("[machine]\nfile = ' '", 'machine.file = " "', "a string that is not empty"),

@@ -11,7 +11,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.dtensor import local
-from titan_muon.foreach import ACCELERATOR_BYTES, CPU_BYTES
+from titan_muon.foreach import call_bytes
 from titan_muon.offload import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.options import Offload
 from titan_muon.owned import is_owned
@@ -116,7 +116,7 @@ def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, 
     wide = [name for name, size in sizes.items() if size > wire]
     together = sum(elements[name] * sizes[name] for name in wide)
     piece = max((min(elements[name], largest[name]) * sizes[name] for name in wide), default=0)
-    return min(together, max(CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES, piece))
+    return min(together, max(call_bytes(device), piece))
 
 
 def _held(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
@@ -141,7 +141,7 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
         return most
     element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1
     if offload == "parameters":
-        # Momentum and gradient come together, and the parameter in a load of its own, which is smaller.
+        # Momentum and gradient come together, and the parameter in a transfer of its own, which is smaller.
         element_bytes += max(each.itemsize for each in held if each.optimizer == "muon")
         stages = 2
     loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
