@@ -6,6 +6,7 @@ second. A rank that raises ends the run at once: its traceback becomes the test'
 
 import multiprocessing as mp
 import os
+import pickle
 import queue
 import tempfile
 import time
@@ -45,7 +46,8 @@ def _worker(
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        results.put((rank, True, fn(rank, world_size, *args)))
+        # As bytes: torch would send a tensor by a file of this process, which may be gone before it is opened.
+        results.put((rank, True, pickle.dumps(fn(rank, world_size, *args))))
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:
@@ -91,5 +93,5 @@ def _collect(processes: list[Any], results: Any, deadline: float) -> list[Any]:
             assert not dead, f"rank {dead[0]} died with exit code {processes[dead[0]].exitcode} and no traceback"
             continue
         assert ok, f"rank {rank} failed:\n{value}"
-        outcome[rank] = value
+        outcome[rank] = pickle.loads(value)
     return [outcome[r] for r in range(len(processes))]
