@@ -22,6 +22,7 @@ from titan_muon.orthogonalize import (
     orthogonalize,
     sliced_norms,
 )
+from titan_muon.orthogonalize.products import wide_gram
 
 T = TypeVar("T")
 
@@ -146,3 +147,11 @@ def test_what_is_not_finite_in_one_slice_is_not_finite_on_all(bad: float) -> Non
     stack[0, 60, 3] = bad
     found, _ = on_each(4, lambda team: sliced_norms(stack.chunk(4, 1)[team.place], team))
     assert not any(norm.isfinite() for norm in found)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_gram_matrix_is_of_float32_whatever_it_is_of(dtype: torch.dtype, device: str) -> None:
+    """On meta by the operator that a GPU takes."""
+    gram = wide_gram(torch.zeros(4, 8, dtype=dtype, device=device))
+    assert (gram.shape, gram.dtype) == ((4, 4), torch.float32)
