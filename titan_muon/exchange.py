@@ -269,7 +269,7 @@ class Exchange:
         """Send the orthogonalized pieces back to the home buffers of all that store them."""
         run, slot = self._runs[index], self._slots[index]
         leg, group = run.returning, self._groups[index]
-        if leg is None:
+        if leg is None or not leg.travels:
             return
         if leg.collective is Collective.ALL_TO_ALL:
             received = slot.home[leg.kept :]

@@ -91,19 +91,22 @@ def test_slices_are_the_reference_in_any_layout(world_size: int) -> None:
             assert found.momenta, name
 
 
+ALL = tuple(SHAPES.values())
+# Of the last each rank stores its slice, and has nothing to exchange but what the owners of slices do among each other.
 METHODS: tuple[dict[str, Any], ...] = (
-    {"orthogonalize": "auto"},
-    {"orthogonalize": "gram", "ns_dtype": "float32"},
-    {"orthogonalize": "auto", "exchange": "all_gather_reduce_scatter"},
+    {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "auto"},
+    {"shapes": ALL, "exchange": "all_to_all", "orthogonalize": "gram", "ns_dtype": "float32"},
+    {"shapes": ALL, "exchange": "all_gather_reduce_scatter", "orthogonalize": "auto"},
+    {"shapes": (SHAPES["b"],), "exchange": "all_to_all", "orthogonalize": "auto"},
 )
-CASE = Case((4,), (Shard(0),), tuple(SHAPES.values()))
 
 
 def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted]]:
     found = []
-    for options in METHODS:
-        exchange = options.get("exchange", "all_to_all")
-        optimizer = build(CASE, exchange, **{**SLICED, **{k: v for k, v in options.items() if k != "exchange"}})
+    for method in METHODS:
+        shapes, exchange, *_ = method.values()
+        options = {key: value for key, value in method.items() if key not in ("shapes", "exchange")}
+        optimizer = build(Case((4,), (Shard(0),), shapes), exchange, **{**SLICED, **options})
         found.append((optimizer.plan, count(optimizer)))
     return found
 
@@ -113,7 +116,7 @@ def counted() -> list[list[tuple[Plan, Counted]]]:
     return run_ranks(count_methods, 4)
 
 
-@pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda index: str(METHODS[index]))
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=["auto", "gram", "reduce_scatter", "stored"])
 def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
     for rank, found in enumerate(counted()):
         plan, mine = found[index]
@@ -124,6 +127,14 @@ def test_bytes_calls_and_flops_are_the_plans(index: int) -> None:
         assert mine.told == (mine.calls, mine.sent)
         if plan.buckets[0].exchange == "all_to_all":
             assert mine.calls == cost.collectives
+
+
+def test_owners_that_store_their_slices_talk_of_these_alone() -> None:
+    for found in counted():
+        plan, mine = found[-1]
+        [team] = {work.team for work in plan.works}
+        assert team is not None
+        assert (mine.calls, mine.sent) == (team.calls, team.sent)
 
 
 def test_the_case_has_teams_that_overlap() -> None:

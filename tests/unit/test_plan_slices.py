@@ -10,6 +10,7 @@ from titan_muon.options import Machine, OptionError
 from titan_muon.plan.batches import batches
 from titan_muon.plan.cost import Work
 from titan_muon.plan.machine import Link
+from titan_muon.plan.program import make_program
 from titan_muon.plan.slices import teams_in
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.timeline import play, timeline
@@ -48,6 +49,18 @@ def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> N
     assert sum(m.flops for m in shared.matrices) == alone.matrices[0].flops
     assert 4 * summarize(shared).ns_flops_max == summarize(alone).ns_flops_max
     assert summarize(shared).muon_matrices == summarize(shared).orthogonalizations == 1
+
+
+def test_slices_that_their_owners_store_are_not_exchanged() -> None:
+    """Rows cut over as many ranks as share the matrix: what a rank stores is its slice, and no leg moves anything."""
+    plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
+    runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
+    assert len(runs) == 4
+    assert not any(leg.travels for run in runs for leg in (run.gathering, run.returning) if leg)
+    [team] = {work.team for work in plan.works}
+    assert team is not None
+    assert summarize(plan).collectives_per_step == team.calls
+    assert summarize(plan).bytes_sent_max == team.sent
 
 
 def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> None:

@@ -38,8 +38,8 @@ class Flow(NamedTuple):
 
 class BucketTotals(NamedTuple):
     """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
-    to and receives from other ranks, elements of its home buffer, inbox and outbox, and what it exchanges in each
-    collective. Where nothing `gathers`, as of whole copies, the first one is left out by all ranks of the bucket."""
+    to and receives from other ranks, elements of its home buffer, inbox and outbox, what it exchanges on each leg, and
+    how many of the legs are collectives: one on which nothing travels is left out by all ranks of the bucket."""
 
     owned: KindCounts
     stored: int
@@ -47,12 +47,7 @@ class BucketTotals(NamedTuple):
     received: int
     buffers: tuple[int, int, int]
     legs: tuple[Flow, ...]
-    gathers: bool = True
-
-    @property
-    def collectives(self) -> int:
-        """Calls."""
-        return len(self.legs) - (not self.gathers)
+    collectives: int
 
 
 class Pattern(ABC):
@@ -87,9 +82,9 @@ class AllToAll(Pattern):
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         # Replicas store the same momentum: the pieces of one copy make the matrix whole, and those of another would be
         # the same bytes again. The result has to reach all of them, or the replicas' weights would part.
-        gathering = self._leg(bucket, rank, pieces, one_copy=True)
-        gathering = replace(gathering, travels=_gathers(_owned_by_kind(bucket, pieces), bucket, pieces))
-        returning = self._leg(bucket, rank, pieces, one_copy=False)
+        gathers, returns = _travels(_owned_by_kind(bucket, pieces), bucket, pieces)
+        gathering = replace(self._leg(bucket, rank, pieces, one_copy=True), travels=gathers)
+        returning = replace(self._leg(bucket, rank, pieces, one_copy=False), travels=returns)
         mine = tuple(_by_owner(bucket).get(rank, ()))
         return BucketProgram(bucket, mine, gathering, returning, gathering == returning)
 
@@ -119,8 +114,8 @@ class AllToAll(Pattern):
         owned = _owned_by_kind(bucket, pieces)
         for kind, owners in owned.items():
             _add_routes(sums, pieces.holders(kind, bucket.group), owners, pieces.replicas(kind), pieces)
-        mine, gathers = _counts(owned), _gathers(owned, bucket, pieces)
-        return {rank: found.totals(mine.get(rank, ()))._replace(gathers=gathers) for rank, found in sums.items()}
+        mine, calls = _counts(owned), sum(_travels(owned, bucket, pieces))
+        return {rank: found.totals(mine.get(rank, ()), calls) for rank, found in sums.items()}
 
 
 @dataclass
@@ -138,7 +133,7 @@ class _Sums:
     return_sent: int = 0
     return_received: int = 0
 
-    def totals(self, owned: KindCounts) -> BucketTotals:
+    def totals(self, owned: KindCounts, collectives: int) -> BucketTotals:
         leaves, comes = self.gathered - self.kept, self.stored - self.kept
         there = Flow(
             self.gather_sent, leaves - self.gather_sent, self.gather_received, self.inbox - self.gather_received
@@ -148,7 +143,9 @@ class _Sums:
         )
         mirrored = self.inbox == self.outbox and self.gathered == self.stored
         buffers = (self.stored, self.inbox, 0 if mirrored else self.outbox)
-        return BucketTotals(owned, self.stored, leaves + self.outbox, comes + self.inbox, buffers, (there, back))
+        return BucketTotals(
+            owned, self.stored, leaves + self.outbox, comes + self.inbox, buffers, (there, back), collectives
+        )
 
 
 def _owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:
@@ -160,14 +157,20 @@ def _owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, dict[int, int]]:
     return found
 
 
-def _gathers(owned: Mapping[int, Mapping[int, int]], bucket: Bucket, pieces: Pieces) -> bool:
-    """Whether any owner of a bucket lacks a part of a matrix; `owned` is by kind."""
-    # As copies have equal momentum, the owner of a matrix that is whole on each rank needs nothing of the others.
-    return any(
-        pieces.holders(kind, bucket.group).on_rank.get(owner, 0) < pieces.matrices[pieces.examples[kind]].numel
-        for kind, owners in owned.items()
-        for owner in owners
-    )
+def _travels(owned: Mapping[int, Mapping[int, int]], bucket: Bucket, pieces: Pieces) -> tuple[bool, bool]:
+    """Whether any owner of a bucket lacks a part of a matrix, and whether any other rank stores a part; `owned` is by
+    kind."""
+    # As copies have equal momentum, the owner of a matrix that is whole on each rank needs nothing of the others. And
+    # where each slice of a matrix is all that its owner stores of it, nothing goes either way.
+    gathers = returns = False
+    for kind, owners in owned.items():
+        holders, numel = pieces.holders(kind, bucket.group), pieces.matrices[pieces.examples[kind]].numel
+        stored = {holders.on_rank.get(owner, 0) for owner in owners}
+        gathers = gathers or min(stored) < numel
+        returns = returns or min(stored) < holders.total
+        if gathers and returns:
+            break
+    return gathers, returns
 
 
 def _counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
@@ -238,7 +241,9 @@ class AllGather(Pattern):
                 stored[rank] += count * elements
         whole, flows, mine = sum(stored.values()), _ring(stored, pieces), _counts(held)
         return {
-            rank: BucketTotals(mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],))
+            rank: BucketTotals(
+                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
+            )
             for rank, kept in stored.items()
         }
 
@@ -280,7 +285,7 @@ class AllGatherReduceScatter(AllGather):
         for rank, there in super().totals(bucket, pieces).items():
             both, (home, inbox, _), legs = there.sent + there.received, there.buffers, 2 * there.legs
             own = mine.get(rank, ())
-            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), legs)
+            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), legs, 2)
         return found
 
 
