@@ -1,6 +1,6 @@
 """Muon's plan for the published models at 8 to 1,024 ranks, as a table: time, balance, calls, bytes, buffers.
 
-Nothing is timed but the planning, in CPU seconds. The step is played on a machine, beside the limit: the larger of the
+Timed, in CPU seconds, are building the model without storage and planning. The step is played on a machine, beside the limit: the larger of the
 least possible Newton-Schulz and the busiest link. What comes on top has three parts, of the rank that is done last:
 Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which any plan has, and without
 which the last ratio is; and waits, mostly the first matrix's way to its owner and the last one's way back, when nothing
