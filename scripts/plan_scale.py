@@ -1,11 +1,11 @@
 """Muon's plan for the published models at 8 to 1,024 ranks, as a table: time, balance, calls, bytes, buffers.
 
-Timed, in CPU seconds, are building the model without storage and planning. The step is played on a machine, beside the limit: the larger of the
-least possible Newton-Schulz and the busiest link. What comes on top has three parts, of the rank that is done last:
-Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which any plan has, and without
-which the last ratio is; and waits, mostly the first matrix's way to its owner and the last one's way back, when nothing
-is left to do. The least for whole matrices has all of this in it that no plan can be without, if each matrix is
-orthogonalized on one rank: what a step takes beyond it is the planner's.
+Timed, in CPU seconds, are building the model without storage and planning. The step is played on a machine, beside the
+limit: the larger of the least possible Newton-Schulz and the busiest link. What comes on top has three parts, of the
+rank that is done last: Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which
+any plan has, and without which the last ratio is; and waits, mostly the first matrix's way to its owner and the last
+one's way back, when nothing is left to do. The least for whole matrices has all of this in it that no plan can be
+without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
