@@ -41,8 +41,14 @@ def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def observer(inner: Any, heads: int = 4) -> Any:
-    inner.logits_max = torch.full((heads,), -math.inf)
+    inner.keep_in(torch.full((heads,), -math.inf))
     return inner.train()
+
+
+def test_logits_are_kept_where_a_pipeline_puts_back_what_its_trial_run_did() -> None:
+    inner = observer(ObservedDenseAttention.Config().build())
+    assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
+    assert inner.state_dict() == {}
 
 
 @pytest.mark.parametrize(("kv_heads", "value_dim", "exact"), [(4, 8, False), (2, 8, False), (4, 6, True), (2, 6, True)])

@@ -22,20 +22,25 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class LogitObserver:
     """An inner attention that keeps the largest logit of each of its heads while it trains."""
 
-    logits_max: torch.Tensor | None = None
-    """Where they are kept, shape (heads,), float32; nothing is kept without it. Its owner sets it to -inf."""
-
     training: bool
+    register_buffer: Callable[..., None]
+    _buffers: dict[str, torch.Tensor | None]
+
+    def keep_in(self, logits_max: torch.Tensor) -> None:
+        """Where they are kept from now on, shape (heads,), float32. Its owner sets it to -inf."""
+        # A buffer: before its first step a pipeline stage runs on memory that nothing has been written to, to learn of
+        # shapes, and PyTorch puts back buffers and nothing else. Not persistent, since a checkpoint has no use for it.
+        self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: torch.Tensor) -> None:
         """Take in the largest logit of each query, shape (batch, heads, queries), or a bound of it."""
         # Not in validation, whose batches are no part of a step.
-        if self.logits_max is None or not self.training:
+        kept = self._buffers.get("logits_max")
+        if kept is None or not self.training:
             return
         with torch.no_grad(), spmd.no_typecheck():
             # A tensor that is updated, and no Python state, so that a compiled layer can keep it too.
-            largest = torch.maximum(self.logits_max, logits.detach().amax((0, 2)).float())
-            self.logits_max.copy_(largest)
+            kept.copy_(torch.maximum(kept, logits.detach().amax((0, 2)).float()))
 
 
 class ObservedDenseAttention(LogitObserver, DenseMaskAttention):

@@ -83,7 +83,7 @@ def build_qk_clip(
         if layer.name in blocks:
             inner, heads = blocks[layer.name].get_submodule("attention.inner_attention"), layer.heads // ranks
             assert isinstance(inner, LogitObserver), f"{layer.name}: observe_logits was not called on the configuration"
-            inner.logits_max = clip.logits(layer.name, rank * heads, heads)
+            inner.keep_in(clip.logits(layer.name, rank * heads, heads))
     return clip
 
 
