@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
+from .momentum import check_not_owned, kept_by
 from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
@@ -30,6 +32,7 @@ from .plan.machine import Machine, machine_of
 from .plan.planner import make_plan
 from .plan.program import make_program
 from .plan.slices import teams_in
+from .plan.state_ranks import with_state_ranks
 from .plan.types import Matrix, Plan
 
 
@@ -53,7 +56,9 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     device = step_device(params[0].param)
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
-    plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options, own)
+    named = [(trained.fqn, trained.param) for trained in params]
+    kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
+    plan = plan_step(named, iterations, dispatch, options, own, kept)
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
@@ -82,10 +87,12 @@ def plan_step(
     dispatch: Dispatch,
     options: MuonOptions,
     own: Collection[str] = (),
+    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
     """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
 
-    Plain tensors are copies of each other but for those named in `own`.
+    Plain tensors are copies of each other but for those named in `own`. `kept` are the ranks that keep a momentum now,
+    by name, where not all that have the parameter do.
     Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
     ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
     """
@@ -94,10 +101,10 @@ def plan_step(
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
     check_offload(parameters, options)
+    check_not_owned(dict(named), options)
     machine = planning_machine(options.machine, dispatch.device)
-    return make_plan(
-        parameters, _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern), machine
-    )
+    work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
+    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
 
 
 def planning_machine(options: MachineOptions, device: str) -> Machine:
@@ -154,9 +161,10 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 def plan_changed(planned: RankPlan, params: Sequence[TrainedParam]) -> bool:
     """Whether the step of these parameters is another one than was planned."""
     # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
-    return [each.fqn for each in params] != [each.fqn for each in planned.params] or any(
-        iteration_changed(each.group, computed) for each, computed in zip(params, planned.iterations, strict=True)
-    )
+    if [each.fqn for each in params] != [each.fqn for each in planned.params]:
+        return True
+    pairs = zip(params, planned.params, planned.iterations, strict=True)
+    return any(new.param is not old.param or iteration_changed(new.group, computed) for new, old, computed in pairs)
 
 
 def faults_here(

@@ -23,7 +23,7 @@ from .plan.batches import batches
 from .plan.layout import Geometries, Span, spans
 from .plan.program import Program
 from .plan.types import Plan
-from .residence import Offloaded, Resident, rows_of, stage_uses
+from .residence import Offloaded, Resident, Rows, rows_of, stage_uses
 from .rounding import Draws
 from .scaling import Scaling
 from .step_memory import StepMemory
@@ -156,7 +156,12 @@ class Executor:
 
     def _bucket_run(self, buffers: BucketBuffers, chosen: Sequence[Batch]) -> BucketRun:
         stored = [(self._piece(each.matrix, each.spans, each.view), each.matrix) for each in buffers.stored]
-        packed = [piece._replace(view=buffers.packed.get(matrix)) for piece, matrix in stored]
+        packed = [
+            piece._replace(view=view)
+            for piece, matrix in stored
+            # A copy of what another rank packs has a momentum of its own to advance, unless the owner alone keeps it.
+            if (view := buffers.packed.get(matrix)) is not None or not self._kept_elsewhere(piece)
+        ]
         parts = tuple((assembling(batch, buffers), batch, parting(batch, buffers)) for batch in chosen)
         advances, applies = self._element_wise(packed, [piece for piece, _ in stored])
         return BucketRun(advances, parts, applies)
@@ -166,6 +171,9 @@ class Executor:
         draws = Draws.of(plan.parameters[found.parameter].fqn, found.index, found.cols)
         # Of the whole matrix: a piece's own shape would give each rank another learning rate.
         return Piece(found.parameter, plan.out_in(matrix), places, view, draws)
+
+    def _kept_elsewhere(self, piece: Piece) -> bool:
+        return bool(self._planned.plan.parameters[piece.parameter].state_ranks)
 
     def _element_wise(
         self, packed: Sequence[Piece], returned: Sequence[Piece]
@@ -186,7 +194,9 @@ class Executor:
     def _residence(self, offload: Offload) -> Resident:
         if offload == "none":
             return Resident()
-        at_home, in_buckets = ([rows_of(run.advances) for run in runs] for runs in (self._home, self._buckets))
+        at_home, in_buckets = (
+            [Rows(rows_of(run.advances), rows_of(run.applies)) for run in runs] for runs in (self._home, self._buckets)
+        )
         uses = stage_uses(self._planned.program, at_home, in_buckets)
         return Offloaded(uses, self.storage, offload, Window(self._planned.device))
 

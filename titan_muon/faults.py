@@ -74,7 +74,8 @@ def fault_of(trained: TrainedParam, given: Tensor | None, average: Tensor | None
     if not there:
         if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
             return Fault.RESHARDED
-        if local(average).device.type != trained.average_device or not local(average).is_contiguous():
+        stored = local(trained.momentum)
+        if stored.device.type != trained.average_device or not stored.is_contiguous():
             return Fault.STATE_REPLACED
     grad = trained.param.grad
     if grad is None:

@@ -39,6 +39,15 @@ class Part(NamedTuple):
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
+    def of_average(self, storage: Storage) -> Tensor:
+        """The rectangle of the momentum, which may have some rows of the parameter alone."""
+        if storage.average.size(0) == storage.param.size(0):
+            return self.of(storage.average)
+        rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
+        assert rows is not None, "what has all rows of a parameter has all of its momentum"
+        first = storage.first_row
+        return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
+
     @property
     def rows(self) -> Part:
         """The whole rows that it is in."""
@@ -155,9 +164,9 @@ def advances(
     for piece in pieces:
         stored = storage[piece.parameter]
         for span in piece.spans:
-            part = part_of(piece.parameter, span, stored.average)
+            part = part_of(piece.parameter, span, stored.param)
             packed = () if piece.view is None else (piece.view[span.piece],)
-            found.append((part, part.of(stored.average), packed))
+            found.append((part, part.of_average(stored), packed))
     # By the group itself and not by its numbers, which a scheduler may change between steps.
     numbers = _numbered(groups)
     alike = _grouped(

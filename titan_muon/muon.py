@@ -32,10 +32,10 @@ from .copies import not_copies
 from .dtensor import layout_of, local, mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
-from .offload import moved_state, moves, new_state, with_offload
+from .momentum import copy_average, new_average, with_states
+from .offload import moves, with_offload
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
-from .orthogonalize import DTYPES
-from .params import Gradients, TrainedParam, gradients, placement_key
+from .params import Gradients, TrainedParam, gradients, placement_key, with_average
 from .plan.schedule import Act
 from .plan.types import Plan
 from .rounding import STEP
@@ -90,6 +90,7 @@ class Muon(Optimizer):
         replicas: str = "split",
         split_over: int | str = 1,
         wire_dtype: str = "bfloat16",
+        state: str = "replicated",
         state_dtype: str = "float32",
         rounding: str = "stochastic",
         missing_grad: str = "error",
@@ -233,27 +234,28 @@ class Muon(Optimizer):
         Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
         parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
         """
-        found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict)))
+        # What was thawed has its momentum then, on the ranks that are to keep it.
+        self._replanned()
+        current = {trained.param: trained.momentum for trained in self._built.planned.params}
+        found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {each.key: each for each in found}
         self._synchronize()
-        current = {trained.param: trained.average for trained in self._built.planned.params}
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
         for each in saved.values():
-            # In place, since there may not be room for all of it twice; what was frozen had none.
-            average = current[each.param] if each.param in current else self._new_average(each.param)
-            local(average).copy_(local(each.average))
-            self.state[each.param]["momentum_buffer"] = average
-        self._resume()
+            # In place, since there may not be room for all of it twice.
+            copy_average(each.average, current[each.param], each.param)
+            self.state[each.param]["momentum_buffer"] = current[each.param]
+        if not self._replanned():
+            self._build = rebuild(self._built, tuple(self._trained_params()), self._options)
 
-    def _resume(self) -> None:
-        """Go on with what was loaded. Plans again only if what is computed changed, on all ranks if on any."""
-        planned, params = self._built.planned, tuple(self._trained_params())
-        if self._agreement.any_rank(plan_changed(planned, params)):
+    def _replanned(self) -> bool:
+        """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
+        changed = plan_changed(self._built.planned, tuple(self._trained_params()))
+        if again := self._agreement.any_rank(changed):
             self._plan_and_build()
-        else:
-            self._build = rebuild(self._built, params, self._options)
+        return again
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host.
@@ -277,12 +279,12 @@ class Muon(Optimizer):
             return
         self._synchronize()
         self._options = with_offload(self._built.planned.plan, self._options, to)
-        params = []
-        for trained in self._built.planned.params:
-            state = self.state[trained.param]
-            average = moved_state(state["momentum_buffer"], trained.param, to)
-            state["momentum_buffer"] = average
-            params.append(replace(trained, average=average, average_device=local(average).device.type))
+        planned, params = self._built.planned, []
+        for trained, parameter in zip(planned.params, planned.plan.parameters, strict=True):
+            average = new_average(trained.param, parameter, self._options)
+            local(average).copy_(local(trained.momentum))
+            self.state[trained.param]["momentum_buffer"] = average
+            params.append(with_average(trained, average))
         self._build = rebuild(self._built, params, self._options)
 
     def _synchronize(self) -> None:
@@ -313,6 +315,7 @@ class Muon(Optimizer):
         params = self._agreement.together(lambda: tuple(self._trained_params()))
         own = not_copies(params, self._agreement)
         planned = self._agreement.together(lambda: plan_rank(params, self._options, self._rank, own))
+        planned = replace(planned, params=with_states(params, planned.plan.parameters, self.state, self._options))
         report = report_of(planned, self._options, self.param_groups)
         known = {
             ranks: group
@@ -338,12 +341,7 @@ class Muon(Optimizer):
         if self._options.rounding == "stochastic" and parameter.dtype == torch.bfloat16:
             # Only there, so that checkpoints of other weights have no more keys than they had.
             group.setdefault(STEP, 0)
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = self._new_average(parameter)
         here = self._rank in layout_of(fqn, parameter).mesh.ranks
-        average: Tensor = state["momentum_buffer"]
-        return TrainedParam(fqn, parameter, average, group, placement_key(parameter), here, local(average).device.type)
-
-    def _new_average(self, parameter: Tensor) -> Tensor:
-        return new_state(parameter, DTYPES[self._options.state_dtype], self._options.offload)
+        trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), here)
+        average = self.state[parameter].get("momentum_buffer")
+        return trained if average is None else with_average(trained, average)

@@ -160,9 +160,19 @@ def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor
     # Made where it stays: all states at once may be more than the device has room for.
     if offload == "none":
         return torch.zeros_like(parameter, dtype=dtype)
+    return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
+
+
+def state_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, offload: Offload) -> Tensor:
+    """A plain tensor of zeros on the device, or the host, that `new_state` would be on."""
+    if offload == "none":
+        return torch.zeros(shape, dtype=dtype, device=storage_device(parameter))
+    return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
+
+
+def _pins(parameter: Tensor) -> bool:
     # Only from pinned memory does a copy run beside the host, and pinned memory takes a device to pin it for.
-    pinned = step_device(parameter).type != "cpu"
-    return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=pinned)
+    return step_device(parameter).type != "cpu"
 
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:

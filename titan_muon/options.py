@@ -226,6 +226,9 @@ class StepOptions:
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
 
+    state: Literal["replicated", "owner"] = "replicated"
+    """Who keeps the momentum where ranks hold copies of a matrix, as under HSDP and DDP: each, or its owner alone."""
+
     state_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the momentum."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from .dtensor import local
+from .dtensor import held_indices, local
 from .plan.layout import Geometry
 from .plan.types import Parameter
 from .scaling import Scaling
@@ -24,7 +24,7 @@ class TrainedParam:
     Attributes:
         fqn: its fully qualified name.
         param: the tensor.
-        average: its momentum, placed as the parameter is.
+        average: its momentum, placed as the parameter is, or as one copy of it; None before it is planned where.
         group: hyperparameters of its parameter group, which a scheduler may change between steps.
         key: its placement when the step was planned.
         here: whether this rank is on its mesh, and so has a gradient of it.
@@ -33,18 +33,30 @@ class TrainedParam:
 
     fqn: str
     param: Tensor
-    average: Tensor
+    average: Tensor | None
     group: Mapping[str, Any]
     key: object
     here: bool
-    average_device: str
+    average_device: str = ""
+
+    @property
+    def momentum(self) -> Tensor:
+        """The average, which is there once the plan is."""
+        assert self.average is not None, f"{self.fqn}: a step before its momentum was made"
+        return self.average
+
+
+def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
+    """A parameter with this momentum."""
+    return replace(trained, average=average, average_device=local(average).device.type)
 
 
 @dataclass(frozen=True)
 class Storage:
     """This rank's storage of a parameter and its momentum as (rows, cols) views, which are made once.
 
-    `local` and the storages are those that the views were made of.
+    The momentum may have some of the rows alone, from `first_row` on, or none. `local` and the storages are those that
+    the views were made of.
     """
 
     param: Tensor
@@ -52,6 +64,7 @@ class Storage:
     local: Tensor
     param_storage: UntypedStorage
     average_storage: UntypedStorage
+    first_row: int = 0
 
     def is_of(self, trained: TrainedParam) -> bool:
         """Whether the parameter and its momentum are still stored there."""
@@ -60,17 +73,21 @@ class Storage:
         return (
             stored is self.local
             and stored.untyped_storage() is self.param_storage
-            and local(trained.average).untyped_storage() is self.average_storage
+            and local(trained.momentum).untyped_storage() is self.average_storage
         )
 
 
 def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:
     """The views of a parameter's storage."""
-    stored, average = local(trained.param), local(trained.average)
-    size = matrix_size(stored, planned)
+    stored, average = local(trained.param), local(trained.momentum)
+    size = rows, cols = matrix_size(stored, planned)
+    first = 0
+    if average.numel() < stored.numel():
+        rows, height = average.numel() // cols, prod(stored.shape[1 : planned.stack.row_dims])
+        first = height * int(held_indices(trained.momentum)[0][0]) if rows else 0
     # view() for what is updated, since an update of a copy would be lost.
-    views = stored.detach().view(size), average.view(size)
-    return Storage(*views, stored, stored.untyped_storage(), average.untyped_storage())
+    views = stored.detach().view(size), average.view(rows, cols)
+    return Storage(*views, stored, stored.untyped_storage(), average.untyped_storage(), first)
 
 
 def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -109,18 +109,20 @@ class Offloaded(Resident):
     def _rows(self, names: Iterable[Name], rows: Iterable[Part], gradients: Gradients) -> dict[Key, Tensor]:
         """The rows of these tensors that this step uses."""
         return {
-            (name, part.parameter, part.start): part.of(stored)
+            (name, part.parameter, part.start): used
             for name in names
             for part in rows
-            if (stored := self._used(name, part.parameter, gradients)) is not None
+            if (used := self._used(name, part, gradients)) is not None
         }
 
-    def _used(self, name: Name, parameter: int, gradients: Gradients) -> Tensor | None:
-        """One of these tensors: a parameter that is left alone has none, and one without a gradient is decayed."""
-        stored, grad = self._storage[parameter], gradients.stored[parameter]
+    def _used(self, name: Name, part: Part, gradients: Gradients) -> Tensor | None:
+        """A part of one of these tensors: of a parameter left alone nothing; one without a gradient is decayed."""
+        stored, grad = self._storage[part.parameter], gradients.stored[part.parameter]
         if name == "param":
-            return None if parameter in gradients.left else stored.param
-        return grad if grad is None or name == "grad" else stored.average
+            return None if part.parameter in gradients.left else part.of(stored.param)
+        if grad is None:
+            return None
+        return part.of(grad) if name == "grad" else part.of_average(stored)
 
     @contextmanager
     def there(self, stage: Stage) -> Iterator[None]:
@@ -165,21 +167,27 @@ class Offloaded(Resident):
         self.window.synchronize()
 
 
-def stage_uses(
-    program: Program, at_home: Sequence[tuple[Part, ...]], in_buckets: Sequence[tuple[Part, ...]]
-) -> Iterator[StageUse]:
+def stage_uses(program: Program, at_home: Sequence[Rows], in_buckets: Sequence[Rows]) -> Iterator[StageUse]:
     """What is used together, in the order of the step: by each batch at home, and by each bucket."""
     for act, number in program.turns:
         if act is Act.HOME:
             for rows in at_home:
-                yield from (StageUse("advance", rows), StageUse("apply", rows))
+                yield from (StageUse("advance", rows.advanced), StageUse("apply", rows.applied))
+        elif act is Act.GATHER:
+            yield from (StageUse("advance", in_buckets[bucket].advanced) for bucket in program.rounds[number])
         elif act is not Act.ORTHOGONALIZE:
-            stage: Stage = "advance" if act is Act.GATHER else "apply"
-            yield from (StageUse(stage, in_buckets[bucket]) for bucket in program.rounds[number])
+            yield from (StageUse("apply", in_buckets[bucket].applied) for bucket in program.rounds[number])
 
 
-def rows_of(advances: Iterable[Advance]) -> tuple[Part, ...]:
-    """The rows that are advanced, and updated in the end: rectangles beside each other are of the same rows."""
+class Rows(NamedTuple):
+    """The rows whose momentum is advanced together here, and those that are updated in the end."""
+
+    advanced: tuple[Part, ...]
+    applied: tuple[Part, ...]
+
+
+def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Part, ...]:
+    """The rows that some calls use: rectangles beside each other are of the same rows."""
     # Whole rows, for they are contiguous: a copy of anything else from the host would wait for it.
-    parts = [part for advance in advances for part in advance.parts]
+    parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

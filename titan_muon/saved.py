@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from .build import check_group
+from .momentum import fits
 from .options import HYPERPARAMETERS
-from .params import placement_key
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,13 @@ class SavedAverage:
     average: Tensor
 
 
-def saved_averages(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> Iterator[SavedAverage]:
-    """The momentum of each trained parameter of an optimizer's groups.
+def saved_averages(
+    groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
+) -> Iterator[SavedAverage]:
+    """The momentum of each trained parameter of an optimizer's groups, which has it in `current` now.
 
     Raises ValueError for a state dict of another optimizer or of other parameters, and for a momentum that is missing
-    or has another mesh or other placements than its parameter.
+    or has another mesh or other placements than its parameter and the current one.
     """
     theirs = state_dict["param_groups"]
     if len(theirs) != len(groups):
@@ -44,6 +46,9 @@ def saved_averages(groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str,
             if not parameter.requires_grad:
                 continue
             average = state_dict["state"].get(key, {}).get("momentum_buffer")
-            if average is None or placement_key(average) != placement_key(parameter):
-                raise ValueError(f"{fqn}: the state dict has no momentum with the parameter's mesh and placements")
+            if average is None or not fits(average, current[parameter], parameter):
+                raise ValueError(
+                    f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; what another "
+                    "layout or muon.state has saved is loaded with torch.distributed.checkpoint"
+                )
             yield SavedAverage(key, parameter, average)

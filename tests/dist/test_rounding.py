@@ -42,9 +42,17 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
 
     # Under one name in one optimizer each, since the name is part of what is drawn.
     found = {}
-    alone = trained(
-        {name: nn.Parameter(place(value, "plain")) for name, value in full(0).items()}, place, "plain", "redundant"
+    alone, nearest = (
+        trained(
+            {name: nn.Parameter(place(value, "plain")) for name, value in full(0).items()},
+            place,
+            "plain",
+            "redundant",
+            rounding=rounding,
+        )
+        for rounding in ("stochastic", "nearest")
     )
+    assert not any(torch.equal(alone[name], nearest[name]) for name in SHAPES), "nothing was drawn"
     for kind in PLACEMENTS:
         params = trained(
             {name: nn.Parameter(place(value, kind)) for name, value in full(0).items()}, place, kind, replicas
@@ -54,8 +62,10 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
     return found
 
 
-def trained(params: dict[str, nn.Parameter], place: Any, kind: str, replicas: str) -> dict[str, nn.Parameter]:
-    muon = Muon(list(params.items()), replicas=replicas, **OPTIONS)
+def trained(
+    params: dict[str, nn.Parameter], place: Any, kind: str, replicas: str, **options: str
+) -> dict[str, nn.Parameter]:
+    muon = Muon(list(params.items()), replicas=replicas, **OPTIONS, **options)
     for seed in range(1, 4):
         for name, grad in full(seed).items():
             params[name].grad = place(grad, kind)

@@ -204,6 +204,24 @@ def test_owned_needs_a_matrix_to_own(tmp_path: Path) -> None:
         dry_run("qwen_moe_adamw", 2, tmp_path, "--placement.muon", "owned")
 
 
+def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = ("--parallelism.data_parallel_replicate_degree", "4")
+    each, once = (
+        dry_run("llama_muon", 4, tmp_path, *copies, "--muon.state", state) for state in ("replicated", "owner")
+    )
+    elements = dict.fromkeys(("muon", "adamw"), 0)
+    for parameter in once["parameters"]:
+        elements[parameter["optimizer"]] += prod(parameter["shape"])
+    kept = [cost["state_elements"] for cost in once["ranks"]]
+    assert sum(kept) == elements["muon"]
+    assert max(kept) < elements["muon"] / 2
+    assert each["memory"]["optimizer_states"] == 4 * elements["muon"] + 8 * elements["adamw"]
+    assert once["memory"]["optimizer_states"] == 4 * max(kept) + 8 * elements["adamw"]
+    assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
+
+
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
     """The momentum in its own dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)

@@ -73,6 +73,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
+        state_elements=sum(item.piece.numel for item in program.home) + sum(loads[len(loads) - len(program.buckets) :]),
     )
 
 

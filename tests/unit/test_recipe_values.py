@@ -142,6 +142,8 @@ BAD_VALUES = [
         'placement.tensor_parallel = "whole"',
         'placement.muon = "owned"',
     ),
+    ("[placement]\nmuon = 'owned'\n[muon]\nstate = 'owner'", 'muon.state = "owner"', "on their owner alone"),
+    ("[muon]\nstate = 'each'", 'muon.state = "each"', '"owner"'),
     ("[[placement.rule]]\nmatch = ''\nplacement = 'owned'", 'placement.rule[0].match = ""', "not empty"),
     ("[[placement.rule]]\nmatch = '*'\nplacement = 'each'", 'placement.rule[0].placement = "each"', '"shard0"'),
     (

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
+from ..mesh import MeshWithoutGroups
 
-class OwnerMesh(DeviceMesh):
+
+class OwnerMesh(MeshWithoutGroups):
     """The ranks that hold an owned parameter. Ranks outside of the mesh have it too, as non-participants.
 
     Attributes:
@@ -26,6 +28,11 @@ class OwnerMesh(DeviceMesh):
         inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
         holders: for each owner the rank of `inner` that holds all pieces; None if every rank holds its own.
     """
+
+    refusal = (
+        "an owned parameter is neither sharded nor gathered by PyTorch: give fully_shard what own() returned as "
+        "ignored_params, and read whole parameters with titan_muon.owned.gather"
+    )
 
     def __init__(
         self,
@@ -37,20 +44,7 @@ class OwnerMesh(DeviceMesh):
         holders: tuple[int, ...] | None = None,
     ) -> None:
         self.data, self.owners, self.inner, self.holders = data, owners, inner, holders
-        # Without process groups: to make them is collective, one for each owner, and nothing communicates there.
-        super().__init__(data.device_type, ranks, mesh_dim_names=names, _init_backend=False)
-
-    @property
-    def _dim_group_names(self) -> Any:  # type: ignore[override]
-        # FSDP2 asks for it to shard a DTensor, and DTensor for every collective.
-        raise ValueError(
-            "an owned parameter is neither sharded nor gathered by PyTorch: give fully_shard what own() returned as "
-            "ignored_params, and read whole parameters with titan_muon.owned.gather"
-        )
-
-    # DeviceMesh's own would look for process groups.
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__init__(data.device_type, ranks, names)
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:

@@ -70,6 +70,8 @@ def _fault(options: MuonOptions) -> str:
         return f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
     if options.owners != "balanced":
         return f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
+    if options.state == "owner":
+        return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
 
 

@@ -1,7 +1,7 @@
 """Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
 
 # Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
-# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles).
+# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy).
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ class Pattern(ABC):
         name: what a user and `Bucket.exchange` call it.
         has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
         settles: whether it is a choice among the others, made for each bucket.
+        one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
     """
 
     name: str
     has_owners = True
     settles = False
+    one_copy = False
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
@@ -78,6 +80,7 @@ class AllToAll(Pattern):
     """Every piece goes to the owner of its matrix, and back: each element travels once each way."""
 
     name = "all_to_all"
+    one_copy = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         # Replicas store the same momentum: the pieces of one copy make the matrix whole, and those of another would be
@@ -297,6 +300,7 @@ class Auto(AllToAll):
 
     name = "auto"
     settles = True
+    one_copy = False
 
 
 def _by_owner(bucket: Bucket) -> dict[int, list[int]]:

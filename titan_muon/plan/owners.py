@@ -27,6 +27,7 @@ Groups = Sequence[tuple[int, ...]]
 Rounds = Sequence[Sequence[Task]]
 OwnerOf = dict[tuple[int, int], int]
 """Rank that owns each (matrix, group)."""
+Assign = Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, the least loaded first."""
 
@@ -116,6 +117,18 @@ def balanced_bytes(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> O
     return balanced_rounds([[task._replace(flops=task.bytes) for task in _flat(rounds)]], groups, {})
 
 
+def among(
+    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], able: Mapping[int, tuple[int, ...]]
+) -> OwnerOf:
+    """As `assign`, but each matrix in `able` goes to one of these ranks of its group."""
+    if not able:
+        return assign([tasks], groups, load)
+    narrow = {ranks: number for number, ranks in enumerate(dict.fromkeys((*groups, *able.values())))}
+    found = {task: task._replace(group=narrow[able[task.matrix]]) if task.matrix in able else task for task in tasks}
+    owners = assign([list(found.values())], tuple(narrow), load)
+    return {(task.matrix, task.group): owners[one.matrix, one.group] for task, one in found.items()}
+
+
 def _flat(rounds: Rounds) -> list[Task]:
     return [task for tasks in rounds for task in tasks]
 
@@ -170,7 +183,7 @@ def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerO
     return owners
 
 
-OWNERS: Mapping[str, tuple[Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf], ...]] = {
+OWNERS: Mapping[str, tuple[Assign, ...]] = {
     "balanced": (balanced, balanced_small_first, balanced_bytes),
     "round_robin": (round_robin,),
     "per_layer": (per_layer,),

@@ -17,6 +17,7 @@ from .machine import Machine, machine_of
 from .owners import OWNERS, Task
 from .pieces import Pieces
 from .search import Draft, Problem, fastest
+from .state_ranks import able_owners
 from .times import Costs
 from .types import Matrix, Parameter, Plan
 
@@ -128,4 +129,25 @@ def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: Mu
             tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
     load = home_flops(home, costs.pieces.matrices)
     pattern = PATTERNS[options.exchange]
-    return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load)
+    able = _able(parameters, costs.pieces.matrices, tasks, tuple(groups))
+    return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load, able)
+
+
+def _able(
+    parameters: Sequence[Parameter],
+    matrices: Sequence[Matrix],
+    tasks: Sequence[Task],
+    groups: Sequence[tuple[int, ...]],
+) -> dict[int, tuple[int, ...]]:
+    """The ranks that can own a matrix, where that depends on who keeps its momentum."""
+
+    @cache
+    def inside(ranks: tuple[int, ...], group: int) -> tuple[int, ...]:
+        return tuple(sorted({*ranks} & {*groups[group]}))
+
+    found = {}
+    for task in tasks:
+        matrix = matrices[task.matrix]
+        if ranks := able_owners(parameters[matrix.parameter], matrix.index):
+            found[task.matrix] = inside(ranks, task.group)
+    return found

@@ -10,7 +10,7 @@ from itertools import product
 from ..options import MuonOptions, OptionError
 from .buckets import Cut, Dealer, Order, rounds
 from .exchanges import Pattern
-from .owners import OWNERS, OwnerOf, Task
+from .owners import OWNERS, OwnerOf, Task, among
 from .slices import together
 from .timeline import play
 from .times import BucketTimes, Costs, bucket_times, settle
@@ -40,7 +40,8 @@ MOST_PLAYED = 400_000
 @dataclass(frozen=True)
 class Problem:
     """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
-    other matrix for each group that assembles it; with `owners`, if these are decided."""
+    other matrix for each group that assembles it; with `owners`, if these are decided. `able` are the ranks that can
+    own a matrix, where not all of its group can."""
 
     parameters: tuple[Parameter, ...]
     options: MuonOptions
@@ -50,6 +51,7 @@ class Problem:
     tasks: tuple[Task, ...]
     groups: tuple[tuple[int, ...], ...]
     load: Mapping[int, int]
+    able: Mapping[int, tuple[int, ...]]
     owners: OwnerOf | None = None
 
 
@@ -166,7 +168,7 @@ class _Search:
             return problem.owners
         if number not in self._owners:
             assign = OWNERS[problem.options.owners][number]
-            self._owners[number] = assign([problem.tasks], problem.groups, problem.load)
+            self._owners[number] = among(assign, problem.tasks, problem.groups, problem.load, problem.able)
         return self._owners[number]
 
     def _fits(self, draft: Draft) -> bool:

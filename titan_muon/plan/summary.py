@@ -11,6 +11,7 @@ from .buckets import home_flops, longest_path
 from .exchanges import KindCounts
 from .layout import Geometries
 from .pieces import Pieces
+from .state_ranks import state_elements
 from .totals import Totals, home_counts
 from .types import Plan
 
@@ -21,7 +22,8 @@ class RankCost:
 
     `matrices` counts those whole and slices of others.
 
-    Momentum is advanced in `loads`, of `load_elements` at most: what offloaded momentum comes to the device in.
+    It keeps `state_elements` of momentum, which is advanced in `loads`, of `load_elements` at most: what offloaded
+    momentum comes to the device in.
     """
 
     rank: int
@@ -35,6 +37,7 @@ class RankCost:
     collectives: int
     loads: int
     load_elements: int
+    state_elements: int
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,11 @@ class Summary:
 def summarize(plan: Plan) -> Summary:
     """Count everything that the plan will do."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters))
-    totals = Totals(plan.buckets, pieces)
-    ranks = tuple(_rank_cost(rank, home, totals, plan, pieces) for rank, home in home_counts(plan.home, pieces).items())
+    totals, states = Totals(plan.buckets, pieces), state_elements(plan)
+    ranks = tuple(
+        _rank_cost(rank, home, totals, plan, pieces, sum(states[rank].values()))
+        for rank, home in home_counts(plan.home, pieces).items()
+    )
     flops = [matrix.flops for matrix in plan.matrices]
     further = len(plan.matrices) - plan.whole_matrices
     return Summary(
@@ -93,7 +99,7 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces) -> RankCost:
+def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces, kept: int) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     parts = [home, *(bucket.owned for bucket in buckets)]
     whole, iteration = _work_bytes(parts, plan, pieces)
@@ -119,6 +125,7 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
         collectives=sum(bucket.collectives for bucket in buckets) + sum(count * team.calls for count, team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
+        state_elements=kept,
     )
 
 

@@ -138,7 +138,8 @@ class MatrixStack:
 class Parameter:
     """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of its mesh has one.
 
-    `own`: theirs are not the same, or not known to be, so that no rank can do another's work.
+    `own`: theirs are not the same, or not known to be, so that no rank can do another's work. `state_ranks` keep its
+    momentum, in the order of its parts; where there are none, every rank that has the parameter does.
     """
 
     fqn: str
@@ -147,6 +148,7 @@ class Parameter:
     stack: MatrixStack
     plain: bool = False
     own: bool = False
+    state_ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

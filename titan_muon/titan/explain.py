@@ -141,6 +141,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
+    if kept := sum(bool(parameter.state_ranks) for parameter in plan.parameters):
+        most = max(cost.state_elements for cost in summary.ranks)
+        yield f"  momentum        of {kept:,} parameters on their owners alone, {most:,} elements on the fullest rank"
     if timeline is not None:
         yield from _time_lines(timeline)
     if plan.reason:

@@ -18,6 +18,7 @@ from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.ownership import OwnedTotals
+from titan_muon.plan.state_ranks import state_elements
 from titan_muon.titan.dry_run.meta_model import MetaModel
 from titan_muon.titan.optimizers import offload_of
 from titan_muon.titan.recipe import Recipe
@@ -82,7 +83,7 @@ def memory_per_rank(
     # added this is a bound that no rank exceeds.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
-    held = list(_held(meta, elements, recipe))
+    held = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
     offload = offload_of(recipe)
     parameters, states = [each.bytes for each in held], [size for each in held for size in each.states]
     on_device, pinned_parameters = sum(parameters), 0
@@ -119,13 +120,21 @@ def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, 
     return min(together, max(call_bytes(device), piece))
 
 
-def _held(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
-    """All parameters, on a rank that holds so many elements of each."""
+def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
+    """Elements of Muon's momentum on the rank that keeps most of it, which may be another than holds `elements`."""
+    if meta.plan is None or recipe.muon.state == "replicated":
+        return elements
+    most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
+    return {meta.plan.parameters[number].fqn: size for number, size in most.items()}
+
+
+def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
+    """All parameters, on a rank that holds so many elements of each, and of Muon's momentum so many."""
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
         if a.optimizer == "muon":
-            states = (size * TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize,)
+            states = (kept[a.fqn] * TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize,)
         elif a.optimizer in ("adamw", "adam"):
             table = recipe.adamw if a.optimizer == "adamw" else recipe.adam
             states = (size * (2 if table.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)

@@ -59,6 +59,11 @@ RELATIONS = (
             or (owns(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),
+    Relation(
+        "muon.state",
+        '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
+        lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
+    ),
     # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
     Relation(
         "placement.rule",
