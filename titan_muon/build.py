@@ -30,7 +30,7 @@ from .plan.machine import Machine, machine_of
 from .plan.planner import make_plan
 from .plan.program import make_program
 from .plan.slices import teams_in
-from .plan.types import Matrix, Plan
+from .plan.types import Matrix, Parameter, Plan
 
 
 @dataclass(frozen=True)
@@ -91,9 +91,16 @@ def plan_step(
     """
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
+    check_offload(parameters, options)
+    return plan_parameters(parameters, iterations, dispatch, options)
+
+
+def plan_parameters(
+    parameters: Sequence[Parameter], iterations: Sequence[Iteration], dispatch: Dispatch, options: MuonOptions
+) -> Plan:
+    """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
-    check_offload(parameters, options)
     machine = planning_machine(options.machine, dispatch.device)
     return make_plan(
         parameters, _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern), machine

@@ -24,6 +24,7 @@ from titan_muon.plan import Plan
 from titan_muon.titan import compat
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
+from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.reading.roles import see
@@ -50,6 +51,7 @@ class MetaModel:
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
         logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
+        owned_reasons: which ways to own were chosen, and why.
     """
 
     world_size: int
@@ -60,6 +62,7 @@ class MetaModel:
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
     logit_bytes: int
+    owned_reasons: tuple[str, ...]
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -111,7 +114,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         plan = _plan(parameters, groups.get("muon", []), table, kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
+        said = tuple(reasons(parts))
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent, said)
 
 
 @contextmanager
