@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ LAYOUTS = {
     "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "tensor parallel, whole": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
+    "tensor parallel, chosen": (2, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
     "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
@@ -50,6 +52,8 @@ def both(rank: int, world_size: int, folder: Path, options: dict[str, object], p
 
 
 PLACEMENTS = {
+    "replicas": {"placement__replicas": "each"},
+    "tensor parallel": {"placement__tensor_parallel": "peers"},
     "replicas, one owner": {"placement__replicas": "one"},
     "tensor parallel, whole": {"placement__tensor_parallel": "whole"},
 }
@@ -65,7 +69,14 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
     assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
     assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
-    assert "owned by rank" in (Path(owned) / "optimizers.txt").read_text()
+    said = (Path(owned) / "optimizers.txt").read_text()
+    assert "owned by rank" in said
+    told = (
+        'the step communicates: tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+    )
+    chosen = re.findall(r'placement.tensor_parallel = "auto" takes "(\w+)", the faster: [\d.]+ ms', said)
+    assert len(chosen) == (layout == "tensor parallel, chosen")
+    assert (told in said) == (layout == "tensor parallel" or chosen == ["peers"])
 
 
 RULES = """

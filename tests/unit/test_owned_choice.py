@@ -111,7 +111,6 @@ def test_what_a_step_exchanges_is_weighed_against_what_every_pass_sends() -> Non
     assert whole.passes > peers.passes
     assert taken(few) == "whole"
     assert taken(replace(few, count=4)) == "peers"
-    assert taken(replace(few, gathers=2, reduced=4)) == "peers"
 
 
 def test_one_owner_among_all_replicas_divides_the_work_and_the_sums() -> None:
