@@ -179,7 +179,7 @@ OPEN = {
     # Every peer orthogonalizes what it gathers, where products are what takes time.
     "whole": (
         "tensor_parallel_degree",
-        {"muon.exchange": "all_gather", "machine.tflops": "1e-3"},
+        {"muon.exchange": "all_gather", "machine.tflops": "1e-2"},
         "tensor_parallel",
         "whole",
         "peers",
