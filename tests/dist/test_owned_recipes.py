@@ -24,7 +24,6 @@ LAYOUTS = {
     "replicas, one owner": (4, {**DENSE, "parallelism__data_parallel_replicate_degree": 2}, 1e-4),
     "tensor parallel": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "tensor parallel, whole": (4, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
-    "tensor parallel, chosen": (2, {**DENSE, "parallelism__tensor_parallel_degree": 2}, 1e-4),
     "recomputed": (2, {"activation_checkpoint__mode": "full"}, 1e-3),
     "recomputed selectively": (2, {"activation_checkpoint__mode": "selective"}, 1e-3),
     "compiled": (2, {**DENSE, "compile__enable": "true", "compile__backend": "aot_eager"}, 1e-4),
@@ -53,7 +52,6 @@ def both(rank: int, world_size: int, folder: Path, options: dict[str, object], p
 
 PLACEMENTS = {
     "replicas": {"placement__replicas": "each"},
-    "tensor parallel": {"placement__tensor_parallel": "peers"},
     "replicas, one owner": {"placement__replicas": "one"},
     "tensor parallel, whole": {"placement__tensor_parallel": "whole"},
 }
@@ -75,8 +73,8 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
         'the step communicates: tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
     )
     chosen = re.findall(r'placement.tensor_parallel = "auto" takes "(\w+)", the faster: [\d.]+ ms', said)
-    assert len(chosen) == (layout == "tensor parallel, chosen")
-    assert (told in said) == (layout == "tensor parallel" or chosen == ["peers"])
+    assert chosen == (["peers"] if layout == "tensor parallel" else [])
+    assert (told in said) == (layout == "tensor parallel")
 
 
 RULES = """
