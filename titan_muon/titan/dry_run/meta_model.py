@@ -91,7 +91,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 
     Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
     registered by others does not take, which are known once it is built, and for a global batch that `world_size` ranks
-    cannot share: no plan depends on it.
+    cannot share: of it a plan knows no more than how many passes it takes.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
@@ -158,7 +158,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded]
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
-    # As many microbatches as any schedule asks for: no plan depends on the batch, which may not suit these ranks.
+    # As many microbatches as any schedule asks for: no plan depends on this batch, and the recipe's may not suit.
     size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
     options["training"] = replace(config.training, local_batch_size=size)
     _, parts, _, _ = spec.pipelining_fn(
