@@ -40,8 +40,14 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "EP 8, owned": ("--parallelism.expert_parallel_degree", "8", "--placement.muon", "owned"),
     "EP 64": ("--parallelism.expert_parallel_degree", "64"),
     "TP 4, EP 8": ("--parallelism.tensor_parallel_degree", "4", "--parallelism.expert_parallel_degree", "8"),
-    "HSDP 8, owned": ("--parallelism.data_parallel_replicate_degree", "8", "--placement.muon", "owned"),
-    "TP 8, owned": ("--parallelism.tensor_parallel_degree", "8", "--placement.muon", "owned"),
+    "HSDP 8, owned": (
+        *("--parallelism.data_parallel_replicate_degree", "8"),
+        *("--placement.muon", "owned", "--placement.replicas", "each"),
+    ),
+    "TP 8, owned": (
+        *("--parallelism.tensor_parallel_degree", "8"),
+        *("--placement.muon", "owned", "--placement.tensor_parallel", "peers"),
+    ),
     "TP 8, owned whole": (
         *("--parallelism.tensor_parallel_degree", "8"),
         *("--placement.muon", "owned", "--placement.tensor_parallel", "whole"),

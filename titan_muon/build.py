@@ -33,7 +33,7 @@ from .plan.planner import make_plan
 from .plan.program import make_program
 from .plan.slices import teams_in
 from .plan.state_ranks import with_state_ranks
-from .plan.types import Matrix, Plan
+from .plan.types import Matrix, Parameter, Plan
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,21 @@ def plan_step(
     """
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
-    # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
-    pattern = registry.exchange_entry(options.exchange).pattern
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
+    return plan_parameters(parameters, iterations, dispatch, options, kept)
+
+
+def plan_parameters(
+    parameters: Sequence[Parameter],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
+    options: MuonOptions,
+    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Plan:
+    """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
+    # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
+    pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
     work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
     return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ def both(rank: int, world_size: int, folder: Path, options: dict[str, object], p
 
 
 PLACEMENTS = {
+    "replicas": {"placement__replicas": "each"},
     "replicas, one owner": {"placement__replicas": "one"},
     "tensor parallel, whole": {"placement__tensor_parallel": "whole"},
 }
@@ -65,7 +67,14 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     assert losses[6] < losses[1] - 0.5, "it must learn, or to coincide means nothing"
     assert losses == pytest.approx(tiny.records(sharded, "loss"), abs=tolerance)
     assert tiny.records(owned, "grad_norm") == pytest.approx(tiny.records(sharded, "grad_norm"), rel=20 * tolerance)
-    assert "owned by rank" in (Path(owned) / "optimizers.txt").read_text()
+    said = (Path(owned) / "optimizers.txt").read_text()
+    assert "owned by rank" in said
+    told = (
+        'the step communicates: tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+    )
+    chosen = re.findall(r'placement.tensor_parallel = "auto" takes "(\w+)", the faster: [\d.]+ ms', said)
+    assert chosen == (["peers"] if layout == "tensor parallel" else [])
+    assert (told in said) == (layout == "tensor parallel")
 
 
 RULES = """

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from benchmarks.c10d_counter import Call, CollectiveCounter
 from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices, place, summed_plainly
 from tests.dist.harness import run_ranks
 from titan_muon import Muon
 from titan_muon.owned import gather, is_owned
+from titan_muon.owned.param import peer_elements
 
 MUON = {"lr": 0.02, "weight_decay": 0.1}
 STEPS = 3
@@ -160,6 +161,27 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
     for phase in (0, 1):
         assert sum(found[phase] for found in ours) <= 1.02 * sum(found[phase] for found in theirs)
     assert 0 < sum(found[2] for found in ours) <= sum(found[0] + found[1] for found in ours)
+
+
+def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Bytes that a rank sends its peers in forward and in backward, and elements that the dry run says it sends."""
+    model = make()
+    setup = Setup("owned", reshard=False, tensor=2, tensor_parallel="whole")
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    assert owners is not None, "the matrices are owned"
+    loss = loss_of(model, 0, 1, 0)
+    forward = owners.traffic.bytes_sent
+    loss.backward()
+    told = sum(peer_elements(p).get(rank, 0) for p in matrices(model) if isinstance(p, DTensor))
+    return forward, owners.traffic.bytes_sent - forward, told
+
+
+def test_holders_send_their_peers_what_the_dry_run_says() -> None:
+    """Half of each matrix goes to the other of two ranks in forward, and its gradient comes back in backward."""
+    ranks = run_ranks(sent_to_peers, 2)
+    for (forward, _, told), (_, backward, _) in zip(ranks, ranks[::-1], strict=True):
+        assert forward == backward == 4 * told > 0
+    assert sum(told for *_, told in ranks) == sum(p.numel() for p in matrices(make())) / 2
 
 
 def replicated(rank: int, world_size: int) -> tuple[int, int]:

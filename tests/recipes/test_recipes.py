@@ -127,11 +127,14 @@ def test_owners_under_hsdp(
 
 TALKS = {
     "tensor parallel": (
-        ("--parallelism.tensor_parallel_degree", "2"),
+        ("--parallelism.tensor_parallel_degree", "2", "--placement.tensor_parallel", "peers"),
         'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not',
     ),
     "missing gradients": (
-        ("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
+        (
+            *("--parallelism.data_parallel_replicate_degree", "2", "--muon.missing_grad", "skip"),
+            *("--placement.replicas", "each"),
+        ),
         'muon.missing_grad = "skip" has copies compare their gradients; "error" would not',
     ),
 }
@@ -161,6 +164,49 @@ def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, caps
     assert max(held) <= 1.1 * sum(held) / 4
     # A piece of the two stays; all are computed with in bfloat16 and rest in float32.
     assert float(found[1]) == pytest.approx(max(held) / 2 / 2 / 2**20, rel=0.1)
+
+
+OPEN = {
+    "one": ("data_parallel_replicate_degree", {}, "replicas", "one", "each"),
+    "each": (
+        "data_parallel_replicate_degree",
+        {"machine.ranks_per_node": "2", "machine.network_gb": "1e-4", "training.local_batch_size": "1"},
+        "replicas",
+        "each",
+        "one",
+    ),
+    "peers": ("tensor_parallel_degree", {}, "tensor_parallel", "peers", "whole"),
+    # Every peer orthogonalizes what it gathers, where products are what takes time.
+    "whole": (
+        "tensor_parallel_degree",
+        {"muon.exchange": "all_gather", "machine.tflops": "1e-2"},
+        "tensor_parallel",
+        "whole",
+        "peers",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OPEN)
+def test_the_way_to_own_is_chosen_by_time_and_said(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The step that was compared is the one that is planned, as it is for a recipe that names what was taken."""
+    degree, changes, key, taken, other = OPEN[case]
+    keys = {f"parallelism.{degree}": "2", "placement.muon": "owned", **changes}
+    words = [word for k, v in keys.items() for word in (f"--{k}", v)]
+    plan = dry_run("llama_muon", 4, tmp_path, *words)
+    printed = capsys.readouterr().out
+    (line,) = (line for line in printed.splitlines() if line.startswith("owned: placement."))
+    assert line.startswith(f'owned: placement.{key} = "auto" takes "{taken}", the faster: ')
+    step, compared = re.findall(r"([\d.,]+) ms in Muon's step", line)
+    assert f'; "{other}": {compared} ms' in line
+    (modelled,) = re.findall(r"modelled time +([\d.,]+) ms", printed)
+    assert float(step) == pytest.approx(float(modelled), rel=0.01)
+    assert bool(plan["collectives_per_step"]) == (taken == "peers")
+    assert ("the step communicates" in printed) == (taken == "peers")
+    assert dry_run("llama_muon", 4, tmp_path, *words, f"--placement.{key}", taken) == plan
+    assert "owned: placement." not in capsys.readouterr().out
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

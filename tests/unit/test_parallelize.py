@@ -85,7 +85,7 @@ def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
     asked = []
     monkeypatch.setattr(owned_placement, "_flops", lambda recipe, kind: asked.append(kind) or (lambda rows, cols: 1))
     build_meta_model(tiny.recipe(tmp_path, placement__muon="owned"), 2, device)
-    assert asked == [device]
+    assert set(asked) == {device}
 
 
 def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:

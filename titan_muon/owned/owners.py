@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from math import prod
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from ..dtensor import layer_of
-from ..matrices import stack_of
 from ..options import Owner, PlacementRule, Split
-from ..plan.cost import standard_flops
-from ..plan.ownership import OwnedItem, Ownership, assign_owners, load_lines
-from ..plan.types import MatrixStack
+from ..plan.ownership import Ownership, assign_owners, load_lines
 from .hooks import HookContext
-from .inner import Inner
+from .items import FIVE_STANDARD_STEPS, FlopCount, cut_by_peers, owned_items
 from .param import ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext
 from .rules import check_rules, placed
 
-FlopCount = Callable[[int, int], int]
-"""FLOPs of orthogonalizing a matrix of (rows, columns)."""
-
 TensorParallel = Literal["peers", "whole"]
 """Who holds a matrix that tensor parallelism cuts: each of its ranks a piece, or one of them all."""
-
-FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 """What activation checkpointing and torch.compile add to names."""
@@ -93,17 +81,15 @@ class Owners:
         named = choices.keys() if isinstance(params, Mapping) else placed(choices, (), rules).keys()
         for fqn, info in self.infos.items():
             _check_ownable(fqn, info.param, mesh, split, named=fqn in named)
-        self._gathered = _cut(self.infos) if tensor_parallel == "whole" else {}
+        parameters = {fqn: info.param for fqn, info in self.infos.items()}
+        self._gathered = cut_by_peers(parameters) if tensor_parallel == "whole" else {}
         self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
         self.traffic = self.comm.collectives.traffic
         self.context = HookContext(self.comm)
         # All at once, before any is owned: balanced module by module, the first ranks would get the most of each.
-        items, weighed_alone = [], set(elementwise)
-        for fqn, owner in choices.items():
-            parameter = self.infos[fqn].param
-            counted = None if parameter in weighed_alone or parameter.ndim < 2 else flops
-            item = _item(fqn, parameter, owner, split, counted, whole=fqn in self._gathered)
-            items.append(item if fqn in self._gathered else replace(item, copies=self.comm.peer_size))
+        items = owned_items(
+            parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
+        )
         if not items:
             raise ValueError("there is nothing to own: the model has no matrix; give params, or use fully_shard alone")
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
@@ -179,53 +165,6 @@ def _plain_name(fqn: str) -> str:
     for wrapper in WRAPPERS:
         fqn = fqn.replace(wrapper, "")
     return fqn
-
-
-def _cut(infos: Mapping[str, ParamModuleInfo]) -> dict[str, DeviceMesh]:
-    """The parameters that tensor parallelism cuts, each with its mesh, the same for all.
-
-    Raises ValueError for what no single rank can hold for its peers.
-    """
-    found: dict[str, DeviceMesh] = {}
-    for fqn, info in infos.items():
-        inner = Inner.of(info.param)
-        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
-            continue
-        other = next(iter(found.values()), inner.mesh)
-        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != other:
-            raise ValueError(
-                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' takes what "
-                "Shard cuts on one mesh of one axis: leave it to 'peers'"
-            )
-        found[fqn] = inner.mesh
-    return found
-
-
-def _item(
-    fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
-) -> OwnedItem:
-    """What a parameter weighs, or with `whole` all pieces of it together; without `flops`, its bytes alone."""
-    inner = Inner.of(parameter)
-    held = parameter.shape if whole else inner.size(parameter.shape)
-    size = held.numel() * parameter.element_size()
-    if flops is None:
-        return OwnedItem(fqn, layer_of(fqn), 0, size, owner=owner)
-    stack = stack_of(fqn, parameter.shape, split)
-    columns = prod(parameter.shape[stack.row_dims :])
-    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    # Pieces along dim 0 come together as a whole alone: parts of several owners have no rows of their own in a piece.
-    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
-        return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
-    # Of a stack that expert parallelism has cut, this rank and its peers divide what is theirs.
-    return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
-
-
-def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
-    """Whether no matrix of a parameter has rows of two of its slices along dim 0."""
-    height = prod(parameter.shape[1 : stack.row_dims])
-    return stack.row_dims > 1 and all(
-        matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
-    )
 
 
 def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:

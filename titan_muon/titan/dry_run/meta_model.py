@@ -24,6 +24,7 @@ from titan_muon.plan import Plan
 from titan_muon.titan import compat
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.explain import stage_ranks
+from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.reading.roles import see
@@ -50,6 +51,7 @@ class MetaModel:
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
         logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
+        owned_reasons: which ways to own were chosen, and why.
     """
 
     world_size: int
@@ -60,6 +62,7 @@ class MetaModel:
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
     logit_bytes: int
+    owned_reasons: tuple[str, ...]
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -88,7 +91,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 
     Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
     registered by others does not take, which are known once it is built, and for a global batch that `world_size` ranks
-    cannot share: no plan depends on it.
+    cannot share: of it a plan knows no more than how many passes it takes.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
@@ -111,7 +114,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         plan = _plan(parameters, groups.get("muon", []), table, kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
+        said = tuple(reasons(parts))
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent, said)
 
 
 @contextmanager
@@ -154,7 +158,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded]
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
-    # As many microbatches as any schedule asks for: no plan depends on the batch, which may not suit these ranks.
+    # As many microbatches as any schedule asks for: no plan depends on this batch, and the recipe's may not suit.
     size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
     options["training"] = replace(config.training, local_batch_size=size)
     _, parts, _, _ = spec.pipelining_fn(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -21,12 +22,15 @@ from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.private import flattened
 from titan_muon.owned.rules import check_rules, placed
+from titan_muon.plan.owned_choice import Passes
 from titan_muon.registry import Parallelize
 from titan_muon.titan import compat
 from titan_muon.titan.device import planned_device
+from titan_muon.titan.model.owned_choice import REASONS, Owning, Wanted, decide
 from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.degrees import passes_per_step
 from titan_muon.titan.rules import Assignment, assign, splits_with
 
 
@@ -80,28 +84,74 @@ def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
+    recipe, said = _decided(recipe, model, layers, dp_mesh, options)
+    setattr(model, REASONS, tuple(said))
     choice = _choice(recipe, model, layers, _cuts_experts(dp_mesh, options))
-    expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
-    # Experts under expert parallelism are on other ranks than all else, and have a mesh of their own.
-    spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
     every = [
         Owners(
             model,
             mesh=_owner_mesh(recipe, mesh),
-            params={parameter: owner for parameter, owner in choice.owners.items() if parameter in params},
+            params=params,
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
             # Experts under expert parallelism are whole already: no rank of tensor parallelism has a piece of one.
-            tensor_parallel=recipe.placement.tensor_parallel if mesh is dp_mesh else "peers",
+            tensor_parallel="whole" if recipe.placement.tensor_parallel == "whole" and mesh is dp_mesh else "peers",
         )
-        for mesh, params in spaces
-        if params
+        for mesh, params in _spaces(choice, dp_mesh, options)
     ]
     for layer in layers:
         for owners in every:
             if owners.within(layer):
                 own(layer, owners=owners, **_own_options(options))
+
+
+def _decided(
+    recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
+) -> tuple[Recipe, list[str]]:
+    """The recipe with the ways to own that it leaves open, and what is said of them."""
+    if "auto" not in (recipe.placement.replicas, recipe.placement.tensor_parallel):
+        return recipe, []
+    # With all that any way would own: what FSDP2 keeps under the others rests there as if all its ranks owned it.
+    widest = replace(recipe, placement=replace(recipe.placement, tensor_parallel="whole"))
+    choice = _choice(widest, model, layers, _cuts_experts(dp_mesh, options))
+    names = {parameter: canonical_fqn(name) for name, parameter in model.named_parameters()}
+    wanted = [
+        Wanted(
+            mesh,
+            {names[parameter]: parameter for parameter in params},
+            {names[parameter]: owner for parameter, owner in params.items()},
+            shared=mesh is dp_mesh,
+        )
+        for mesh, params in _spaces(choice, dp_mesh, options)
+    ]
+    device = planned_device(dp_mesh.device_type)
+    sent = (options[name].itemsize for name in ("param_dtype", "reduce_dtype"))
+    gathers = 1 if _own_options(options)["reshard_after_forward"] is False else 2
+    owning = Owning(
+        wanted,
+        choice.split,
+        choice.elementwise,
+        _flops(recipe, device),
+        device,
+        Passes(passes_per_step(recipe, dist.get_world_size()), gathers, *sent),
+        options["pp_enabled"],
+    )
+    return decide(recipe, owning)
+
+
+def _spaces(
+    choice: _Choice, dp_mesh: DeviceMesh, options: dict[str, Any]
+) -> list[tuple[DeviceMesh, dict[nn.Parameter, Owner]]]:
+    """The meshes on which anything is owned, with what that is."""
+    # Experts under expert parallelism are on other ranks than all else, and have a mesh of their own.
+    expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
+    spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
+    return [
+        (mesh, {parameter: owner for parameter, owner in choice.owners.items() if parameter in params})
+        for mesh, params in spaces
+        if params
+    ]
 
 
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:

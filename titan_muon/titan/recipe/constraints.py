@@ -47,7 +47,7 @@ RELATIONS = (
         "placement.replicas",
         '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
         lambda recipe: (
-            recipe.placement.replicas == "each"
+            recipe.placement.replicas != "one"
             or (owns(recipe) and recipe.parallelism.data_parallel_replicate_degree > 1)
         ),
     ),
@@ -55,7 +55,7 @@ RELATIONS = (
         "placement.tensor_parallel",
         '"whole" only with placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more',
         lambda recipe: (
-            recipe.placement.tensor_parallel == "peers"
+            recipe.placement.tensor_parallel != "whole"
             or (owns(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),

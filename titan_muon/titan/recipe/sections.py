@@ -122,11 +122,11 @@ class Placement:
     muon: Annotated[str, TEXT] = "shard0"
     """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
 
-    replicas: Literal["each", "one"] = "each"
-    """With `owned` under HSDP: an owner in each replica, or one owner in the world, which sends to all replicas."""
+    replicas: Literal["auto", "each", "one"] = "auto"
+    """With `owned` under HSDP: an owner in `each` replica, `one` in the world; `auto` takes what costs less time."""
 
-    tensor_parallel: Literal["peers", "whole"] = "peers"
-    """With `owned` under TP: `peers` keep a piece each and meet in the step; or one rank has the `whole`."""
+    tensor_parallel: Literal["auto", "peers", "whole"] = "auto"
+    """With `owned` under TP: `peers` have a piece each and meet in the step, one has the `whole`; `auto` as above."""
 
     rule: tuple[PlacementRule, ...] = ()
     """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
