@@ -13,15 +13,16 @@ from torch import Tensor
 
 from . import registry
 from .agreement import Agreement, PlanReport
-from .dtensor import mesh_axes, step_device, storage_device
+from .dtensor import local, mesh_axes, step_device, storage_device
 from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
-from .offload import check_offload, resolved
+from .offload import check_offload, moved_state, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
+from .overlap import Overlap
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work, WorkOf
 from .plan.groups import components
@@ -40,6 +41,7 @@ class Built:
     planned: RankPlan
     exchange: Exchange
     faults: FaultReport
+    overlap: Overlap
     executor: Executor
 
 
@@ -54,6 +56,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
     iterations = tuple(iteration_of(trained.group) for trained in params)
     plan = plan_step([(trained.fqn, trained.param) for trained in params], iterations, dispatch, options, own)
+    _check_overlap(plan, options)
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
@@ -209,7 +212,9 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         for group in groups
     ]
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
-    buckets = tuple(sorted({*(bucket.group for bucket in plan.buckets), *teams}))
+    travelling = {bucket.group for bucket in plan.buckets}
+    apart = travelling if options.overlap == "backward" else set()
+    buckets = tuple(sorted({*(travelling - apart), *teams}))
     skips = options.missing_grad == "skip"
     sharing = tuple(sorted(set(components(_sharing(plan, skips=skips)).values())))
     # Groups of mesh axes exist already. By rule and not by looking: all ranks of the world must make the same groups,
@@ -220,10 +225,22 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - there)),
+        apart=tuple(sorted(apart)),
         sharing=sharing,
         signature=f"{plan.digest()} {options.wire_dtype} {options.rounding} {options.missing_grad} {options.nonfinite} "
         f"{hyperparameters}",
     )
+
+
+def _check_overlap(plan: Plan, options: MuonOptions) -> None:
+    """Raise OptionError for gradients of which nothing tells in backward that they are reduced."""
+    plain = [plan.parameters[index].fqn for index in copied(plan)]
+    if options.overlap == "backward" and plain:
+        raise OptionError(
+            "overlap",
+            f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose gradients "
+            "DistributedDataParallel reduces when their hooks have run; shard the model by fully_shard, or set 'none'",
+        )
 
 
 def _check_storage(planned: RankPlan, options: MuonOptions) -> None:
@@ -260,9 +277,11 @@ def copied(plan: Plan) -> tuple[int, ...]:
 def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
-    exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
+    early = options.overlap == "backward"
+    exchange = Exchange(planned.program, planned.device, wire, collectives, agreement, apart=early)
     faults = FaultReport(len(planned.params), planned.device, agreement, copied(planned.plan))
-    return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
+    overlap = Overlap(planned, exchange, faults, active=early)
+    return Built(planned, exchange, faults, overlap, executor_of(planned, exchange, faults, options))
 
 
 def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, options: MuonOptions) -> Executor:
@@ -282,6 +301,16 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
         offload=options.offload,
         dtype=dtype,
     )
+
+
+def moved(built: Built, state: Mapping[Tensor, dict[str, Any]], options: MuonOptions) -> Built:
+    """The same with the momentum moved to where `options` have it; `state` is the optimizer's."""
+    params = []
+    for trained in built.planned.params:
+        average = moved_state(state[trained.param]["momentum_buffer"], trained.param, options.offload)
+        state[trained.param]["momentum_buffer"] = average
+        params.append(replace(trained, average=average, average_device=local(average).device.type))
+    return rebuild(built, params, options)
 
 
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:

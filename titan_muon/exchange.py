@@ -17,6 +17,7 @@ from .agreement import Agreement
 from .plan.layout import Span, spans
 from .plan.legs import BucketProgram, Collective, Leg, Parcel
 from .plan.program import Program
+from .step_memory import StepMemory
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -220,17 +221,27 @@ class Exchange:
         dtype: dtype of the elements in transit.
         collectives: transport of the buffers.
         agreement: owner of the process groups.
+        apart: whether buckets travel over process groups that nothing else uses.
 
     Attributes:
         buckets: where the pieces of each of the program's buckets are.
+        memory: the memory of the buffers.
         teams: for each slice of a matrix that this rank orthogonalizes, the owners of all of them.
     """
 
     def __init__(
-        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, agreement: Agreement
+        self,
+        program: Program,
+        device: torch.device,
+        dtype: torch.dtype,
+        collectives: Collectives,
+        agreement: Agreement,
+        *,
+        apart: bool,
     ) -> None:
         self._runs = program.buckets
-        self._groups = tuple(agreement.group(run.bucket.group) for run in self._runs)
+        group = agreement.group_apart if apart else agreement.group
+        self._groups = tuple(group(run.bucket.group) for run in self._runs)
         self.teams = {
             matrix: Team(ranks, program.rank, collectives, agreement.group(ranks))
             for matrix, ranks in program.teams.items()
@@ -239,6 +250,7 @@ class Exchange:
         self._pending: dict[int, list[dist.Work]] = {}
         self._slots = make_slots(program, device, dtype)
         self.buckets = tuple(bucket_buffers(r, program.rank, s) for r, s in zip(self._runs, self._slots, strict=True))
+        self.memory = StepMemory(self.buffers)
 
     @property
     def buffers(self) -> Iterator[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -119,7 +119,7 @@ class Executor:
             self._bucket_run(buffers, [self._batch(chosen, workspace) for chosen in run])
             for buffers, run in zip(exchange.buckets, in_buckets, strict=True)
         )
-        self._memory = StepMemory((*exchange.buffers, workspace))
+        self._memory = StepMemory((workspace,))
         # Here and not with the rest: what is updated in one call is the most that it is needed for.
         self._scratch.untyped_storage().resize_(0)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
@@ -192,6 +192,7 @@ class Executor:
 
     def begin(self, gradients: Gradients) -> None:
         """Take the step's memory, and bring what it uses first if that is on the host."""
+        self._exchange.memory.take()
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
@@ -199,10 +200,23 @@ class Executor:
         self.orthogonalized = 0
         self.residence.begin(gradients)
 
-    def advance_momentum(self, bucket: int, gradients: Gradients) -> None:
-        """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
-        self._advance(self._buckets[bucket].advances, gradients)
+    def advance_momentum(self, bucket: int, gradients: Gradients, *, packs: bool = True) -> None:
+        """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here.
+
+        Without `packs` that has left already, by `pack_ahead`.
+        """
+        found = self._buckets[bucket].advances
+        # Not even the NaN of a gradient that is missing may be packed then: the buffer is on its way.
+        self._advance(found if packs else [replace(each, packed=()) for each in found], gradients)
         self._release(bucket, gradients)
+
+    def pack_ahead(self, bucket: int, gradients: Gradients) -> None:
+        """Pack into the home buffer what stage 2 would, and leave momentum as it is."""
+        for each in self._buckets[bucket].advances:
+            for advance in self._with_gradients(each, gradients):
+                grads, group = self.residence.grads(advance, gradients), advance.group
+                if advance.packed:
+                    update.pack_ahead(advance.averages, grads, advance.packed, group["momentum"], group["nesterov"])
 
     def orthogonalize(self, bucket: int, gradients: Gradients) -> None:
         """Stage 4: make the owned matrices whole, orthogonalize them in batches, and fill the buffer that goes back."""
@@ -234,6 +248,7 @@ class Executor:
         self.residence.end()
         self._report.send()
         self._memory.free()
+        self._exchange.memory.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 

@@ -29,6 +29,7 @@ class Fault(IntEnum):
     PARAMETER_REPLACED = 7
     SKIPPED = 8
     COPIES_DIFFER = 9
+    GRADIENT_CHANGED = 10
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED))
@@ -54,6 +55,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.COPIES_DIFFER: "{names}: plain tensors that were equal on all ranks when Muon was built, but their gradients "
     "differ, and a step takes one rank's for all copies; reduce gradients over the ranks, as DistributedDataParallel "
     "does, or have each rank train its own (replicas = 'redundant')",
+    Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed after they were sent in backward "
+    "(overlap = 'backward'), and the matrices got no update; put the last backward of a step alone into "
+    "optimizer.overlap() and leave gradients as they are until the step, or set overlap = 'none'",
 }
 
 
