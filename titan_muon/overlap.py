@@ -37,7 +37,7 @@ class Packed(NamedTuple):
     """What a parameter's pieces were packed from."""
 
     grad: Tensor
-    version: int
+    versions: tuple[int, int]
     momentum: float
     nesterov: bool
 
@@ -45,12 +45,12 @@ class Packed(NamedTuple):
     def of(cls, trained: TrainedParam) -> Packed:
         """What would be packed now of a parameter that has a gradient."""
         assert trained.param.grad is not None, "a parameter is packed once it has a gradient"
-        grad = local(trained.param.grad)
-        return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
+        grad = trained.param.grad
+        return cls(grad, _versions(grad), trained.group["momentum"], trained.group["nesterov"])
 
     def now(self) -> Packed:
-        """The same with the version that the gradient has now."""
-        return self._replace(version=self.grad._version)
+        """The same with the versions that the gradient has now."""
+        return self._replace(versions=_versions(self.grad))
 
     def is_of(self, trained: TrainedParam) -> bool:
         """Whether the same would be packed now."""
@@ -58,6 +58,19 @@ class Packed(NamedTuple):
             return False
         now = Packed.of(trained)
         return now.grad is self.grad and now[1:] == self[1:]
+
+
+def _versions(grad: Tensor) -> tuple[int, int]:
+    # What changes a DTensor in place counts in the DTensor alone; FSDP adds to its local tensor, which counts there.
+    return grad._version, local(grad)._version
+
+
+def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
+    """The norms of the gradients' first rows, (count,) float32; None if one is missing."""
+    rows = [grad[:1] for index in parameters if (grad := stored[index]) is not None]
+    if not rows or len(rows) < len(parameters):
+        return None
+    return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32))
 
 
 class Overlap:
@@ -75,7 +88,10 @@ class Overlap:
         self._ahead = first_gathers(planned.program) if active else ()
         stored = [exchange.buckets[bucket].stored for bucket in self._ahead]
         matrices = planned.plan.matrices
-        self.needed = [frozenset(matrices[piece.matrix].parameter for piece in pieces) for pieces in stored]
+        self.needed = [sorted({matrices[piece.matrix].parameter for piece in pieces}) for pieces in stored]
+        self._numbers = [torch.tensor(needed, device=planned.device, dtype=torch.int64) for needed in self.needed]
+        # By the place of a bucket: its gradients' first rows when they were packed.
+        self._rows: dict[int, Tensor | None] = {}
         self._launched = 0
         self._packed: dict[int, Packed] = {}
         self._changed: set[int] = set()
@@ -95,7 +111,7 @@ class Overlap:
         self._entered = self._abandoned = True
         run, current = _Backward(self, planned, executor), self.module.current_stream()
         with ExitStack() as hooks:
-            for index in sorted(frozenset[int]().union(*self.needed)):
+            for index in sorted(set[int]().union(*self.needed)):
                 # FSDP calls them as autograd does: behind the reduction, on the stream of the reduced gradient.
                 hook = planned.params[index].param.register_post_accumulate_grad_hook(partial(run.ready, index))
                 hooks.callback(hook.remove)
@@ -119,6 +135,7 @@ class Overlap:
         with self.module.stream(self._stream):
             executor.pack_ahead(bucket, gradients)
             self.exchange.gather(bucket)
+            self._rows[self._launched] = _first_rows(gradients.stored, self.needed[self._launched])
         self._launched += 1
         # Of a parameter in several buckets the first: if it changed before the last, the step sees that.
         self._packed = packed | self._packed
@@ -171,13 +188,22 @@ class Overlap:
     def gather(self, bucket: int, executor: Executor, gradients: Gradients) -> None:
         """Stages 2 and 3 of a bucket in the step: what is left to be done of them."""
         launched = bucket in self._ahead[: self._launched]
+        if launched:
+            self._compare(self._ahead.index(bucket), gradients)
         executor.advance_momentum(bucket, gradients, packs=not launched)
         if not launched:
             self.exchange.gather(bucket)
 
+    def _compare(self, place: int, gradients: Gradients) -> None:
+        """Note on the device whose gradients were scaled since they were packed."""
+        # Clipping by foreach calls changes no version of a DTensor. It scales all rows alike, so that one tells.
+        before, now = self._rows[place], _first_rows(gradients.stored, self.needed[place])
+        if before is not None and now is not None:
+            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
+
     def finish(self) -> None:
         """The step is done."""
-        self._launched, self._packed, self._changed = 0, {}, set()
+        self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
 
@@ -216,7 +242,7 @@ class _Backward:
         if not self._off:
             self._overlap.begin(self._computing)
 
-    def _launch(self, parameters: frozenset[int]) -> None:
+    def _launch(self, parameters: Sequence[int]) -> None:
         params, planned = self._planned.params, self._planned.plan.parameters
         stored: list[Tensor | None] = [None] * len(params)
         for index in parameters:
