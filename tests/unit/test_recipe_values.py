@@ -171,6 +171,15 @@ BAD_VALUES = [
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", "1, 2, 4 or 8"),
+    *[
+        (f"muon.overlap = 'backward'\n{line}", 'muon.overlap = "backward"', accepted)
+        for line, accepted in (
+            ("placement.muon = 'owned'", '"none" with placement.muon = "owned"'),
+            ("optimizer.clip = 'all'", '"none" with optimizer.clip = "all"'),
+            ("parallelism.pipeline_parallel_degree = 2", '"none" with pipeline parallelism'),
+            ("training.disable_cuda_graphs = false", '"none" with training.disable_cuda_graphs = false'),
+        )
+    ],
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
     ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),
     ("[machine]\nfile = ' '", 'machine.file = " "', "a string that is not empty"),
