@@ -25,13 +25,18 @@ def normal(std: float) -> Init:
         # What another pipeline stage holds is on the meta device here: drawn like the stage's own, and dropped.
         device = torch.get_default_device() if piece.is_meta else storage_device(tensor)
         *stack, rows, columns = held_indices(tensor)
+        kept = {} if piece.is_meta or piece.numel() == 0 else _matrices(piece, *stack)
         for number in range(len(tensor) if stack else 1):
             whole = torch.empty(tensor.shape[-2:], dtype=tensor.dtype, device=device).normal_(std=std)
-            if piece.numel() > 0 and not piece.is_meta:
-                place = (stack[0] == number).nonzero().flatten() if stack else slice(None)
-                piece[place] = whole[rows][:, columns]
+            if number in kept:
+                kept[number].copy_(whole[rows][:, columns])
 
     return fill
+
+
+def _matrices(piece: torch.Tensor, *stack: torch.Tensor) -> dict[int, torch.Tensor]:
+    """What a rank holds of each matrix, by its number in the whole stack; `stack` are these numbers, if it is one."""
+    return dict(zip(stack[0].tolist(), piece.unbind(), strict=True)) if stack else {0: piece}
 
 
 def linear_init(std: float) -> dict[str, Init]:

@@ -281,10 +281,12 @@ def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agr
     exchange = Exchange(planned.program, planned.device, wire, collectives, agreement, apart=early)
     faults = FaultReport(len(planned.params), planned.device, agreement, copied(planned.plan))
     overlap = Overlap(planned, exchange, faults, active=early)
-    return Built(planned, exchange, faults, overlap, executor_of(planned, exchange, faults, options))
+    return Built(planned, exchange, faults, overlap, executor_of(planned, exchange, faults, overlap, options))
 
 
-def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, options: MuonOptions) -> Executor:
+def executor_of(
+    planned: RankPlan, exchange: Exchange, faults: FaultReport, overlap: Overlap, options: MuonOptions
+) -> Executor:
     """The executor of a plan."""
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
@@ -295,6 +297,7 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
         planned,
         exchange,
         faults,
+        overlap.memory,
         zeroes=zeroes,
         releases=releases,
         stochastic=stochastic,
@@ -316,5 +319,5 @@ def moved(built: Built, state: Mapping[Tensor, dict[str, Any]], options: MuonOpt
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:
     """The same plan and buffers for parameters whose state or hyperparameters were replaced."""
     planned = replace(built.planned, params=tuple(params))
-    executor = executor_of(planned, built.exchange, built.faults, options)
+    executor = executor_of(planned, built.exchange, built.faults, built.overlap, options)
     return replace(built, planned=planned, executor=executor)

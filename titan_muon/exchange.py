@@ -17,7 +17,6 @@ from .agreement import Agreement
 from .plan.layout import Span, spans
 from .plan.legs import BucketProgram, Collective, Leg, Parcel
 from .plan.program import Program
-from .step_memory import StepMemory
 
 # PyTorch 2.13 renamed these; the old names, all that 2.11 has, warn from then on.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -225,7 +224,6 @@ class Exchange:
 
     Attributes:
         buckets: where the pieces of each of the program's buckets are.
-        memory: the memory of the buffers.
         teams: for each slice of a matrix that this rank orthogonalizes, the owners of all of them.
     """
 
@@ -250,7 +248,6 @@ class Exchange:
         self._pending: dict[int, list[dist.Work]] = {}
         self._slots = make_slots(program, device, dtype)
         self.buckets = tuple(bucket_buffers(r, program.rank, s) for r, s in zip(self._runs, self._slots, strict=True))
-        self.memory = StepMemory(self.buffers)
 
     @property
     def buffers(self) -> Iterator[Tensor]:

@@ -81,6 +81,7 @@ class Executor:
         planned: plan of the step, and this rank's part in it.
         exchange: buffers and collectives of that part.
         report: where matrices that are not finite are noted.
+        buffers: memory of the exchange's buffers, which a step takes unless it is there.
         zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
         stochastic: whether weights in bfloat16 are rounded stochastically.
@@ -93,6 +94,7 @@ class Executor:
         planned: RankPlan,
         exchange: Exchange,
         report: FaultReport,
+        buffers: StepMemory,
         *,
         zeroes: bool,
         releases: bool,
@@ -100,7 +102,7 @@ class Executor:
         offload: Offload,
         dtype: torch.dtype,
     ) -> None:
-        self._planned, self._exchange, self._report = planned, exchange, report
+        self._planned, self._exchange, self._report, self._buffers = planned, exchange, report, buffers
         self._zeroes, self._releases, self._stochastic = zeroes, releases, stochastic
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
@@ -192,7 +194,7 @@ class Executor:
 
     def begin(self, gradients: Gradients) -> None:
         """Take the step's memory, and bring what it uses first if that is on the host."""
-        self._exchange.memory.take()
+        self._buffers.take()
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
@@ -248,7 +250,7 @@ class Executor:
         self.residence.end()
         self._report.send()
         self._memory.free()
-        self._exchange.memory.free()
+        self._buffers.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 

@@ -80,7 +80,7 @@ class Muon(Optimizer):
         exchange: str = "all_to_all",
         owners: str = "balanced",
         replicas: str = "split",
-        split_over: int = 1,
+        split_over: int | str = 1,
         wire_dtype: str = "bfloat16",
         state_dtype: str = "float32",
         rounding: str = "stochastic",

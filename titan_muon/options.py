@@ -218,8 +218,10 @@ class StepOptions:
     """Whether ranks that hold copies of a matrix, as under HSDP and DDP, share out the work, repeat it, or do what is
     faster."""
 
-    split_over: Annotated[int, Constraint("1, 2, 4 or 8", lambda value: value in (1, 2, 4, 8))] = 1
-    """Most ranks of a node that orthogonalize one matrix together, each a slice, where that ends the step sooner."""
+    split_over: Annotated[
+        int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))
+    ] = 1
+    """Most ranks of a node that share a matrix, each a slice, where it ends the step sooner; `auto`: 3 % sooner."""
 
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""

@@ -31,6 +31,7 @@ from .params import Gradients, TrainedParam, grad_matrix, placement_key
 from .plan.program import Program
 from .plan.schedule import Act
 from .scaling import Scaling
+from .step_memory import StepMemory
 
 
 class Packed(NamedTuple):
@@ -81,10 +82,15 @@ class Overlap:
         exchange: buffers and collectives of that part.
         report: what was wrong in the step before.
         active: whether any are launched in backward.
+
+    Attributes:
+        memory: the memory of the exchange's buffers, which backward and step take.
+        needed: for each of the first gathers the parameters that are packed for it here, ascending.
     """
 
     def __init__(self, planned: RankPlan, exchange: Exchange, report: FaultReport, *, active: bool) -> None:
         self.exchange, self.report = exchange, report
+        self.memory = StepMemory(exchange.buffers)
         self._ahead = first_gathers(planned.program) if active else ()
         stored = [exchange.buckets[bucket].stored for bucket in self._ahead]
         matrices = planned.plan.matrices
@@ -148,19 +154,19 @@ class Overlap:
     def begin(self, computing: Any) -> None:
         """Take the buffers, as memory of the stream that computes."""
         with self.module.stream(computing):
-            self.exchange.memory.take()
+            self.memory.take()
         self._stream.wait_stream(computing)
 
     def settle(self) -> None:
         """Complete what was launched for nothing. All ranks come here at the same point of the program."""
         if not self._abandoned:
             return
-        self.exchange.memory.take()
+        self.memory.take()
         for bucket in self._ahead[self._launched :]:
             self.exchange.gather(bucket)
         for bucket in self._ahead:
             self.exchange.wait(bucket)
-        self.exchange.memory.free()
+        self.memory.free()
         self.finish()
 
     def abandon(self, faults: Sequence[Fault]) -> None:

@@ -19,8 +19,8 @@ from titan_muon.options import Machine
 # Links so slow that a plan hides as much as it can: several rounds, all of which have buffers of their own.
 SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
 OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
-BACKWARD = {"overlap": "backward", "orthogonalize": "reference"}
-WITHOUT = {"overlap": "none", "orthogonalize": "reference"}
+BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
+WITHOUT: dict[str, Any] = {"overlap": "none", "orthogonalize": "reference"}
 NAMES = tuple(f"layers.{index}.weight" for index in range(6))
 SHAPE = (16, 12)
 STEPS = 3

@@ -67,7 +67,9 @@ def make(axes: tuple[str, ...], mesh: DeviceMesh) -> Net:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         if data:
             fully_shard(layer, mesh=mesh[data])
-    return fully_shard(net, mesh=mesh[data]) if data else net
+    if data:
+        fully_shard(net, mesh=mesh[data])
+    return net
 
 
 def train(axes: tuple[str, ...], mesh: DeviceMesh, **options: Any) -> Trained:
@@ -119,7 +121,7 @@ def launches_and_losses(rank: int, world_size: int, path: str, overrides: list[s
         count += 1
         launch(self, *args)
 
-    Overlap.launch = counted  # type: ignore[method-assign]
+    Overlap.launch = counted  # type: ignore[method-assign, assignment]
     found = losses(rank, world_size, path, overrides)
     return count, found
 
@@ -128,7 +130,7 @@ def test_a_recipe_trains_as_without(tmp_path: Path) -> None:
     """Two passes to a step, and all activations computed anew in backward."""
     corpus = write_corpus(tmp_path)
     path = corpus / "recipe.toml"
-    path.write_text(RECIPE.format(family="llama3", flavor="tiny", corpus=corpus, steps=3))
+    path.write_text(RECIPE.format(family="llama3", flavor="tiny", corpus=corpus, steps=2))
     given = ["--dump_folder", str(tmp_path / "runs"), "--training.seq_len", "64", "--muon.orthogonalize", "reference"]
     given += ["--activation_checkpoint.mode", "full", "--machine.node_gb", "1e-6", "--machine.tflops", "1"]
     given += ["--machine.tflops_float32", "1", "--machine.node_latency_us", "0"]
@@ -136,4 +138,4 @@ def test_a_recipe_trains_as_without(tmp_path: Path) -> None:
     (without, with_overlap) = (run[0] for run in runs)
     assert with_overlap[1] == without[1]
     assert without[0] == 0
-    assert with_overlap[0] > 3
+    assert with_overlap[0] > 2

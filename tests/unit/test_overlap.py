@@ -90,6 +90,6 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str) -> No
         if waits == "for gradients":
             own.wait_stream = lambda other: None
         else:
-            order.compute.wait_stream = lambda other: None  # type: ignore[method-assign]
+            order.compute.wait_stream = lambda stream: None  # type: ignore[method-assign]
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)

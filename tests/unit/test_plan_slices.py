@@ -125,6 +125,19 @@ def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dic
     with pytest.raises(OptionError, match=r"^split_over = 2: .*, or split_over = 1$"):
         plan_of(parameters(1, 4), split_over=2, **options)
     assert plan_of(parameters(1, 4), split_over=1, **options).matrices
+    automatic = plan_of(parameters(1, 4), machine=SLICING, split_over="auto", **options)
+    assert teams(automatic) == []
+    assert "no matrix in slices: " in automatic.reason
+
+
+@pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
+def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
+    """A matrix that one rank of two has alone, after `beside` matrices on each."""
+    matrices = parameters(2 * beside + 1, 2)
+    assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
+    plan = plan_of(matrices, machine=SLICING, split_over="auto")
+    assert bool(teams(plan)) == cut
+    assert ("none would save 3% of the step" in plan.reason) != cut
 
 
 def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> None:

@@ -170,7 +170,6 @@ BAD_VALUES = [
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
-    ("[muon]\nsplit_over = 3", "muon.split_over = 3", "1, 2, 4 or 8"),
     *[
         (f"muon.overlap = 'backward'\n{line}", 'muon.overlap = "backward"', accepted)
         for line, accepted in (
@@ -180,6 +179,8 @@ BAD_VALUES = [
             ("training.disable_cuda_graphs = false", '"none" with training.disable_cuda_graphs = false'),
         )
     ],
+    ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
+    ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
     ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),
     ("[machine]\nfile = ' '", 'machine.file = " "', "a string that is not empty"),

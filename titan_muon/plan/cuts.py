@@ -23,6 +23,10 @@ LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 """Over the mean of all ranks: how late a rank may end before a matrix is cut instead of given to it whole."""
 GAIN = 0.99
 """What is cut has to end the busiest rank this much earlier at least."""
+WORTH = 0.97
+"""Of the price of whole matrices: what a draft with slices may have under `auto`, as times are modelled."""
+COUNTS = (2, 4, 8)
+"""Numbers of slices."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,26 @@ class Balance:
 
 def check_split_over(options: MuonOptions) -> None:
     """Raise OptionError where no matrix can have several owners, although the options ask for it."""
-    if options.split_over == 1:
-        return
+    fault = _fault(options)
+    if fault and options.split_over not in (1, "auto"):
+        raise OptionError("split_over", f"= {options.split_over}: {fault}, or split_over = 1")
+
+
+def _fault(options: MuonOptions) -> str:
+    """Why no matrix can have several owners, and what would let it; empty if it can."""
     if options.orthogonalize == "reference":
-        fault = "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
-    elif not PATTERNS[options.exchange].has_owners:
-        fault = f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
-    elif options.owners != "balanced":
-        fault = f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
-    else:
-        return
-    raise OptionError("split_over", f"= {options.split_over}: {fault}, or split_over = 1")
+        return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
+    if not PATTERNS[options.exchange].has_owners:
+        return f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
+    if options.owners != "balanced":
+        return f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
+    return ""
 
 
 def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     """The problem with the matrices cut that would end a step late, or None if no cut ends it sooner."""
+    if problem.options.split_over == 1 or _fault(problem.options):
+        return None
     offers = _offers(problem, work_of)
     if not offers:
         return None
@@ -82,10 +91,13 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
 
 def slices_reason(options: MuonOptions, matrices: Sequence[Matrix]) -> str:
     """What became of `split_over`, where that allows slices."""
-    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in matrices)
     if options.split_over == 1:
         return ""
-    return f"matrices in slices: {cut:,}" if cut else "no matrix in slices, since none would end the step sooner"
+    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in matrices)
+    if cut:
+        return f"matrices in slices: {cut:,}"
+    sooner = f"would save {1 - WORTH:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
+    return f"no matrix in slices: {_fault(options) or f'none {sooner}'}"
 
 
 def _timed(problem: Problem) -> list[Task]:
@@ -109,7 +121,8 @@ def _offers(problem: Problem, work_of: WorkOf) -> dict[int, tuple[Offer, ...]]:
     """How each matrix can be cut: what one group alone assembles, where that has enough ranks on a node."""
     # Replicas that repeat the work are several groups, which would each need their own slices of the same matrix.
     groups = Counter(task.matrix for task in problem.tasks)
-    counts = [count for count in (2, 4, 8) if count <= problem.options.split_over]
+    most = problem.options.split_over
+    counts = [count for count in COUNTS if most == "auto" or count <= most]
     there = [
         [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
         for group in problem.groups

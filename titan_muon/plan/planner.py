@@ -9,7 +9,7 @@ from functools import cache
 from ..options import MuonOptions, OptionError
 from .buckets import home_flops
 from .cost import Work, WorkOf
-from .cuts import check_split_over, slices_reason, with_cuts
+from .cuts import WORTH, check_split_over, slices_reason, with_cuts
 from .exchanges import PATTERNS
 from .groups import assemblies
 from .layout import Geometries
@@ -46,8 +46,8 @@ def make_plan(
         problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
-    problems += filter(None, [with_cuts(problem, work_of) for problem in problems])
-    draft, problem = _best_of(problems)
+    cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
+    draft, problem = _best_of(problems, cut, WORTH if options.split_over == "auto" else 1.0)
     reasons = draft.reason, slices_reason(options, problem.costs.pieces.matrices), _own_reason(parameters)
     return Plan(
         parameters=problem.parameters,
@@ -70,17 +70,20 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
     return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
-def _best_of(problems: Sequence[Problem]) -> tuple[Draft, Problem]:
-    """The best draft of these problems that have one, with its problem."""
+def _best_of(whole: Sequence[Problem], cut: Sequence[Problem], worth: float) -> tuple[Draft, Problem]:
+    """The best draft of those problems that have one, with its problem; of `cut` if below `worth` of others' price."""
     found, faults = [], []
-    for problem in problems:
-        try:
-            found.append((fastest(problem), problem))
-        except OptionError as fault:
-            faults.append(fault)
+    for problems, weight in ((whole, worth), (cut, 1.0)):
+        for problem in problems:
+            try:
+                draft = fastest(problem)
+                found.append((weight * draft.price, draft, problem))
+            except OptionError as fault:
+                faults.append(fault)
     if not found:
         raise faults[0]
-    return min(found, key=lambda one: one[0].price)
+    _, draft, problem = min(found, key=lambda one: one[0])
+    return draft, problem
 
 
 def _matrices(
