@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .dtensor import local
 from .exchange import Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport
@@ -38,7 +37,7 @@ class Packed(NamedTuple):
     """What a parameter's pieces were packed from."""
 
     grad: Tensor
-    versions: tuple[int, int]
+    version: int
     momentum: float
     nesterov: bool
 
@@ -47,11 +46,9 @@ class Packed(NamedTuple):
         """What would be packed now of a parameter that has a gradient."""
         assert trained.param.grad is not None, "a parameter is packed once it has a gradient"
         grad = trained.param.grad
-        return cls(grad, _versions(grad), trained.group["momentum"], trained.group["nesterov"])
-
-    def now(self) -> Packed:
-        """The same with the versions that the gradient has now."""
-        return self._replace(versions=_versions(self.grad))
+        # Not its local tensor's: FSDP reduces a module's gradients into one tensor, whose parts have one version. When
+        # those of other optimizers are clipped, these would seem to have changed.
+        return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_of(self, trained: TrainedParam) -> bool:
         """Whether the same would be packed now."""
@@ -59,11 +56,6 @@ class Packed(NamedTuple):
             return False
         now = Packed.of(trained)
         return now.grad is self.grad and now[1:] == self[1:]
-
-
-def _versions(grad: Tensor) -> tuple[int, int]:
-    # What changes a DTensor in place counts in the DTensor alone; FSDP adds to its local tensor, which counts there.
-    return grad._version, local(grad)._version
 
 
 def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
@@ -123,8 +115,6 @@ class Overlap:
                 hooks.callback(hook.remove)
             try:
                 yield
-                # Only now: FSDP adds to the gradients of a module one after the other, and they have one version.
-                self._packed = {index: packed.now() for index, packed in self._packed.items()}
                 self._abandoned = False
             finally:
                 # Gradients may be freed from now on, and their memory used again, which their packing still reads.
@@ -202,7 +192,8 @@ class Overlap:
 
     def _compare(self, place: int, gradients: Gradients) -> None:
         """Note on the device whose gradients were scaled since they were packed."""
-        # Clipping by foreach calls changes no version of a DTensor. It scales all rows alike, so that one tells.
+        # Neither foreach calls nor FSDP that adds to a DTensor change its version. Clipping scales all rows alike, so
+        # that one of them tells.
         before, now = self._rows[place], _first_rows(gradients.stored, self.needed[place])
         if before is not None and now is not None:
             self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))

@@ -52,9 +52,9 @@ class Run:
         self.gathered: list[int] = []
         gather = self.muon.exchange.gather
 
-        def noted(bucket: int) -> None:
-            self.gathered.append(bucket)
-            gather(bucket)
+        def noted(index: int) -> None:
+            self.gathered.append(index)
+            gather(index)
 
         self.muon.exchange.gather = noted  # type: ignore[method-assign]
 
