@@ -24,6 +24,7 @@ class PlanReport:
         ranks: global ranks that the plan's parameters rest on; empty on a rank that trains none.
         buckets: ranks of each collective, of whole buckets and among the owners of a matrix's slices.
         groups: those of all sets of ranks here for which a process group has to be made.
+        apart: ranks of each collective that goes over a process group which nothing else uses, made in any case.
         sharing: ranks that must do the same in every step, as disjoint sets.
         signature: digest of the plan and of the hyperparameters.
     """
@@ -31,6 +32,7 @@ class PlanReport:
     ranks: Ranks = ()
     buckets: tuple[Ranks, ...] = ()
     groups: tuple[Ranks, ...] = ()
+    apart: tuple[Ranks, ...] = ()
     sharing: tuple[Ranks, ...] = ()
     signature: str = ""
 
@@ -53,6 +55,7 @@ class Agreement:
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
+        self._apart: dict[Ranks, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
         self.peers: dist.ProcessGroup | None = None
 
@@ -70,9 +73,13 @@ class Agreement:
         for ranks in sorted({ranks for each in reports.values() for ranks in each.groups}):
             if ranks not in self._groups:
                 self._groups[ranks] = self._made_group(ranks)
+        for ranks in sorted({ranks for each in reports.values() for ranks in each.apart}):
+            if ranks not in self._apart:
+                self._apart[ranks] = self._made_group(ranks)
         mine = next((ranks for ranks in report.sharing if self._rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
-        self._warm_up([ranks for ranks in report.buckets if self._rank in ranks], device)
+        self._warm_up([self.group(ranks) for ranks in report.buckets if self._rank in ranks], device)
+        self._warm_up([self.group_apart(ranks) for ranks in report.apart if self._rank in ranks], device)
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
@@ -142,6 +149,10 @@ class Agreement:
         """The process group of these global ranks, one of those in the reports or of a mesh axis."""
         return self._groups[ranks] if len(ranks) < self._size else _world()
 
+    def group_apart(self, ranks: Ranks) -> dist.ProcessGroup:
+        """The process group of these global ranks that nothing but buckets uses."""
+        return self._apart[ranks]
+
     def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
         """The largest of each code over the peers. The host waits for all of them, and for the device."""
         if self.peers is None:
@@ -175,13 +186,13 @@ class Agreement:
             self._made.append(group)
         return group
 
-    def _warm_up(self, used: Sequence[Ranks], device: torch.device) -> None:
+    def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:
         """Open the connections of the groups that this rank uses, in one order on all of their members."""
         # NCCL opens them in the first collective. There they cost seconds of the first step, and a network that cannot
         # open them would be found after the first forward and backward, by a time-out.
-        for ranks in used:
-            sent = torch.zeros(len(ranks), device=device)
-            dist.all_to_all_single(torch.empty_like(sent), sent, group=self.group(ranks))
+        for group in used:
+            sent = torch.zeros(dist.get_world_size(group), device=device)
+            dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
 def _digest(said: object) -> bytes:

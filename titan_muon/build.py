@@ -24,6 +24,7 @@ from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
+from .overlap import Overlap
 from .params import TrainedParam, storage_fault
 from .plan.cost import Work, WorkOf
 from .plan.groups import components
@@ -43,6 +44,7 @@ class Built:
     planned: RankPlan
     exchange: Exchange
     faults: FaultReport
+    overlap: Overlap
     executor: Executor
 
 
@@ -59,6 +61,7 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     plan = plan_step(named, iterations, dispatch, options, own, kept)
+    _check_overlap(plan, options)
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
@@ -228,7 +231,9 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         for group in groups
     ]
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
-    buckets = tuple(sorted({*(bucket.group for bucket in plan.buckets), *teams}))
+    travelling = {bucket.group for bucket in plan.buckets}
+    apart = travelling if options.overlap == "backward" else set()
+    buckets = tuple(sorted({*(travelling - apart), *teams}))
     skips = options.missing_grad == "skip"
     sharing = tuple(sorted(set(components(_sharing(plan, skips=skips)).values())))
     # Groups of mesh axes exist already. By rule and not by looking: all ranks of the world must make the same groups,
@@ -239,10 +244,22 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - there)),
+        apart=tuple(sorted(apart)),
         sharing=sharing,
         signature=f"{plan.digest()} {options.wire_dtype} {options.rounding} {options.missing_grad} {options.nonfinite} "
         f"{hyperparameters}",
     )
+
+
+def _check_overlap(plan: Plan, options: MuonOptions) -> None:
+    """Raise OptionError for gradients of which nothing tells in backward that they are reduced."""
+    plain = [plan.parameters[index].fqn for index in copied(plan)]
+    if options.overlap == "backward" and plain:
+        raise OptionError(
+            "overlap",
+            f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose gradients "
+            "DistributedDataParallel reduces when their hooks have run; shard the model by fully_shard, or set 'none'",
+        )
 
 
 def _check_storage(planned: RankPlan, options: MuonOptions) -> None:
@@ -279,12 +296,16 @@ def copied(plan: Plan) -> tuple[int, ...]:
 def build(planned: RankPlan, options: MuonOptions, collectives: Collectives, agreement: Agreement) -> Built:
     """Allocate buffers and workspace. The ranks have agreed, so that all process groups are there."""
     wire = DTYPES[options.wire_dtype]
-    exchange = Exchange(planned.program, planned.device, wire, collectives, agreement)
+    early = options.overlap == "backward"
+    exchange = Exchange(planned.program, planned.device, wire, collectives, agreement, apart=early)
     faults = FaultReport(len(planned.params), planned.device, agreement, copied(planned.plan))
-    return Built(planned, exchange, faults, executor_of(planned, exchange, faults, options))
+    overlap = Overlap(planned, exchange, faults, active=early)
+    return Built(planned, exchange, faults, overlap, executor_of(planned, exchange, faults, overlap, options))
 
 
-def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, options: MuonOptions) -> Executor:
+def executor_of(
+    planned: RankPlan, exchange: Exchange, faults: FaultReport, overlap: Overlap, options: MuonOptions
+) -> Executor:
     """The executor of a plan."""
     # A matrix at home is rounded to what the wire would carry, or layouts would differ in their bits. float16 itself
     # would overflow at home.
@@ -295,6 +316,7 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
         planned,
         exchange,
         faults,
+        overlap.memory,
         zeroes=zeroes,
         releases=releases,
         stochastic=stochastic,
@@ -306,5 +328,5 @@ def executor_of(planned: RankPlan, exchange: Exchange, faults: FaultReport, opti
 def rebuild(built: Built, params: Sequence[TrainedParam], options: MuonOptions) -> Built:
     """The same plan and buffers for parameters whose state or hyperparameters were replaced."""
     planned = replace(built.planned, params=tuple(params))
-    executor = executor_of(planned, built.exchange, built.faults, options)
+    executor = executor_of(planned, built.exchange, built.faults, built.overlap, options)
     return replace(built, planned=planned, executor=executor)

@@ -220,6 +220,7 @@ class Exchange:
         dtype: dtype of the elements in transit.
         collectives: transport of the buffers.
         agreement: owner of the process groups.
+        apart: whether buckets travel over process groups that nothing else uses.
 
     Attributes:
         buckets: where the pieces of each of the program's buckets are.
@@ -227,10 +228,18 @@ class Exchange:
     """
 
     def __init__(
-        self, program: Program, device: torch.device, dtype: torch.dtype, collectives: Collectives, agreement: Agreement
+        self,
+        program: Program,
+        device: torch.device,
+        dtype: torch.dtype,
+        collectives: Collectives,
+        agreement: Agreement,
+        *,
+        apart: bool,
     ) -> None:
         self._runs = program.buckets
-        self._groups = tuple(agreement.group(run.bucket.group) for run in self._runs)
+        group = agreement.group_apart if apart else agreement.group
+        self._groups = tuple(group(run.bucket.group) for run in self._runs)
         self.teams = {
             matrix: Team(ranks, program.rank, collectives, agreement.group(ranks))
             for matrix, ranks in program.teams.items()

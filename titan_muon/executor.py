@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -81,6 +81,7 @@ class Executor:
         planned: plan of the step, and this rank's part in it.
         exchange: buffers and collectives of that part.
         report: where matrices that are not finite are noted.
+        buffers: memory of the exchange's buffers, which a step takes unless it is there.
         zeroes: whether the update of such matrices is zero; otherwise they are let be.
         releases: whether to drop each gradient once its last piece is packed.
         stochastic: whether weights in bfloat16 are rounded stochastically.
@@ -93,6 +94,7 @@ class Executor:
         planned: RankPlan,
         exchange: Exchange,
         report: FaultReport,
+        buffers: StepMemory,
         *,
         zeroes: bool,
         releases: bool,
@@ -100,7 +102,7 @@ class Executor:
         offload: Offload,
         dtype: torch.dtype,
     ) -> None:
-        self._planned, self._exchange, self._report = planned, exchange, report
+        self._planned, self._exchange, self._report, self._buffers = planned, exchange, report, buffers
         self._zeroes, self._releases, self._stochastic = zeroes, releases, stochastic
         plan, program = planned.plan, planned.program
         self._matrices = plan.matrices
@@ -119,7 +121,7 @@ class Executor:
             self._bucket_run(buffers, [self._batch(chosen, workspace) for chosen in run])
             for buffers, run in zip(exchange.buckets, in_buckets, strict=True)
         )
-        self._memory = StepMemory((*exchange.buffers, workspace))
+        self._memory = StepMemory((workspace,))
         # Here and not with the rest: what is updated in one call is the most that it is needed for.
         self._scratch.untyped_storage().resize_(0)
         self.planned = len(program.home) + sum(len(run.matrices) for run in program.buckets)
@@ -202,6 +204,7 @@ class Executor:
 
     def begin(self, gradients: Gradients) -> None:
         """Take the step's memory, and bring what it uses first if that is on the host."""
+        self._buffers.take()
         self._memory.take()
         if gradients.scaling is not None:
             self._report.add_skipped(gradients.scaling.skipped)
@@ -209,10 +212,23 @@ class Executor:
         self.orthogonalized = 0
         self.residence.begin(gradients)
 
-    def advance_momentum(self, bucket: int, gradients: Gradients) -> None:
-        """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here."""
-        self._advance(self._buckets[bucket].advances, gradients)
+    def advance_momentum(self, bucket: int, gradients: Gradients, *, packs: bool = True) -> None:
+        """Stage 2: advance the momentum of each stored piece, and pack into the home buffer what leaves from here.
+
+        Without `packs` that has left already, by `pack_ahead`.
+        """
+        found = self._buckets[bucket].advances
+        # Not even the NaN of a gradient that is missing may be packed then: the buffer is on its way.
+        self._advance(found if packs else [replace(each, packed=()) for each in found], gradients)
         self._release(bucket, gradients)
+
+    def pack_ahead(self, bucket: int, gradients: Gradients) -> None:
+        """Pack into the home buffer what stage 2 would, and leave momentum as it is."""
+        for each in self._buckets[bucket].advances:
+            for advance in self._with_gradients(each, gradients):
+                grads, group = self.residence.grads(advance, gradients), advance.group
+                if advance.packed:
+                    update.pack_ahead(advance.averages, grads, advance.packed, group["momentum"], group["nesterov"])
 
     def orthogonalize(self, bucket: int, gradients: Gradients) -> None:
         """Stage 4: make the owned matrices whole, orthogonalize them in batches, and fill the buffer that goes back."""
@@ -244,6 +260,7 @@ class Executor:
         self.residence.end()
         self._report.send()
         self._memory.free()
+        self._buffers.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 

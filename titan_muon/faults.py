@@ -29,6 +29,7 @@ class Fault(IntEnum):
     PARAMETER_REPLACED = 7
     SKIPPED = 8
     COPIES_DIFFER = 9
+    GRADIENT_CHANGED = 10
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED))
@@ -54,6 +55,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.COPIES_DIFFER: "{names}: plain tensors that were equal on all ranks when Muon was built, but their gradients "
     "differ, and a step takes one rank's for all copies; reduce gradients over the ranks, as DistributedDataParallel "
     "does, or have each rank train its own (replicas = 'redundant')",
+    Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed after they were sent in backward "
+    "(overlap = 'backward'), before the step; put the last backward of a step alone into optimizer.overlap() and leave "
+    "gradients as they are until the step, without clipping them, or set overlap = 'none'",
 }
 
 
@@ -128,6 +132,10 @@ class FaultReport:
     def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
         """Note matrices, (count,) bool, for their parameters, (count,) int64 indices on the device."""
         self._found.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
+
+    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
+        """Note parameters, (count,) int64 indices on the device, whose gradients changed after they were sent, bool."""
+        self._found.scatter_reduce_(0, parameters, changed.to(torch.int32) * Fault.GRADIENT_CHANGED, "amax")
 
     def add(self, faults: Sequence[Fault]) -> None:
         """Note what this host found wrong with each parameter."""

@@ -72,6 +72,22 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
     return average
 
 
+def moved(
+    params: Iterable[TrainedParam],
+    planned: Iterable[Parameter],
+    state: Mapping[Tensor, dict[str, Any]],
+    options: MuonOptions,
+) -> list[TrainedParam]:
+    """The parameters with their momentum where `options` have it, which is put into the optimizer's `state`."""
+    found = []
+    for trained, parameter in zip(params, planned, strict=True):
+        average = new_average(trained.param, parameter, options)
+        local(average).copy_(local(trained.momentum))
+        state[trained.param]["momentum_buffer"] = average
+        found.append(with_average(trained, average))
+    return found
+
+
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(StateMesh.refusal)
 

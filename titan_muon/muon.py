@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
@@ -18,21 +19,12 @@ from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement
-from .build import (
-    Built,
-    build,
-    checked,
-    faults_here,
-    plan_changed,
-    plan_rank,
-    rebuild,
-    report_of,
-)
+from .build import Built, build, checked, faults_here, plan_changed, plan_rank, rebuild, report_of
 from .copies import not_copies
-from .dtensor import layout_of, local, mesh_groups
+from .dtensor import layout_of, mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
-from .momentum import copy_average, new_average, with_states
+from .momentum import copy_average, moved, with_states
 from .offload import moves, with_offload
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .params import Gradients, TrainedParam, gradients, placement_key, with_average
@@ -96,6 +88,7 @@ class Muon(Optimizer):
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
+        overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
@@ -150,7 +143,7 @@ class Muon(Optimizer):
         # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
         grads = self._check_gradients()
         built = self._built
-        executor, exchange, program = built.executor, built.exchange, built.planned.program
+        executor, exchange, overlap, program = built.executor, built.exchange, built.overlap, built.planned.program
         executor.begin(grads)
         # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
         # is orthogonalized the next ones are being gathered, and earlier ones return.
@@ -162,9 +155,8 @@ class Muon(Optimizer):
             for bucket in program.rounds[number]:
                 if act is Act.GATHER:
                     # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before its stage and
-                    # goes back behind it. Stage 3, gather: pieces to their owners.
-                    executor.advance_momentum(bucket, grads)
-                    exchange.gather(bucket)
+                    # goes back behind it. Stage 3, gather: pieces to their owners, unless they went in backward.
+                    overlap.gather(bucket, executor, grads)
                 elif act is Act.ORTHOGONALIZE:
                     # Stage 4, orthogonalize: the owner's matrices, once whole. Stage 5, return: the mirror of stage 3.
                     exchange.wait(bucket)
@@ -176,15 +168,27 @@ class Muon(Optimizer):
                     executor.apply(bucket, grads)
         # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
+        overlap.finish()
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
         return loss
 
+    def overlap(self) -> AbstractContextManager[None]:
+        """Put the last backward before a step in this context: by `overlap = "backward"`, gathers start in it.
+
+        All ranks enter it together, and leave gradients as they are until the step. Otherwise nothing happens.
+        """
+        built = self._built
+        return built.overlap.backward(built.planned, built.executor)
+
     def _check_gradients(self) -> Gradients:
         """The gradients of this step, without those that are left alone. Raises ValueError on all ranks alike."""
         built, params = self._built, self._built.planned.params
-        found, moved = faults_here(built, self.param_groups, self.state)
+        scaling = Scaling.asked_of(self, built.planned.device)
+        built.overlap.settle()
+        found, elsewhere = faults_here(built, self.param_groups, self.state)
+        found = built.overlap.checked(found, params, scaling)
         if self._agrees_first:
             # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
             found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
@@ -196,10 +200,10 @@ class Muon(Optimizer):
             built.faults.add(found)
         stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
         left = frozenset(index for index, fault in enumerate(found) if fault not in stepped)
-        if STORAGE_FAULTS.isdisjoint(found) and moved:
+        if STORAGE_FAULTS.isdisjoint(found) and elsewhere:
             # Such as after `param.data = ...`: the step follows, since views of the old storage would train that.
             self._build = rebuild(built, params, self._options)
-        return gradients(params, built.planned.plan.parameters, left, Scaling.asked_of(self, built.planned.device))
+        return gradients(params, built.planned.plan.parameters, left, scaling)
 
     @property
     def _agrees_first(self) -> bool:
@@ -224,6 +228,7 @@ class Muon(Optimizer):
         chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
         self._built.faults.clear()
         self._built.executor.heal(faults)
+        self._built.overlap.abandon(faults)
         check_faults(params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
         if names := names_with(params, faults, Fault.NOT_FINITE):
             warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
@@ -279,17 +284,14 @@ class Muon(Optimizer):
             return
         self._synchronize()
         self._options = with_offload(self._built.planned.plan, self._options, to)
-        planned, params = self._built.planned, []
-        for trained, parameter in zip(planned.params, planned.plan.parameters, strict=True):
-            average = new_average(trained.param, parameter, self._options)
-            local(average).copy_(local(trained.momentum))
-            self.state[trained.param]["momentum_buffer"] = average
-            params.append(with_average(trained, average))
+        planned = self._built.planned
+        params = moved(planned.params, planned.plan.parameters, self.state, self._options)
         self._build = rebuild(self._built, params, self._options)
 
     def _synchronize(self) -> None:
-        """Have the host wait for the momentum that is on its way to it."""
+        """Have the host wait for the momentum that is on its way to it; gathers that backward launched are dropped."""
         if self._build is not None:
+            self._build.overlap.cancel()
             self._build.executor.residence.synchronize()
 
     def set_timeout(self, timeout: timedelta) -> None:

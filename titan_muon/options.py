@@ -244,6 +244,9 @@ class StepOptions:
     release_grads: bool = False
     """Free each gradient as soon as it is packed."""
 
+    overlap: Literal["none", "backward"] = "none"
+    """`backward`: matrices gather at their owners while the last backward goes on, as soon as gradients are reduced."""
+
     split: tuple[Split, ...] = ()
     """Which parameters are cut into several matrices; the first that matches counts."""
 
@@ -269,6 +272,12 @@ class MuonOptions(StepOptions, Hyperparameters):
     def __post_init__(self) -> None:
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
+        if self.overlap == "backward" and self.offload != "none":
+            problem = "= 'backward' needs momentum and gradients on the device; set 'none', or offload = 'none'"
+            raise OptionError("overlap", problem)
+        if self.overlap == "backward" and self.state != "replicated":
+            problem = "= 'backward' needs the momentum of each copy; set 'none', or state = 'replicated'"
+            raise OptionError("overlap", problem)
 
     @property
     def wire_bytes(self) -> int:

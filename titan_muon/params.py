@@ -123,7 +123,7 @@ def gradients(
 ) -> Gradients:
     """The gradients of the parameters but of those that are left alone."""
     stored = [
-        _matrix(trained.param.grad, planned) if index not in left and trained.here else None
+        grad_matrix(trained.param.grad, planned) if index not in left and trained.here else None
         for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
     ]
     dtypes = {
@@ -132,7 +132,8 @@ def gradients(
     return Gradients(stored, left, None not in dtypes and len(dtypes) <= 1, scaling)
 
 
-def _matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
+def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
+    """The (rows, cols) local gradient of a parameter, if there is one."""
     if grad is None:
         return None
     stored = local(grad)

@@ -23,9 +23,11 @@ class StepMemory:
         self.free()
 
     def take(self) -> None:
-        """Allocate, in the stream that is current; what is in it is undefined."""
+        """Allocate, in the stream that is current, unless it is there already; what is in it is undefined."""
+        # Resized to the size that it has, a storage would move, and collectives in flight would write to where it was.
         for storage, size in self._sizes.items():
-            storage.resize_(size)
+            if storage.nbytes() != size:
+                storage.resize_(size)
 
     def free(self) -> None:
         """Give the memory back. What other streams did with it was waited for in the stream that is current."""

@@ -40,7 +40,19 @@ def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, n
     if advanced is not averages:
         torch._foreach_copy_(averages, advanced)
     if packed:
-        torch._foreach_copy_(packed, torch._foreach_lerp(wide_grads, advanced, decay) if nesterov else advanced)
+        _pack(wide_grads, advanced, packed, decay, nesterov)
+
+
+def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+    """Copy into `packed` what `momentum` will, bit for bit, and leave the averages as they are."""
+    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
+    wide_grads = converted(grads, wide)
+    advanced = torch._foreach_lerp(converted(averages, wide), wide_grads, 1 - decay)
+    _pack(wide_grads, advanced, packed, decay, nesterov)
+
+
+def _pack(grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+    torch._foreach_copy_(packed, torch._foreach_lerp(grads, advanced, decay) if nesterov else advanced)
 
 
 def apply(

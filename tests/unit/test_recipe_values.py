@@ -174,6 +174,15 @@ BAD_VALUES = [
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
+    *[
+        (f"muon.overlap = 'backward'\n{line}", 'muon.overlap = "backward"', accepted)
+        for line, accepted in (
+            ("placement.muon = 'owned'", '"none" with placement.muon = "owned"'),
+            ("optimizer.clip = 'all'", '"none" with optimizer.clip = "all"'),
+            ("parallelism.pipeline_parallel_degree = 2", '"none" with pipeline parallelism'),
+            ("training.disable_cuda_graphs = false", '"none" with training.disable_cuda_graphs = false'),
+        )
+    ],
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
     ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),

@@ -34,6 +34,17 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
     return [chosen for chosen in result if chosen]
 
 
+def backward_rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
+    """Tasks in at most `count` rounds, in the order in which backward comes to them: the last parameter's first."""
+    # Whoever owns them: a round can travel when the last of its gradients is there, and later ones wait for it.
+    total, seen = sum(task.bytes for task in tasks), 0
+    result: list[list[Task]] = [[] for _ in range(count)]
+    for task in sorted(tasks, key=lambda task: (-task.matrix, task.group)):
+        result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
+        seen += task.bytes
+    return [chosen for chosen in result if chosen]
+
+
 class Order(Enum):
     """The order in which a rank orthogonalizes what it owns."""
 

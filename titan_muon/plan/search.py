@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ..options import MuonOptions, OptionError
-from .buckets import Cut, Dealer, Order, rounds
+from .buckets import Cut, Dealer, Order, backward_rounds, rounds
 from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task, among
 from .slices import together
@@ -112,6 +112,7 @@ class _Search:
         self._owners: dict[int, OwnerOf] = {}
         self._left = MOST_PLAYED
         self._ending = ""
+        self._overlap = problem.options.overlap == "backward"
 
     def run(self) -> None:
         """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
@@ -135,7 +136,7 @@ class _Search:
         # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
         # in the best way so far: all combinations would be ten times as many.
         count, way = self._best_played()
-        for order, cut in product(Order, Cut):
+        for order, cut in () if self._overlap else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
@@ -203,13 +204,19 @@ class _Search:
             return self._played[count, way]
         if self._ended():
             return None
-        problem, owners = self._problem, self._assigned(way.owners)
-        if owners is None:
-            grouped = rounds(problem.tasks, problem.groups, count)
+        owners = self._assigned(way.owners)
+        if owners is None or self._overlap:
+            grouped = self._following(count)
         else:
             grouped = self._dealer.rounds(owners, count, way.order, way.cut)
         best = self._played[count, way] = self._add(grouped, owners)
         return best
+
+    def _following(self, count: int) -> list[list[Task]]:
+        """The tasks in at most so many rounds of matrices that follow each other, or come after each other in
+        backward."""
+        problem = self._problem
+        return backward_rounds(problem.tasks, count) if self._overlap else rounds(problem.tasks, problem.groups, count)
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
@@ -223,9 +230,11 @@ class _Search:
         numbers, work = [bucket.round for bucket in buckets], self._work(times)
         busiest = max(self._busy(times), default=0.0)
         added = []
-        for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in SLOTS):
+        # In backward all gathers can travel that have buffers of their own.
+        more = (len(grouped),) if self._overlap else ()
+        for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in (*SLOTS, *more)):
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            seconds = max(play(times, numbers, self._home, slots), default=0.0)
+            seconds = max(play(times, numbers, self._home, slots, overlap=self._overlap), default=0.0)
             buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
             taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
             added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))
@@ -267,7 +276,7 @@ class _Search:
         """Unless a draft fits, add those of more and more rounds of matrices that follow each other until one does."""
         owners, tasks, count = self._assigned(0), self._problem.tasks, 1
         while not self._fits(self._best()):
-            self._add(rounds(tasks, self._problem.groups, count), owners)
+            self._add(self._following(count), owners)
             if count >= len(tasks):
                 return
             count = min(2 * count, len(tasks))

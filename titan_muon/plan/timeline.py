@@ -95,20 +95,28 @@ def timeline(plan: Plan, machine: Machine) -> Timeline:
     )
 
 
-def play(times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int) -> list[float]:
-    """When each rank is done. `rounds` are of the buckets, `home` the seconds of what each rank stores whole."""
+def play(
+    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, *, overlap: bool = False
+) -> list[float]:
+    """When each rank is done. `rounds` are of the buckets, `home` the seconds of what each rank stores whole.
+
+    With `overlap` the first gathers travel in the backward before the step.
+    """
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
         by_round[number].append(index)
     clock = _Clock(times, len(home))
-    for act, number in schedule(count, max(1, min(slots, count))):
+    turns = schedule(count, max(1, min(slots, count)))
+    # The last of them has the gradients that come last, and nothing is left of backward to hide it.
+    hidden = [turn.act for turn in turns].index(Act.HOME) - 1 if overlap else 0
+    for act, number in turns:
         if act is Act.HOME:
             clock.now = [now + taken for now, taken in zip(clock.now, home, strict=True)]
             continue
         for bucket in by_round[number]:
             if act is Act.GATHER:
-                clock.gather(bucket)
+                clock.gather(bucket, travels=number >= hidden)
             elif act is Act.ORTHOGONALIZE:
                 clock.orthogonalize(bucket)
             else:
@@ -131,11 +139,12 @@ class _Clock:
         self._streams: dict[tuple[int, ...], float] = {}
         self._over = [0.0] * len(times)
 
-    def gather(self, bucket: int) -> None:
+    def gather(self, bucket: int, *, travels: bool) -> None:
         one = self._times[bucket]
         for index, taken in zip(one.group, one.pack, strict=True):
             self.now[index] += taken
-        self._launch(bucket, one.legs[0])
+        if travels:
+            self._launch(bucket, one.legs[0])
 
     def orthogonalize(self, bucket: int) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
@@ -143,6 +144,15 @@ class HybridOptimizers(OptimizersContainer):
             raise RecipeError(f"{method}: {', '.join(cannot)} cannot move its states")
         for optimizer in self.optimizers:
             getattr(optimizer, method)()
+
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Around the last backward before a step: Muon's gathers start in it, if the recipe says so."""
+        with ExitStack() as each:
+            for optimizer in self.optimizers:
+                if isinstance(optimizer, Muon):
+                    each.enter_context(optimizer.overlap())
+            yield
 
     def check_last_step(self) -> None:
         """Raise ValueError on all ranks for what was missing or not finite in the last step of Muon."""

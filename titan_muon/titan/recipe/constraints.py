@@ -38,6 +38,13 @@ def _held_by_bfloat16(name: str) -> Relation:
     return Relation(f"{name}.betas", f'{accepted} ({name}.state_dtype = "bfloat16")', holds)
 
 
+def _overlaps(what: str, without: Callable[[Recipe], bool]) -> Relation:
+    def holds(recipe: Recipe) -> bool:
+        return recipe.muon.overlap == "none" or without(recipe)
+
+    return Relation("muon.overlap", f'"none" with {what}', holds)
+
+
 def _compiles_the_model(recipe: Recipe) -> bool:
     return recipe.compile.enable and "model" in recipe.compile.components
 
@@ -146,6 +153,11 @@ RELATIONS = (
             isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
         ),
     ),
+    _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
+    _overlaps('optimizer.clip = "all", which scales gradients after backward', lambda r: r.optimizer.clip != "all"),
+    _overlaps("pipeline parallelism", lambda recipe: recipe.parallelism.pipeline_parallel_degree == 1),
+    # A graph that is replayed calls no hooks.
+    _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
     _held_by_bfloat16("adamw"),
     _held_by_bfloat16("adam"),
     # The text of `python` and `files` is memory-mapped tokens: there is nothing to wait for.

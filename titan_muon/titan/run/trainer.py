@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -55,6 +56,7 @@ class MuonTrainer(Trainer):
     stop: StopSignals
     stopped: bool
     first_step: bool
+    passes: int
     grad_norm: torch.Tensor
     rates: dict[str, float]
 
@@ -143,6 +145,7 @@ class MuonTrainer(Trainer):
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """TorchTitan's step, with this trainer's clipping, and the stop flag underway meanwhile."""
         self.stop.begin_step()
+        self.passes = 0
         try:
             with compat.clipping_by(self._clip_gradients):
                 super().train_step(data_iterator)
@@ -173,8 +176,10 @@ class MuonTrainer(Trainer):
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
-        """TorchTitan's forward and backward, timed."""
-        with self.timer.phase("forward_backward"):
+        """TorchTitan's forward and backward, timed; in a step's last one Muon may start to gather."""
+        self.passes += 1
+        last = self.passes == self.gradient_accumulation_steps
+        with self.timer.phase("forward_backward"), self.optimizers.overlap() if last else nullcontext():
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:

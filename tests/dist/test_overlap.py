@@ -1,0 +1,349 @@
+"""Gathers that start in backward: the numbers of a run without, in one order on all ranks, whatever comes between."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from tests.dist.harness import run_ranks
+from titan_muon import Muon
+from titan_muon.options import Machine
+
+# Links so slow that a plan hides as much as it can: several rounds, all of which have buffers of their own.
+SLOW = Machine(node_gb=1e-6, tflops=1.0, tflops_float32=1.0, node_latency_us=0.0, launch_us=0.0)
+OPTIONS: dict[str, Any] = {"lr": 0.02, "machine": SLOW}
+BACKWARD: dict[str, Any] = {"overlap": "backward", "orthogonalize": "reference"}
+WITHOUT: dict[str, Any] = {"overlap": "none", "orthogonalize": "reference"}
+NAMES = tuple(f"layers.{index}.weight" for index in range(6))
+SHAPE = (16, 12)
+STEPS = 3
+
+
+class Failed(Exception):
+    pass
+
+
+class Fail(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Failed
+
+
+class Run:
+    """A few matrices in rows over the ranks, whose gradients are as told and come from the last parameter's on."""
+
+    def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
+        self.mesh = mesh
+        self.params = {name: nn.Parameter(self.drawn(index)) for index, name in enumerate(NAMES)}
+        self.muon = Muon(self.params.items(), **{**OPTIONS, **options})
+        self.gathered: list[int] = []
+        gather = self.muon.exchange.gather
+
+        def noted(index: int) -> None:
+            self.gathered.append(index)
+            gather(index)
+
+        self.muon.exchange.gather = noted  # type: ignore[method-assign]
+
+    def drawn(self, seed: int) -> DTensor:
+        whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))
+        return distribute_tensor(whole, self.mesh, [Shard(0)], src_data_rank=None)
+
+    def backward(
+        self, step: int, names: tuple[str, ...] = NAMES, fails: str = "", nan: str = "", armed: bool = True
+    ) -> None:
+        """Backward of a step, which comes to the last of `names` first, and raises before it comes to `fails`."""
+        total = torch.zeros(())
+        for name in names:
+            grad = self.drawn(100 * (step + 1) + NAMES.index(name)).to_local()
+            stored = self.params[name].to_local()
+            term = ((Fail.apply(stored) if name == fails else stored) * grad).sum()
+            total = total + (term * torch.nan if name == nan else term)
+        with self.muon.overlap() if armed else nullcontext():
+            total.backward()
+
+    def step(self) -> None:
+        self.muon.step()
+        self.muon.zero_grad()
+
+    def tensors(self) -> list[Tensor]:
+        """Parameters and momenta here."""
+        params = list(self.params.values())
+        found = [*params, *(self.muon.state[param]["momentum_buffer"] for param in params)]
+        return [tensor.to_local().detach().clone() for tensor in found]
+
+
+def same(a: Run, b: Run) -> bool:
+    return all(map(torch.equal, a.tensors(), b.tensors()))
+
+
+def plain(mesh: DeviceMesh, **options: Any) -> Run:
+    run = Run(mesh, **options)
+    for step in range(STEPS):
+        run.backward(step)
+        run.step()
+    return run
+
+
+def raised(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (ValueError, Failed) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+# --- what each rank does; both do all of it in one world ---
+
+
+def every_gather(mesh: DeviceMesh, rank: int) -> tuple[list[int], list[int], list[int]]:
+    """The plan's buckets, those whose gathers were launched before the step, and all of them."""
+    run = Run(mesh, **BACKWARD)
+    run.backward(0)
+    before = list(run.gathered)
+    run.step()
+    return list(range(len(run.muon.plan.buckets))), before, run.gathered
+
+
+def without_overlap(mesh: DeviceMesh, rank: int) -> bool:
+    return same(plain(mesh, **BACKWARD), plain(mesh, **WITHOUT))
+
+
+def not_entered(mesh: DeviceMesh, rank: int) -> bool:
+    armed, run = plain(mesh, overlap="backward"), Run(mesh, overlap="backward")
+    for step in range(STEPS):
+        run.backward(step, armed=False)
+        assert not run.gathered[step * len(run.muon.plan.buckets) :], "nothing is launched outside of the context"
+        run.step()
+    return same(armed, run)
+
+
+def first_parameters_first(mesh: DeviceMesh, rank: int) -> bool:
+    run = Run(mesh, **BACKWARD)
+    for step in range(STEPS):
+        run.backward(step, NAMES[::-1])
+        run.step()
+    assert run.gathered == STEPS * list(range(len(run.muon.plan.buckets))), "a bucket waits for those before it"
+    return same(run, plain(mesh, **WITHOUT))
+
+
+def failing(mesh: DeviceMesh, rank: int, names: tuple[str, str]) -> tuple[bool, int]:
+    """Also the gathers launched until it raised."""
+    run = Run(mesh, **BACKWARD)
+    initial = run.tensors()
+    run.backward(0)
+    run.step()
+    first, launched = run.tensors(), len(run.gathered)
+    assert not any(map(torch.equal, initial, first))
+    assert raised(lambda: run.backward(7, fails=names[rank])) == "Failed"
+    launched = len(run.gathered) - launched
+    run.muon.zero_grad()
+    assert all(map(torch.equal, first, run.tensors())), "nothing is left behind"
+    for step in range(1, STEPS):
+        run.backward(step)
+        run.step()
+    return same(run, plain(mesh, **WITHOUT)), launched
+
+
+def failing_and_then_not_entered(mesh: DeviceMesh, rank: int) -> bool:
+    run = Run(mesh, **BACKWARD)
+    assert raised(lambda: run.backward(7, fails=NAMES[2])) == "Failed"
+    for step in range(STEPS):
+        run.muon.zero_grad()
+        run.backward(step, armed=False)
+        run.step()
+    return same(run, plain(mesh, **WITHOUT))
+
+
+def between(mesh: DeviceMesh, rank: int, act: Callable[[Run, int], object]) -> bool:
+    """Something else between backward and step."""
+    run = Run(mesh, **BACKWARD)
+    for step in range(STEPS):
+        run.backward(step)
+        act(run, step)
+        run.step()
+    return same(run, plain(mesh, **WITHOUT))
+
+
+def evaluate(run: Run, step: int) -> None:
+    for param in run.params.values():
+        param.detach().full_tensor()
+
+
+def start_anew(run: Run, step: int) -> None:
+    run.muon.zero_grad()
+    run.backward(7)
+    run.muon.zero_grad()
+    run.backward(step)
+
+
+def move(run: Run, step: int) -> None:
+    for param in run.params.values():
+        param.data = param.data.clone()
+
+
+def faulty(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[Run, list[str]]:
+    """Rank 1 has no gradient, or one that is not finite, of one matrix in the second step; what each step raises."""
+    run, missing, messages = Run(mesh, **options), "missing_grad" in options, []
+    for step in range(STEPS):
+        bad = NAMES[2] if (rank, step) == (1, 1) else ""
+        run.backward(step, tuple(n for n in NAMES if not missing or n != bad), nan="" if missing else bad)
+        messages.append(raised(run.step))
+    return run, messages
+
+
+def faults(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[bool, list[str], list[str], list[int]]:
+    ours, messages = faulty(mesh, rank, **BACKWARD, **options)
+    theirs, expected = faulty(mesh, rank, **WITHOUT, **options)
+    pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
+    equal = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs)
+    return equal, messages, expected, ours.gathered
+
+
+def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
+    """Whether a step of gradients that have changed since backward leaves weights as they are, and the error after."""
+    run = Run(mesh, **BACKWARD)
+    weights = [param.to_local().detach().clone() for param in run.params.values()]
+    run.backward(0)
+    change(run)
+    run.step()
+    kept = all(map(torch.equal, weights, (param.to_local() for param in run.params.values())))
+    run.backward(1)
+    return kept, raised(run.step)
+
+
+def clip(run: Run) -> None:
+    torch.nn.utils.clip_grads_with_norm_(run.params.values(), 0.1, torch.tensor(1.0))
+
+
+def accumulate(run: Run) -> None:
+    run.backward(1, armed=False)
+
+
+def other_momentum(run: Run) -> None:
+    run.muon.param_groups[0]["momentum"] = 0.5
+
+
+def scaled(mesh: DeviceMesh, rank: int) -> str:
+    run = Run(mesh, **BACKWARD)
+    run.backward(0)
+    run.muon.found_inf = torch.zeros(())  # type: ignore[attr-defined]
+    return raised(run.step)
+
+
+def plain_tensors(mesh: DeviceMesh, rank: int) -> str:
+    return raised(lambda: Muon([("w", nn.Parameter(torch.ones(SHAPE)))], **BACKWARD))
+
+
+def own_groups(mesh: DeviceMesh, rank: int) -> bool:
+    exchange = Run(mesh, **BACKWARD).muon.exchange
+    others = (mesh.get_group(), dist.group.WORLD)
+    return not any(group is other for group in exchange._groups for other in others)
+
+
+SCENARIOS: dict[str, Callable[[DeviceMesh, int], Any]] = {
+    "gathers": every_gather,
+    "without": without_overlap,
+    "not entered": not_entered,
+    "first parameters first": first_parameters_first,
+    "failed alike": partial(failing, names=(NAMES[2], NAMES[2])),
+    "failed apart": partial(failing, names=(NAMES[4], NAMES[1])),
+    "failed and not entered": failing_and_then_not_entered,
+    "evaluated": partial(between, act=evaluate),
+    "state dict": partial(between, act=lambda run, step: run.muon.state_dict()),
+    "started anew": partial(between, act=start_anew),
+    "moved": partial(between, act=move),
+    "missing skip": partial(faults, missing_grad="skip"),
+    "missing error": partial(faults, missing_grad="error"),
+    "nan skip": partial(faults, nonfinite="skip"),
+    "nan error": partial(faults, nonfinite="error"),
+    "nan propagate": partial(faults, nonfinite="propagate"),
+    "clipped": partial(changed, change=clip),
+    "accumulated": partial(changed, change=accumulate),
+    "momentum": partial(changed, change=other_momentum),
+    "scaled": scaled,
+    "plain": plain_tensors,
+    "groups": own_groups,
+}
+
+
+def run_scenarios(rank: int, world_size: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    return {name: scenario(mesh, rank) for name, scenario in SCENARIOS.items()}
+
+
+@cache
+def outcomes() -> list[dict[str, Any]]:
+    return run_ranks(run_scenarios, 2)
+
+
+def found(name: str) -> list[Any]:
+    """What a scenario came to on both ranks."""
+    return [results[name] for results in outcomes()]
+
+
+def test_all_gathers_that_have_buffers_travel_in_backward() -> None:
+    for planned, before, after in found("gathers"):
+        assert len(planned) > 2, "the case this test is for"
+        assert before == after == planned
+
+
+@pytest.mark.parametrize("name", ["without", "not entered", "first parameters first"])
+def test_digits_are_those_of_a_run_without(name: str) -> None:
+    assert found(name) == [True, True]
+
+
+def test_a_backward_that_failed_leaves_nothing_behind() -> None:
+    """Wherever it failed on each rank: what some have launched and others have not is completed by all."""
+    assert found("failed alike") == [(True, 1), (True, 1)]
+    assert found("failed apart") == [(True, 0), (True, 2)]
+    assert found("failed and not entered") == [True, True]
+
+
+@pytest.mark.parametrize("name", ["evaluated", "state dict", "started anew", "moved"])
+def test_what_comes_between_backward_and_step_changes_nothing(name: str) -> None:
+    assert found(name) == [True, True]
+
+
+@pytest.mark.parametrize("name", ["missing skip", "missing error", "nan skip", "nan error", "nan propagate"])
+def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> None:
+    """On one rank of two: the other has launched gathers in backward that this one launches in its step."""
+    results = found(name)
+    for equal, messages, expected, gathered in results:
+        assert equal
+        assert messages == expected
+        assert bool(messages[2]) == name.endswith("error")
+        assert gathered == results[0][3], "in one order"
+
+
+@pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])
+def test_what_changed_after_it_was_sent_is_an_error(name: str) -> None:
+    """What the host sees is left alone at once."""
+    for kept, message in found(name):
+        assert kept == (name != "clipped")
+        assert "layers.0.weight" in message
+        assert "changed after they were sent in backward" in message
+
+
+def test_what_cannot_be_sent_in_backward_is_refused() -> None:
+    for message in found("scaled"):
+        assert "GradScaler" in message
+    for message in found("plain"):
+        assert "overlap = 'backward' takes DTensors, and w are plain tensors" in message
+
+
+def test_buckets_have_process_groups_that_nothing_else_uses() -> None:
+    assert found("groups") == [True, True]
