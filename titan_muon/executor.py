@@ -117,10 +117,11 @@ class Executor:
         largest = max((self._numel(chosen) for run in (at_home, *in_buckets) for chosen in run), default=0)
         workspace = torch.empty(largest, dtype=dtype, device=planned.device)
         self._home = tuple(self._home_run(self._batch(chosen, workspace)) for chosen in at_home)
-        self._buckets = tuple(
-            self._bucket_run(buffers, [self._batch(chosen, workspace) for chosen in run])
-            for buffers, run in zip(exchange.buckets, in_buckets, strict=True)
-        )
+        with buffers.held():
+            self._buckets = tuple(
+                self._bucket_run(bucket, [self._batch(chosen, workspace) for chosen in run])
+                for bucket, run in zip(exchange.buckets, in_buckets, strict=True)
+            )
         self._memory = StepMemory((workspace,))
         # Here and not with the rest: what is updated in one call is the most that it is needed for.
         self._scratch.untyped_storage().resize_(0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -28,6 +29,16 @@ class StepMemory:
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
                 storage.resize_(size)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile the memory is there, so that views can be made: PyTorch makes none of a part of nothing."""
+        # What a backward is sending from stays as it is: views are also made in a step, of a storage that was replaced.
+        missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
+        self.take()
+        yield
+        for storage in missing:
+            storage.resize_(0)
 
     def free(self) -> None:
         """Give the memory back. What other streams did with it was waited for in the stream that is current."""
