@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
-from torchtitan.components.optimizer.utils import get_flat_optim_state_dict, load_flat_optim_state_dict
 
 from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS
@@ -153,14 +152,24 @@ def unfused(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def saved(ours: Training, path: str) -> dict[str, Any]:
-    """What is saved and loaded, by PyTorch's way from an optimizer to a checkpoint or by TorchTitan's."""
-    optimizer = ours.muon
-    state = get_flat_optim_state_dict(optimizer) if path == "titan" else get_optimizer_state_dict(ours.model, optimizer)
+    """What is saved and loaded, by PyTorch's way from an optimizer to a checkpoint or by TorchTitan's.
+
+    torchtitan is imported by the ranks: at the top it would be imported before `compat.install` when all tests are
+    collected together.
+    """
+    if path == "titan":
+        from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
+
+        state = get_flat_optim_state_dict(ours.muon)
+    else:
+        state = get_optimizer_state_dict(ours.model, ours.muon)
     return {"model": ours.model.state_dict(), "optimizer": state}
 
 
 def load(ours: Training, loaded: dict[str, Any], path: str) -> None:
     if path == "titan":
+        from torchtitan.components.optimizer.utils import load_flat_optim_state_dict
+
         load_flat_optim_state_dict(ours.muon, loaded["optimizer"])
     else:
         set_optimizer_state_dict(ours.model, ours.muon, loaded["optimizer"])
