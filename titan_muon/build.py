@@ -19,6 +19,7 @@ from .exchange import Collectives, Exchange
 from .executor import Executor, RankPlan
 from .faults import Fault, FaultReport, fault_of
 from .matrices import check_splits, planned
+from .mesh import without_groups
 from .momentum import check_not_owned, kept_by
 from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
@@ -61,7 +62,6 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     plan = plan_step(named, iterations, dispatch, options, own, kept)
-    _check_overlap(plan, options)
     geometries = Geometries(plan.parameters)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
     chosen = (first[work] for work in range(len(plan.works)))
@@ -103,7 +103,10 @@ def plan_step(
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
-    return plan_parameters(parameters, iterations, dispatch, options, kept)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    if options.overlap == "backward":
+        _check_overlap(plan, [fqn for fqn, tensor in named if without_groups(tensor)])
+    return plan
 
 
 def plan_parameters(
@@ -251,10 +254,17 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
     )
 
 
-def _check_overlap(plan: Plan, options: MuonOptions) -> None:
-    """Raise OptionError for gradients of which nothing tells in backward that they are reduced."""
+def _check_overlap(plan: Plan, owned: Sequence[str]) -> None:
+    """Raise OptionError for gradients of which nothing tells in backward that they are reduced, and where owned
+    parameters, by their names, leave nothing to be gathered."""
+    if owned and not plan.buckets:
+        raise OptionError(
+            "overlap",
+            "= 'backward' has nothing to gather in backward: owned parameters are whole where they are orthogonalized "
+            f"({', '.join(owned[:5])}), and no other matrix travels; set 'none'",
+        )
     plain = [plan.parameters[index].fqn for index in copied(plan)]
-    if options.overlap == "backward" and plain:
+    if plain:
         raise OptionError(
             "overlap",
             f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose gradients "

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 
 class MeshWithoutGroups(DeviceMesh):
@@ -32,6 +33,11 @@ class MeshWithoutGroups(DeviceMesh):
     # DeviceMesh's own would look for process groups.
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+def without_groups(tensor: Tensor) -> bool:
+    """Whether a tensor is on such a mesh: an owned parameter, or a momentum on its owner alone."""
+    return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
 
 
 class StateMesh(MeshWithoutGroups):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from .dtensor import held_indices, local
-from .mesh import MeshWithoutGroups, StateMesh
+from .mesh import StateMesh, without_groups
 from .offload import new_state, state_like
 from .options import MuonOptions, OptionError
 from .orthogonalize import DTYPES
@@ -22,7 +22,7 @@ from .plan.types import Parameter
 def check_not_owned(parameters: Mapping[str, Tensor], options: MuonOptions) -> None:
     """Raise OptionError for the momentum of owned placement, which is on its owner alone as it is."""
     for fqn, parameter in parameters.items() if options.state == "owner" else ():
-        if isinstance(parameter, DTensor) and isinstance(parameter.device_mesh, MeshWithoutGroups):
+        if without_groups(parameter):
             said = f"{fqn} is owned, and its momentum is on its owner alone already"
             raise OptionError("state", f'= "owner": {said}; set "replicated"')
 

@@ -5,13 +5,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.dist.test_overlap import NAMES, SLOW, Failed, Run
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
+from titan_muon import Muon
 from titan_muon.options import MuonOptions, OptionError
+from titan_muon.owned.param import place_on_owners
 from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 from titan_muon.titan import compat
 
@@ -47,13 +52,26 @@ def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None
 
 
 @pytest.fixture
-def run() -> Iterator[Run]:
+def mesh() -> Iterator[DeviceMesh]:
     """On rank 0 of two, of which the other is not there."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield Run(init_device_mesh("cpu", (2,)), overlap="backward")
+    yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(mesh: DeviceMesh) -> Run:
+    return Run(mesh, overlap="backward")
+
+
+def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceMesh) -> None:
+    owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
+    sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
+    with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
+        Muon([("layers.0.w", owned)], overlap="backward")
+    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], overlap="backward").plan.buckets
 
 
 def train(run: Run) -> None:

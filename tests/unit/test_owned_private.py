@@ -139,3 +139,13 @@ def test_gloo_does_not_coalesce(tmp_path: Path) -> None:
     assert group is not None
     assert not private.coalesces(group, torch.device("cpu"))
     dist.destroy_process_group()
+
+
+def test_hooks_of_a_gradient_are_those_that_autograd_calls() -> None:
+    param, called = torch.nn.Parameter(torch.ones(2)), []
+    assert private.gradient_hooks(param) == []
+    handles = [param.register_post_accumulate_grad_hook(called.append) for _ in range(2)]
+    assert private.gradient_hooks(param) == [called.append] * 2
+    handles[0].remove()
+    param.sum().backward()
+    assert len(called) == len(private.gradient_hooks(param)) == 1

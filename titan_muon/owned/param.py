@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ..dtensor import layout_of, local
 from ..plan.layout import chunk, region
+from . import private
 from .inner import Inner, from_local
 from .private import OwnerMesh, joint_mesh, stored_tensor
 
@@ -161,7 +162,7 @@ class OwnedParam:
             self._unsharded_param.grad = None
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
-        """Give the owned parameter its gradient, or add to the one it has."""
+        """Give the owned parameter its gradient, or add to the one it has, and call what waits for it."""
         owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
         place = local(owned).device
         if owned.grad is not None:
@@ -173,6 +174,10 @@ class OwnedParam:
             # On the host, pinned. `from_local` would take it back to the mesh's device.
             owned.grad = torch.empty_like(owned, pin_memory=True)
             local(owned.grad).copy_(reduced)
+        # Autograd never sees an owned parameter. FSDP2 calls the hooks of sharded ones here too; what waits for them to
+        # begin its work, such as gathers in backward, would otherwise wait for ever.
+        for hook in private.gradient_hooks(owned):
+            hook(owned)
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
+    """What `register_post_accumulate_grad_hook` has registered, which autograd calls of a leaf with a new gradient."""
+    return list((parameter._post_accumulate_grad_hooks or {}).values())
+
+
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a group's backend for a device launches several operations as one."""
     return bool(group._get_backend(device).supports_coalescing)
