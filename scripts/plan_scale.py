@@ -5,7 +5,9 @@ limit: the larger of the least possible Newton-Schulz and the busiest link. What
 rank that is done last: Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which
 any plan has, and without which the last ratio is; and waits, mostly the first matrix's way to its owner and the last
 one's way back, when nothing is left to do. The least for whole matrices has all of this in it that no plan can be
-without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's.
+without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's. Exposed is what the
+step would be shorter by if links took no time; in backward are the gathers of `--overlap backward`, on the rank that
+has most of them.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
@@ -18,7 +20,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -65,6 +67,8 @@ class Numbers:
     least_ms: float
     link_ms: float
     whole_ms: float
+    exposed_ms: float
+    hidden_ms: float
     seconds: float
 
     @property
@@ -78,28 +82,38 @@ class Numbers:
         return self.step_ms / self.limit_ms
 
     @property
+    def exposed_ratio(self) -> float:
+        """What links add to the step, over its Newton-Schulz."""
+        return self.exposed_ms / self.newton_schulz_ms
+
+    @property
     def ratio_without_passes(self) -> float:
         """The same of the step without momentum, apply and copies."""
         return (self.step_ms - self.passes_ms) / self.limit_ms
 
 
 def plan_numbers(
-    model: str, ranks: int, machine: str = "h100x8", expert_parallel: int | None = None, split_over: int = 1
+    model: str,
+    ranks: int,
+    machine: str = "h100x8",
+    expert_parallel: int | None = None,
+    split_over: int = 1,
+    overlap: Literal["none", "backward"] = "none",
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` is Muon's.
+    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` and `overlap` are Muon's.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    given += ["--muon.split_over", str(split_over)]
+    given += ["--muon.split_over", str(split_over), "--muon.overlap", overlap]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
     taken = time.process_time() - start
-    played = timeline(plan, planning_machine(recipe.machine, "cuda"))
+    played = timeline(plan, planning_machine(recipe.machine, "cuda"), overlap=overlap == "backward")
     return Numbers(
         model=model,
         ranks=ranks,
@@ -120,6 +134,8 @@ def plan_numbers(
         least_ms=1e3 * played.least,
         link_ms=1e3 * played.link,
         whole_ms=1e3 * played.whole,
+        exposed_ms=1e3 * played.exposed,
+        hidden_ms=1e3 * (played.hidden or 0.0),
         seconds=taken,
     )
 
@@ -127,9 +143,10 @@ def plan_numbers(
 HEADER = (
     "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | least Newton-Schulz, link ms "
     "| step / limit (without passes) | least for whole matrices ms, step / it "
+    "| in backward ms | exposed ms (/ Newton-Schulz) "
     "| longest path / least possible | calls | sent MiB mean (max) "
     "| buffers + workspace GiB | plan s |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -141,6 +158,7 @@ def row(n: Numbers) -> str:
         f"| {n.step_ms:,.1f} = {n.newton_schulz_ms:,.1f} + {n.passes_ms:,.1f} + {n.waits_ms:,.1f} "
         f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.ratio:.2f} ({n.ratio_without_passes:.2f}) "
         f"| {n.whole_ms:,.1f}, {n.step_ms / n.whole_ms:.2f} "
+        f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ratio:.3f}) "
         f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
         f"| {n.buffers_gib:.2f} + {n.work_gib:.2f} | {n.seconds:.0f} |"
     )
@@ -152,6 +170,7 @@ def main(
     machine: str = "h100x8",
     expert_parallel: int | None = None,
     split_over: int = 1,
+    overlap: Literal["none", "backward"] = "none",
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
@@ -162,13 +181,14 @@ def main(
         machine: a named machine, as `machine.name` of a recipe.
         expert_parallel: degree, by default what experts are laid out by in real runs.
         split_over: most ranks that orthogonalize one matrix together.
+        overlap: whether gathers begin in backward, which is taken to be long enough to hide all but the last.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over))
+            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over, overlap))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

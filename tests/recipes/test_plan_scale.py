@@ -69,6 +69,14 @@ def test_bytes_of_an_even_shard0_are_exact() -> None:
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
 
 
+def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
+    without, overlapped = plan_numbers("qwen3_8b", 64), plan_numbers("qwen3_8b", 64, overlap="backward")
+    assert without.hidden_ms == 0 < overlapped.hidden_ms
+    assert overlapped.link_ms < without.link_ms
+    for numbers in (without, overlapped):
+        assert 0 < numbers.exposed_ms <= numbers.waits_ms
+
+
 def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])

@@ -209,6 +209,19 @@ def test_the_way_to_own_is_chosen_by_time_and_said(
     assert "owned: placement." not in capsys.readouterr().out
 
 
+def test_what_backward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    dry_run("qwen3_0.6b_muon", 64, tmp_path)
+    assert not re.search(said, capsys.readouterr().out)
+    dry_run("qwen3_0.6b_muon", 64, tmp_path, "--muon.overlap", "backward")
+    printed = capsys.readouterr().out
+    (found,) = re.findall(said, printed)
+    hidden, exposed = map(float, found)
+    (waits,) = re.findall(r"modelled time .* waits ([\d.,]+) ms", printed)
+    assert hidden > 0
+    assert 0 < exposed <= float(waits)
+
+
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.placements, "_values", dict(registry.placements._values))
     placed = []

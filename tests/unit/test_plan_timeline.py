@@ -64,6 +64,13 @@ def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
 
 def test_three_slots_hide_a_return_behind_the_next_round() -> None:
     """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
+    plan, machine = four_rounds()
+    took = {slots: seconds(replace(plan, slots=slots), machine) for slots in (1, 3)}
+    assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
+
+
+def four_rounds() -> tuple[Plan, Machine]:
+    """Of one matrix for each of four ranks, and a machine on which each takes 1 s there, and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
     one = plan.buckets[0]
     matrices = [[m for m in one.matrices if one.owners[one.matrices.index(m)] == rank] for rank in range(4)]
@@ -71,18 +78,52 @@ def test_three_slots_hide_a_return_behind_the_next_round() -> None:
         replace(one, matrices=tuple(m[k] for m in matrices), owners=(0, 1, 2, 3), round=k) for k in range(4)
     )
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
-    took = {slots: seconds(replace(plan, buckets=buckets, slots=slots), machine) for slots in (1, 3)}
-    assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
+    return replace(plan, buckets=buckets), machine
+
+
+@pytest.mark.parametrize(
+    ("slots", "overlap", "step", "exposed", "hidden"),
+    [
+        (4, False, 4.8, 0.8, None),
+        # Three of four gathers in backward, the last behind the first rounds: the last return is left.
+        (4, True, 4.4, 0.4, 1.2),
+        (2, True, 5.2, 1.2, 0.4),
+        # A round that waits for the buffers of the one before cannot be there.
+        (1, True, 4 * 1.8, 4 * 0.8, 0.0),
+    ],
+)
+def test_backward_hides_the_gathers_that_have_buffers(
+    slots: int, overlap: bool, step: float, exposed: float, hidden: float | None
+) -> None:
+    plan, machine = four_rounds()
+    played = timeline(replace(plan, slots=slots), machine, overlap=overlap)
+    assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
+    assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
+    # In the step links carry what backward has left of eight ways.
+    assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
+    assert played.whole <= played.last.seconds
+
+
+def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
+    """Of three matrices for two ranks one has two; the other waits for it, and nobody for a link."""
+    plan = plan_of(parameters(3, 2))
+    flops = {"bfloat16": plan.matrices[0].flops}
+    played = timeline(plan, replace(FREE, flops=flops))
+    assert played.last.seconds == pytest.approx(2)
+    assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
+    assert played.exposed == pytest.approx(0, abs=1e-12)
 
 
 @settings(PROPERTY, max_examples=100)
 @given(plans())
 def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
-    played = timeline(plan, MACHINES["h100x8"])
-    assert all(rank.waits >= -1e-12 for rank in played.ranks)
-    assert played.last.seconds >= played.link - 1e-12
-    assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
-    assert timeline(plan, MACHINES["h100x8"]) == played
+    for overlap in (False, True):
+        played = timeline(plan, MACHINES["h100x8"], overlap=overlap)
+        assert all(rank.waits >= -1e-12 for rank in played.ranks)
+        assert played.last.seconds >= played.link - 1e-12
+        assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
+        assert -1e-12 <= played.exposed <= played.last.seconds + 1e-12
+        assert timeline(plan, MACHINES["h100x8"], overlap=overlap) == played
 
 
 def least(plan: Plan, machine: Machine) -> float:
@@ -97,7 +138,10 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
     """In particular not one of other buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
-        assert timeline(plan, machine).whole >= timeline(plan, machine).limit
+        for overlap in (False, True):
+            played = timeline(plan, machine, overlap=overlap)
+            assert played.last.seconds >= played.whole * (1 - 1e-9)
+            assert played.whole >= played.limit
 
 
 # Of 240 large matrices each needs a rank of its own, so that 144 ranks have a middle one beside it, and wait for the

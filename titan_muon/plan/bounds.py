@@ -25,15 +25,19 @@ class Chain(NamedTuple):
     back: float
 
 
-def chains(buckets: Iterable[Bucket], costs: Costs) -> Counter[Chain]:
-    """The matrices of buckets that have owners, each with the owner that is nearest to its pieces."""
+def chains(buckets: Iterable[Bucket], costs: Costs, *, gathered: bool = False) -> Counter[Chain]:
+    """The matrices of buckets that have owners, each with the owner that is nearest to its pieces.
+
+    With `gathered` any of them may be there before the step.
+    """
     groups = Counter[tuple[int, tuple[int, ...]]]()
     for bucket in buckets:
         if PATTERNS[bucket.exchange].has_owners:
             groups.update((costs.pieces.kinds[matrix], bucket.group) for matrix in bucket.matrices)
     found = Counter[Chain]()
     for (kind, group), count in groups.items():
-        found[_chain(kind, group, costs)] += count
+        chain = _chain(kind, group, costs)
+        found[chain._replace(there=0.0) if gathered else chain] += count
     return found
 
 

@@ -30,6 +30,12 @@ def prefetch(slots: int, rounds: int) -> int:
     return rounds - 1 if slots >= rounds else slots // 2
 
 
+def hidden_rounds(slots: int, rounds: int) -> int:
+    """How many rounds the backward before a step hides, if those that the step would begin with are gathered there."""
+    # The last of them has the gradients that come last, and nothing is left of backward to hide it.
+    return max(0, min(prefetch(slots, rounds), rounds - 1))
+
+
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
     """The turns of a step of so many rounds in `slots` sets of buffers; to orthogonalize is also to send back."""
     # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 
 from .bounds import chains, least_whole
 from .exchanges import BucketTotals, Flow
 from .layout import Geometries
 from .machine import Machine
 from .pieces import Pieces
-from .schedule import Act, schedule
+from .schedule import Act, hidden_rounds, schedule
 from .times import BucketTimes, Costs, bucket_times
 from .totals import Totals, home_counts
 from .types import Plan
@@ -19,7 +20,10 @@ from .types import Plan
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link."""
+    """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link.
+
+    What is gathered in the backward before is not of the step.
+    """
 
     rank: int
     orthogonalize: float
@@ -43,12 +47,17 @@ class Timeline:
         least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
         whole: seconds that no plan can be below if each matrix, or each slice of one, is whole on one rank: with
             passes, and with the first way to an owner and the last way back, behind which nothing is left to compute.
+        exposed: seconds by which the step would be shorter if links took no time.
+        hidden: seconds of gathers in the backward before, on the rank that has most of them; None if all are in the
+            step.
     """
 
     machine: str
     ranks: tuple[RankTime, ...]
     least: float
     whole: float
+    exposed: float
+    hidden: float | None
 
     @property
     def last(self) -> RankTime:
@@ -66,8 +75,11 @@ class Timeline:
         return max(self.least, self.link)
 
 
-def timeline(plan: Plan, machine: Machine) -> Timeline:
-    """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces."""
+def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline:
+    """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
+
+    With `overlap` the first gathers travel in the backward before the step, which is taken to be long enough.
+    """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
     ranks = pieces.ranks()
@@ -77,21 +89,27 @@ def timeline(plan: Plan, machine: Machine) -> Timeline:
     owned = [costs.owned(counts) for counts in home_counts(plan.home, pieces).values()]
     newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
     home = [sum(pair) for pair in zip(newton, passes, strict=True)]
-    ends = play(times, [bucket.round for bucket in plan.buckets], home, plan.slots)
+    rounds = [bucket.round for bucket in plan.buckets]
+    ends = play(times, rounds, home, plan.slots, overlap=overlap)
+    free = play([_with_free_links(one) for one in times], rounds, home, plan.slots)
+    ahead = hidden_rounds(plan.slots, plan.rounds) if overlap else 0
+    before = [number < ahead for number in rounds]
     for one in times:
         for index, mine, *others in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
             newton[index] += mine.seconds
             passes[index] += sum(others)
             home[index] += sum(others) - others[1]
-    links = _links(totals, ranks, plan.wire_bytes, machine)
+    links = _links(totals, before, ranks, plan.wire_bytes, machine)
     found = zip(ranks, newton, passes, ends, links, strict=True)
     least = _least(plan, costs, len(ranks))
-    whole = least_whole(chains(plan.buckets, costs), home, max(ends)) if home else 0.0
+    whole = least_whole(chains(plan.buckets, costs, gathered=overlap), home, max(ends)) if home else 0.0
     return Timeline(
         machine.name,
         tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
         least,
         max([whole, least, *links]),
+        max(ends, default=0.0) - max(free, default=0.0),
+        _gathered(compress(times, before), len(ranks)) if overlap else None,
     )
 
 
@@ -108,8 +126,7 @@ def play(
         by_round[number].append(index)
     clock = _Clock(times, len(home))
     turns = schedule(count, max(1, min(slots, count)))
-    # The last of them has the gradients that come last, and nothing is left of backward to hide it.
-    hidden = [turn.act for turn in turns].index(Act.HOME) - 1 if overlap else 0
+    hidden = hidden_rounds(slots, count) if overlap else 0
     for act, number in turns:
         if act is Act.HOME:
             clock.now = [now + taken for now, taken in zip(clock.now, home, strict=True)]
@@ -181,14 +198,34 @@ class _Clock:
         self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
 
 
+def _with_free_links(one: BucketTimes) -> BucketTimes:
+    """A bucket whose collectives take no time. Its ranks still wait for the last of them to begin."""
+    # Not zero: what sends nothing is no collective, and nobody waits there.
+    legs = tuple(tuple(seconds * 1e-30 for seconds in leg) for leg in one.legs)
+    return replace(one, legs=legs, latency=0.0)
+
+
+def _gathered(times: Iterable[BucketTimes], ranks: int) -> float:
+    """Seconds of the gathers of some buckets, on the rank that has most of them."""
+    taken = [0.0] * ranks
+    for one in times:
+        for index in one.group if any(one.legs[0]) else ():
+            taken[index] += max(one.legs[0]) + one.latency
+    return max(taken, default=0.0)
+
+
 def _links(
-    totals: Iterable[Mapping[int, BucketTotals]], ranks: Sequence[int], wire_bytes: int, machine: Machine
+    totals: Iterable[Mapping[int, BucketTotals]],
+    gathered: Iterable[bool],
+    ranks: Sequence[int],
+    wire_bytes: int,
+    machine: Machine,
 ) -> list[float]:
-    """Seconds that the busiest link of each rank is at work in a step."""
+    """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered."""
     sums = {rank: [0, 0, 0, 0] for rank in ranks}
-    for bucket in totals:
+    for bucket, before in zip(totals, gathered, strict=True):
         for rank, found in bucket.items():
-            for flow in found.legs:
+            for flow in found.legs[before:]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 

@@ -215,6 +215,11 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
     yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
+    if timeline.hidden is not None:
+        yield (
+            f"  in backward     {_ms(timeline.hidden)} of gathers are hidden before the step if backward is as long; "
+            f"in the step {_ms(timeline.exposed)} of the exchange stay exposed"
+        )
 
 
 def _ms(seconds: float) -> str:

@@ -90,7 +90,8 @@ class Part:
 
 def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
-    played = None if meta.plan is None else timeline(meta.plan, planning_machine(recipe.machine, kind))
+    machine, overlap = planning_machine(recipe.machine, kind), recipe.muon.overlap == "backward"
+    played = None if meta.plan is None else timeline(meta.plan, machine, overlap=overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
     return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
