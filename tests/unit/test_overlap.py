@@ -15,8 +15,10 @@ from tests.dist.test_overlap import NAMES, SLOW, Failed, Run
 from tests.stream_order import StreamOrder, stream_order
 from tests.unit.plans import plan_of
 from titan_muon import Muon
-from titan_muon.options import MuonOptions, OptionError
+from titan_muon.options import Machine, MuonOptions, OptionError
 from titan_muon.owned.param import place_on_owners
+from titan_muon.plan.machine import machine_of
+from titan_muon.plan.timeline import timeline
 from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 from titan_muon.titan import compat
 
@@ -42,6 +44,25 @@ def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> 
     assert matrices == sorted(matrices, reverse=True), "the last parameter's gradient comes first"
     assert plan.slots == plan.rounds > 2
     assert plan.digest() != planned("none").digest()
+
+
+def test_a_step_is_not_slower_for_what_backward_hides() -> None:
+    """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
+    layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
+    wide = Layout((64, 192), layout.mesh, layout.placements)
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
+    found = [
+        Parameter(f"layers.{number}.{name}", f"layers.{number}", of, stack)
+        for number in range(4)
+        for name, of in (("q", layout), ("up", wide))
+    ]
+    machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
+    on = machine_of(machine)
+    without, overlapped = (
+        timeline(plan_of(found, overlap=overlap, machine=machine), on, overlap=overlap == "backward").last.seconds
+        for overlap in ("none", "backward")
+    )
+    assert overlapped <= without
 
 
 @pytest.mark.parametrize("other", [{"offload": "state"}, {"state": "owner"}], ids=str)

@@ -11,6 +11,7 @@ from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Machine as MachineOptions
 from titan_muon.options import MuonOptions, OptionError
 from titan_muon.plan.bounds import Chain, chains, least_whole
+from titan_muon.plan.buckets import ordered_rounds
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
 from titan_muon.plan.pieces import Pieces
@@ -73,10 +74,9 @@ def four_rounds() -> tuple[Plan, Machine]:
     """Of one matrix for each of four ranks, and a machine on which each takes 1 s there, and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
     one = plan.buckets[0]
-    matrices = [[m for m in one.matrices if one.owners[one.matrices.index(m)] == rank] for rank in range(4)]
-    buckets = tuple(
-        replace(one, matrices=tuple(m[k] for m in matrices), owners=(0, 1, 2, 3), round=k) for k in range(4)
-    )
+    # In the order of backward.
+    matrices = [range(start, start + 4) for start in (12, 8, 4, 0)]
+    buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
 
@@ -102,6 +102,17 @@ def test_backward_hides_the_gathers_that_have_buffers(
     # In the step links carry what backward has left of eight ways.
     assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
     assert played.whole <= played.last.seconds
+
+
+def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
+    """The second round has the first matrix, whose gradient is the last: that of the third round cannot be sooner."""
+    plan, machine = four_rounds()
+    first, second, third, last = plan.buckets
+    swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
+    played = timeline(replace(plan, buckets=(first, swapped[0], third, swapped[1]), slots=4), machine, overlap=True)
+    assert played.hidden == pytest.approx(0.4)
+    assert ordered_rounds(plan.buckets) == 3
+    assert ordered_rounds(plan.buckets[:1]) == ordered_rounds(()) == 0
 
 
 def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:

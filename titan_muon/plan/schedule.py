@@ -30,10 +30,10 @@ def prefetch(slots: int, rounds: int) -> int:
     return rounds - 1 if slots >= rounds else slots // 2
 
 
-def hidden_rounds(slots: int, rounds: int) -> int:
-    """How many rounds the backward before a step hides, if those that the step would begin with are gathered there."""
-    # The last of them has the gradients that come last, and nothing is left of backward to hide it.
-    return max(0, min(prefetch(slots, rounds), rounds - 1))
+def hidden_rounds(slots: int, rounds: int, ordered: int) -> int:
+    """How many rounds the backward before a step hides, which comes to `ordered` of them before those behind each."""
+    # Of those that the step would begin with the last has the gradients that come last: nothing is left to hide it.
+    return max(0, min(ordered, prefetch(slots, rounds)))
 
 
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:

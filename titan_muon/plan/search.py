@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ..options import MuonOptions, OptionError
-from .buckets import Cut, Dealer, Order, backward_rounds, rounds
+from .buckets import Cut, Dealer, Order, backward_rounds, ordered_rounds, rounds
 from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task, among
+from .schedule import hidden_rounds
 from .slices import together
 from .timeline import play
 from .times import BucketTimes, Costs, bucket_times, settle
@@ -77,11 +78,15 @@ class Draft:
 
 @dataclass(frozen=True)
 class Way:
-    """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut."""
+    """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut.
+
+    With `backward` whoever owns them: in the order in which backward comes to them.
+    """
 
     owners: int = 0
     order: Order = Order.PEAKED
     cut: Cut = Cut.TIME
+    backward: bool = False
 
 
 def fastest(problem: Problem) -> Draft:
@@ -116,27 +121,34 @@ class _Search:
 
     def run(self) -> None:
         """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
-        most, count = self._most_rounds(), self._first_count()
-        played = self._play(count, Way())
-        left = MOST_PLAYED
-        while played is not None and count < most:
-            # Twice as many rounds have twice the turns. In large worlds some are kept for the other ways.
-            dear = 2 * (left - self._left) > self._left / 2
-            if self._fits(played) and (dear or played.price > PAYS * self._best().price):
-                break
-            left, count = self._left, min(2 * count, most)
-            played = self._play(count, Way())
+        most = self._most_rounds()
+        # What backward hides may be less than what uneven rounds cost: then the step is one that hides nothing.
+        for way in (Way(backward=True), Way()) if self._overlap else (Way(),):
+            self._double(most, way)
         best = None
         while best != self._best_played():
             best = self._best_played()
             self._vary(most)
+
+    def _double(self, most: int, way: Way) -> None:
+        """Play twice as many rounds of a way, and again, until more do not pay."""
+        count, left = self._first_count(), self._left
+        played = self._play(count, way)
+        while played is not None and count < most:
+            # Twice as many rounds have twice the turns. In large worlds some are kept for the other ways.
+            dear = 2 * (left - self._left) > self._left / 2
+            best = min((draft for (_, by), draft in self._played.items() if by == way), key=self._worth)
+            if self._fits(played) and (dear or played.price > PAYS * best.price):
+                break
+            left, count = self._left, min(2 * count, most)
+            played = self._play(count, way)
 
     def _vary(self, most: int) -> None:
         """Play what differs from the best so far in one respect."""
         # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
         # in the best way so far: all combinations would be ten times as many.
         count, way = self._best_played()
-        for order, cut in () if self._overlap else product(Order, Cut):
+        for order, cut in () if way.backward else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
@@ -205,7 +217,7 @@ class _Search:
         if self._ended():
             return None
         owners = self._assigned(way.owners)
-        if owners is None or self._overlap:
+        if owners is None or way.backward:
             grouped = self._following(count)
         else:
             grouped = self._dealer.rounds(owners, count, way.order, way.cut)
@@ -230,11 +242,13 @@ class _Search:
         numbers, work = [bucket.round for bucket in buckets], self._work(times)
         busiest = max(self._busy(times), default=0.0)
         added = []
+        ordered = ordered_rounds(buckets) if self._overlap else 0
         # In backward all gathers can travel that have buffers of their own.
-        more = (len(grouped),) if self._overlap else ()
+        more = (len(grouped),) if ordered else ()
         for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in (*SLOTS, *more)):
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            seconds = max(play(times, numbers, self._home, slots, overlap=self._overlap), default=0.0)
+            ahead = hidden_rounds(slots, len(grouped), ordered)
+            seconds = max(play(times, numbers, self._home, slots, ahead), default=0.0)
             buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
             taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
             added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import compress
 
 from .bounds import chains, least_whole
+from .buckets import ordered_rounds
 from .exchanges import BucketTotals, Flow
 from .layout import Geometries
 from .machine import Machine
@@ -90,9 +91,9 @@ def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline
     newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
     home = [sum(pair) for pair in zip(newton, passes, strict=True)]
     rounds = [bucket.round for bucket in plan.buckets]
-    ends = play(times, rounds, home, plan.slots, overlap=overlap)
+    ahead = hidden_rounds(plan.slots, plan.rounds, ordered_rounds(plan.buckets)) if overlap else 0
+    ends = play(times, rounds, home, plan.slots, ahead)
     free = play([_with_free_links(one) for one in times], rounds, home, plan.slots)
-    ahead = hidden_rounds(plan.slots, plan.rounds) if overlap else 0
     before = [number < ahead for number in rounds]
     for one in times:
         for index, mine, *others in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
@@ -114,11 +115,11 @@ def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline
 
 
 def play(
-    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, *, overlap: bool = False
+    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, ahead: int = 0
 ) -> list[float]:
     """When each rank is done. `rounds` are of the buckets, `home` the seconds of what each rank stores whole.
 
-    With `overlap` the first gathers travel in the backward before the step.
+    The first `ahead` rounds are gathered before the step.
     """
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
@@ -126,14 +127,13 @@ def play(
         by_round[number].append(index)
     clock = _Clock(times, len(home))
     turns = schedule(count, max(1, min(slots, count)))
-    hidden = hidden_rounds(slots, count) if overlap else 0
     for act, number in turns:
         if act is Act.HOME:
             clock.now = [now + taken for now, taken in zip(clock.now, home, strict=True)]
             continue
         for bucket in by_round[number]:
             if act is Act.GATHER:
-                clock.gather(bucket, travels=number >= hidden)
+                clock.gather(bucket, travels=number >= ahead)
             elif act is Act.ORTHOGONALIZE:
                 clock.orthogonalize(bucket)
             else:
