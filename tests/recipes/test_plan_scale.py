@@ -70,9 +70,10 @@ def test_bytes_of_an_even_shard0_are_exact() -> None:
 
 
 def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
-    without, overlapped = plan_numbers("qwen3_8b", 64), plan_numbers("qwen3_8b", 64, overlap="backward")
+    without, overlapped = plan_numbers("llama3_8b", 64), plan_numbers("llama3_8b", 64, overlap="backward")
     assert without.hidden_ms == 0 < overlapped.hidden_ms
     assert overlapped.link_ms < without.link_ms
+    assert overlapped.step_ms < without.step_ms
     for numbers in (without, overlapped):
         assert 0 < numbers.exposed_ms <= numbers.waits_ms
 

@@ -211,9 +211,9 @@ def test_the_way_to_own_is_chosen_by_time_and_said(
 
 def test_what_backward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
-    dry_run("qwen3_0.6b_muon", 64, tmp_path)
+    dry_run("llama3_8b_muon", 64, tmp_path)
     assert not re.search(said, capsys.readouterr().out)
-    dry_run("qwen3_0.6b_muon", 64, tmp_path, "--muon.overlap", "backward")
+    dry_run("llama3_8b_muon", 64, tmp_path, "--muon.overlap", "backward")
     printed = capsys.readouterr().out
     (found,) = re.findall(said, printed)
     hidden, exposed = map(float, found)
