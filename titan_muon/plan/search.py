@@ -122,13 +122,17 @@ class _Search:
     def run(self) -> None:
         """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
         most = self._most_rounds()
-        # What backward hides may be less than what uneven rounds cost: then the step is one that hides nothing.
-        for way in (Way(backward=True), Way()) if self._overlap else (Way(),):
-            self._double(most, way)
-        best = None
-        while best != self._best_played():
-            best = self._best_played()
-            self._vary(most)
+        # What backward hides may be less than what uneven rounds cost: then the step is one that hides nothing. Each
+        # search by itself, or the first one's best would keep the other from being improved.
+        for backward in (True, False) if self._overlap else (False,):
+            self._left = MOST_PLAYED
+            if self._ended():
+                return
+            self._double(most, Way(backward=backward))
+            best = None
+            while best != self._best_played(backward):
+                best = self._best_played(backward)
+                self._vary(most, backward)
 
     def _double(self, most: int, way: Way) -> None:
         """Play twice as many rounds of a way, and again, until more do not pay."""
@@ -143,20 +147,20 @@ class _Search:
             left, count = self._left, min(2 * count, most)
             played = self._play(count, way)
 
-    def _vary(self, most: int) -> None:
+    def _vary(self, most: int, backward: bool) -> None:
         """Play what differs from the best so far in one respect."""
         # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
         # in the best way so far: all combinations would be ten times as many.
-        count, way = self._best_played()
+        count, way = self._best_played(backward)
         for order, cut in () if way.backward else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
-        count, way = self._best_played()
+        count, way = self._best_played(backward)
         for owners in range(1, len(OWNERS[self._problem.options.owners]) if self._problem.pattern.has_owners else 0):
             if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
                 self._play(count, replace(way, owners=owners))
-        count, way = self._best_played()
+        count, way = self._best_played(backward)
         for near in (count - 1, count + 1, 3 * count // 4, 3 * count // 2):
             if 1 <= near <= most:
                 self._play(near, way)
@@ -195,8 +199,9 @@ class _Search:
     def _best(self) -> Draft:
         return min(self._drafts, key=self._worth)
 
-    def _best_played(self) -> tuple[int, Way]:
-        return min(self._played, key=lambda key: self._worth(self._played[key]))
+    def _best_played(self, backward: bool) -> tuple[int, Way]:
+        played = [key for key in self._played if key[1].backward == backward]
+        return min(played, key=lambda key: self._worth(self._played[key]))
 
     def _ended(self) -> bool:
         """Whether there is little to gain, or too much has been played."""
