@@ -116,10 +116,12 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
 
 
 def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
-    """Of three matrices for two ranks one has two; the other waits for it, and nobody for a link."""
-    plan = plan_of(parameters(3, 2))
+    """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
+    plan = plan_of(parameters(2, 2), machine=MachineOptions(node_latency_us=1e6))
+    (one,) = plan.buckets
+    buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
-    played = timeline(plan, replace(FREE, flops=flops))
+    played = timeline(replace(plan, buckets=buckets, slots=1), replace(FREE, flops=flops))
     assert played.last.seconds == pytest.approx(2)
     assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
     assert played.exposed == pytest.approx(0, abs=1e-12)
