@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
 from .overlap import Overlap
 from .params import TrainedParam, storage_fault
+from .plan.blocks import blocks_reason
 from .plan.cost import Work, WorkOf
 from .plan.groups import components
 from .plan.layout import Geometries
@@ -103,7 +105,10 @@ def plan_step(
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
-    return plan_parameters(parameters, iterations, dispatch, options, kept)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    if said := blocks_reason(options, parameters, plan.parameters):
+        warnings.warn(f"{said}; other modes of muon.tensor_parallel are exact", stacklevel=5)
+    return plan
 
 
 def plan_parameters(

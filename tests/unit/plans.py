@@ -49,6 +49,7 @@ MACHINES = (
 )
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
+MODES = ("owner", "blockwise")
 # Products take a second for each FLOP, and whatever is sent is there at once: ranks share what does not divide evenly.
 SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
@@ -92,7 +93,9 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh) -> Layout:
     dim = st.sampled_from([None, *range(len(shape)), 0])
     dims = draw(st.lists(dim, min_size=axes, max_size=axes))
     strided = draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
-    return placed(shape, mesh, dims, strided)
+    cutting = [axis for axis, dim in enumerate(dims) if dim is not None and mesh.shape[axis] > 1]
+    layout = placed(shape, mesh, dims, strided)
+    return replace(layout, tensor_parallel=draw(st.sampled_from(cutting))) if cutting else layout
 
 
 @st.composite
@@ -222,14 +225,27 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
         wire_dtype="float32",
         machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
+        tensor_parallel=draw(st.sampled_from(MODES)),  # type: ignore[arg-type]
     )
-    try:
-        plan = make_plan(parameters, work, options)
-    except ValueError:
-        plan = make_plan(parameters, work, replace(options, buffer_bytes=None))
+    plan = first_plan(
+        parameters,
+        options,
+        replace(options, buffer_bytes=None),
+        replace(options, buffer_bytes=None, tensor_parallel="owner"),
+    )
     if cut and draw(st.booleans()):
         return recut(plan, Random(draw(st.integers(0, 10**6))))
     return plan
+
+
+def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
+    """By the first of these options that are not refused: for buffers too small, or where tensor parallelism is not."""
+    for one in options[:-1]:
+        try:
+            return make_plan(parameters, work, one)
+        except ValueError:
+            continue
+    return make_plan(parameters, work, options[-1])
 
 
 def recut(plan: Plan, random: Random) -> Plan:

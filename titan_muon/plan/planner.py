@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from ..options import MuonOptions, OptionError
+from .blocks import blocks_reason, check_cut, in_blocks
 from .buckets import home_flops
 from .cost import Work, WorkOf
 from .cuts import WORTH, check_split_over, slices_reason, with_cuts
@@ -28,15 +29,20 @@ def make_plan(
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
     `machine` is what the ranks run on; by default GPUs, as the options say. Raises OptionError for an exchange that is
-    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, and for
-    buffers too small.
+    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, for a way of
+    tensor parallelism where there is none, and for buffers too small.
     """
     if options.exchange not in PATTERNS:
         raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(PATTERNS)}")
     if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
     check_split_over(options)
-    geometries = Geometries(parameters)
+    given, geometries = parameters, Geometries(parameters)
+    if options.tensor_parallel != "owner":
+        check_cut(options, geometries)
+    if options.tensor_parallel == "blockwise":
+        parameters = in_blocks(given, geometries)
+        geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
@@ -49,7 +55,12 @@ def make_plan(
             problems.append(problem)
     cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
     draft, problem = _best_of(problems, cut, WORTH if options.split_over == "auto" else 1.0)
-    reasons = draft.reason, slices_reason(options, problem.costs.pieces.matrices), _own_reason(parameters)
+    reasons = (
+        draft.reason,
+        slices_reason(options, problem.costs.pieces.matrices),
+        blocks_reason(options, given, parameters),
+        _own_reason(parameters),
+    )
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),

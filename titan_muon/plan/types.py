@@ -78,11 +78,15 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis."""
+    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis.
+
+    `tensor_parallel` is the axis of tensor parallelism, if that cuts the tensor.
+    """
 
     shape: tuple[int, ...]
     mesh: Mesh
     placements: tuple[Placement, ...]
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.placements) == len(self.mesh.shape), (

@@ -1,0 +1,96 @@
+"""Matrices that tensor parallelism cuts, taken as several: what the ranks at each place of its axis store of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from ..options import MuonOptions, OptionError
+from .layout import Geometries, Geometry, Intervals, flattened, merged, region
+from .types import Interval, Layout, MatrixRows, MatrixStack, Parameter, Replicate
+
+
+def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
+    """The parameters with each matrix that tensor parallelism cuts in as many as it has parts."""
+    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
+    return [replace(each, stack=stacks[geometries.index[number]]) for number, each in enumerate(parameters)]
+
+
+def check_cut(options: MuonOptions, geometries: Geometries) -> None:
+    """Raise OptionError if tensor parallelism cuts no matrix, so that the option would mean nothing."""
+    if not any(each.cut_by_peers(index) for each in geometries.shared for index in range(len(each.stack.matrices))):
+        raise OptionError(
+            "tensor_parallel",
+            f"= {options.tensor_parallel!r} is about matrices that a mesh axis named 'tp' cuts, and there is none: "
+            "name that axis of the DTensors' mesh so, or set 'owner'",
+        )
+
+
+def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
+    """What is said of blocks: how many of the matrices before are in blocks after, and what that means."""
+    if options.tensor_parallel != "blockwise":
+        return ""
+    pairs = zip(before, after, strict=True)
+    cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
+    return (
+        f"tensor_parallel = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
+        "orthogonalized as a matrix of its own"
+    )
+
+
+def _in_blocks(geometry: Geometry) -> MatrixStack:
+    stack, layout = geometry.stack, geometry.layout
+    cut = [geometry.cut_by_peers(index) for index in range(len(stack.matrices))]
+    if not any(cut):
+        return stack
+    down, parts = _parts(layout, stack.row_dims)
+    found: list[MatrixRows] = []
+    for matrix, in_parts in zip(stack.matrices, cut, strict=True):
+        found += _blocks(matrix, geometry.col_count, parts, down=down) if in_parts else [matrix]
+    return replace(stack, matrices=tuple(found))
+
+
+def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
+    """Whether tensor parallelism cuts rows, and which rows, or columns, the ranks at each place of its axis store."""
+    axis, shape = layout.tensor_parallel, layout.shape
+    assert axis is not None, "tensor parallelism cuts what is in blocks"
+    placement = layout.placements[axis]
+    assert not isinstance(placement, Replicate), "a tensor that every rank has whole is not cut"
+    dim = placement.dim
+    # All ranks of a place together: FSDP has cut its rows among them, evenly spaced ones where it came first.
+    along = [
+        range(1 if isinstance(other, Replicate) or other.dim != dim else size)
+        for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
+    ]
+    parts = []
+    for place in along[axis]:
+        coordinates = product(*along[:axis], (place,), *along[axis + 1 :])
+        stored = merged(sorted(interval for at in coordinates for interval in region(layout, at)[dim]))
+        dims = [stored if other == dim else merged([Interval(0, size)]) for other, size in enumerate(shape)]
+        side = slice(row_dims) if dim < row_dims else slice(row_dims, None)
+        parts.append(flattened(dims[side], shape[side]))
+    return dim < row_dims, parts
+
+
+def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
+    """What each part has of a matrix, where it has any."""
+    cols = matrix.cols or (Interval(0, col_count),)
+    for place, part in enumerate(parts):
+        label = f"{matrix.label}/tp{place}"
+        if down and (rows := _within(matrix.rows, matrix.row_step, part)):
+            yield replace(matrix, label=label, rows=rows)
+        elif not down and (kept := _within(cols, matrix.col_step, part)):
+            yield replace(matrix, label=label, cols=kept)
+
+
+def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
+    """Every `step`-th index of the wanted intervals, counted from each one's first, that is in the part."""
+    found = []
+    for start, stop in wanted:
+        for low, high in part:
+            # From one of the counted indices on: the interval is counted from its own first from here on.
+            first, last = start + step * max(0, -(-(low - start) // step)), min(stop, high)
+            if first < last:
+                found.append(Interval(first, last))
+    return tuple(found)
