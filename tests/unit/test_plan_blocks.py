@@ -87,7 +87,7 @@ def test_a_block_has_the_learning_rate_of_its_own_shape_and_the_plan_says_so() -
     assert "'blockwise' is inexact: of 1 matrices" in plan.reason
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", tuple(MODES)[1:])
 def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) -> None:
     experts = matrix((2, 4, 6), Shard(1), Shard(0), heights=(4, 4))
     unnamed = matrix((8, 6), Shard(0), Shard(1))

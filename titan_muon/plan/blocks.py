@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 
-from ..options import MuonOptions, OptionError
+from ..options import MuonOptions
 from .layout import Geometries, Geometry, Intervals, flattened, merged, region
 from .types import Interval, Layout, MatrixRows, MatrixStack, Parameter, Replicate
 
@@ -15,16 +15,6 @@ def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[P
     """The parameters with each matrix that tensor parallelism cuts in as many as it has parts."""
     stacks = [_in_blocks(geometry) for geometry in geometries.shared]
     return [replace(each, stack=stacks[geometries.index[number]]) for number, each in enumerate(parameters)]
-
-
-def check_cut(options: MuonOptions, geometries: Geometries) -> None:
-    """Raise OptionError if tensor parallelism cuts no matrix, so that the option would mean nothing."""
-    if not any(each.cut_by_peers(index) for each in geometries.shared for index in range(len(each.stack.matrices))):
-        raise OptionError(
-            "tensor_parallel",
-            f"= {options.tensor_parallel!r} is about matrices that a mesh axis named 'tp' cuts, and there is none: "
-            "name that axis of the DTensors' mesh so, or set 'owner'",
-        )
 
 
 def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
@@ -41,13 +31,13 @@ def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequ
 
 def _in_blocks(geometry: Geometry) -> MatrixStack:
     stack, layout = geometry.stack, geometry.layout
-    cut = [geometry.cut_by_peers(index) for index in range(len(stack.matrices))]
-    if not any(cut):
+    if not geometry.cut_by_peers:
         return stack
     down, parts = _parts(layout, stack.row_dims)
     found: list[MatrixRows] = []
-    for matrix, in_parts in zip(stack.matrices, cut, strict=True):
-        found += _blocks(matrix, geometry.col_count, parts, down=down) if in_parts else [matrix]
+    for index, matrix in enumerate(stack.matrices):
+        cut = index in geometry.cut_by_peers
+        found += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
     return replace(stack, matrices=tuple(found))
 
 

@@ -239,10 +239,12 @@ class Geometry:
             found.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
         return {rank: tuple(ranks) for ranks in found.values() for rank in ranks}
 
-    def cut_by_peers(self, index: int) -> bool:
-        """Whether tensor parallelism cuts a matrix: experts that it deals out whole are not."""
+    @cached_property
+    def cut_by_peers(self) -> frozenset[int]:
+        """The matrices that tensor parallelism cuts, by index; experts that it deals out whole are not among them."""
         peers = self.peers
-        return bool(peers) and len({peers[rank].index(rank) for rank in self.elements(index)}) > 1
+        indices = range(len(self.stack.matrices) if peers else 0)
+        return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
         """Elements of a matrix that each of its holders stores, in mesh order."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from ..options import MuonOptions, OptionError
-from .blocks import blocks_reason, check_cut, in_blocks
+from .blocks import blocks_reason, in_blocks
 from .buckets import home_flops
 from .cost import Work, WorkOf
 from .cuts import WORTH, check_split_over, slices_reason, with_cuts
@@ -19,6 +19,7 @@ from .owners import OWNERS, Task
 from .pieces import Pieces
 from .search import Draft, Problem, fastest
 from .state_ranks import able_owners
+from .tensor_parallel import check_tensor_parallel, with_peers
 from .times import Costs
 from .types import Matrix, Parameter, Plan
 
@@ -32,14 +33,14 @@ def make_plan(
     no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, for a way of
     tensor parallelism where there is none, and for buffers too small.
     """
-    if options.exchange not in PATTERNS:
-        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(PATTERNS)}")
+    names = [name for name, pattern in PATTERNS.items() if not pattern.duplicates]
+    if options.exchange not in names:
+        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
     if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
     check_split_over(options)
     given, geometries = parameters, Geometries(parameters)
-    if options.tensor_parallel != "owner":
-        check_cut(options, geometries)
+    check_tensor_parallel(options, geometries)
     if options.tensor_parallel == "blockwise":
         parameters = in_blocks(given, geometries)
         geometries = Geometries(parameters)
@@ -53,6 +54,8 @@ def make_plan(
         problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
+    if options.tensor_parallel in ("distributed", "duplicated"):
+        problems = [with_peers(problem, work_of) for problem in problems]
     cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
     draft, problem = _best_of(problems, cut, WORTH if options.split_over == "auto" else 1.0)
     reasons = (

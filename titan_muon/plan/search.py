@@ -9,8 +9,8 @@ from itertools import product
 
 from ..options import MuonOptions, OptionError
 from .buckets import Cut, Dealer, Order, backward_rounds, rounds
-from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task, among
+from .patterns import Pattern
 from .slices import together
 from .timeline import play
 from .times import BucketTimes, Costs, bucket_times, settle

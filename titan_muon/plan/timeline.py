@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .bounds import chains, least_whole
-from .exchanges import BucketTotals, Flow
 from .layout import Geometries
 from .machine import Machine
+from .patterns import BucketTotals, Flow
 from .pieces import Pieces
 from .schedule import Act, schedule
 from .times import BucketTimes, Costs, bucket_times
