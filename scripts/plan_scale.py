@@ -84,15 +84,23 @@ class Numbers:
 
 
 def plan_numbers(
-    model: str, ranks: int, machine: str = "h100x8", expert_parallel: int | None = None, split_over: int = 1
+    model: str,
+    ranks: int,
+    machine: str = "h100x8",
+    expert_parallel: int | None = None,
+    split_over: int = 1,
+    tensor_parallel: int = 1,
+    mode: str = "owner",
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` is Muon's.
+    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` is Muon's, and `mode` its
+    option `tensor_parallel`, where that is the degree.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    given += ["--muon.split_over", str(split_over)]
+    given += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode]
+    given += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
@@ -152,6 +160,8 @@ def main(
     machine: str = "h100x8",
     expert_parallel: int | None = None,
     split_over: int = 1,
+    tensor_parallel: int = 1,
+    mode: str = "owner",
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
@@ -162,13 +172,15 @@ def main(
         machine: a named machine, as `machine.name` of a recipe.
         expert_parallel: degree, by default what experts are laid out by in real runs.
         split_over: most ranks that orthogonalize one matrix together.
+        tensor_parallel: degree.
+        mode: how what tensor parallelism cuts is orthogonalized, as `muon.tensor_parallel` of a recipe.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over))
+            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over, tensor_parallel, mode))
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

@@ -238,7 +238,7 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
     if mode == "distributed":
         # Of any others one is likely to have a side that the ranks do not divide.
         parameters = draw(large(parameters[0].layout.mesh))
-    wanted = replace(options, tensor_parallel=mode, **MODES[mode])  # type: ignore[arg-type]
+    wanted = replace(options, tensor_parallel=mode, **MODES[mode])
     smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))
     plan = first_plan(parameters, wanted, *smaller)
     if cut and draw(st.booleans()):

@@ -154,8 +154,8 @@ def longest_path(
     clock = _Clock(buckets, flops, load)
     for act, number in schedule(len(by_round), slots):
         if act is Act.HOME:
-            for rank, flops in load.items():
-                clock.now[rank] += flops
+            for rank, taken in load.items():
+                clock.now[rank] += taken
         else:
             for index in by_round[number]:
                 clock.advance(act, index)
