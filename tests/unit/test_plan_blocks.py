@@ -3,16 +3,32 @@
 from collections import Counter
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.unit.plans import MODES, PROPERTY, parameter_lists, plan_of, taken
+from titan_muon.dtensor import layout_on
 from titan_muon.options import OptionError
 from titan_muon.plan.blocks import in_blocks
 from titan_muon.plan.layout import Geometries
-from titan_muon.plan.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Placement, Shard
+from titan_muon.plan.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Replicate,
+    Shard,
+)
 
 SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
@@ -96,3 +112,28 @@ def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) ->
         with pytest.raises(OptionError, match=f"^tensor_parallel = '{mode}' .* 'tp' cuts, and there is none: name "):
             plan_of([parameter], tensor_parallel=mode)
         assert plan_of([parameter], tensor_parallel="owner").matrices
+
+
+def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: Any) -> int | None:
+    """The axis of tensor parallelism of a matrix on a mesh, of which its ranks and names are all that is read."""
+    mesh: Any = SimpleNamespace(mesh=torch.arange(prod(shape)).view(shape), mesh_dim_names=names)
+    return layout_on("w", (8, 6), mesh, placements).tensor_parallel
+
+
+def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
+    """Wherever it is: the last one beside FSDP's, and before `owner` where peers have a piece each."""
+    copies, rows = TorchReplicate(), TorchShard(0)
+    assert axis_of((2, 2, 1), ("dp_replicate", "tp", "owner"), copies, rows, copies) == 1
+    assert axis_of((2, 2), ("fsdp", "tp"), _StridedShard(0, split_factor=2), rows) == 1
+    assert axis_of((2, 2), ("fsdp", "tp"), rows, copies) is None
+    assert axis_of((4, 1), ("fsdp", "tp"), rows, rows) is None
+    assert axis_of((2, 2), ("fsdp", "ep"), rows, rows) is None
+    assert axis_of((2, 2), None, rows, rows) is None
+
+
+def test_blocks_that_peers_have_whole_stay_where_they_are() -> None:
+    mesh = Mesh((2, 1), (0, 1))
+    layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
+    whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))
+    plan = plan_of([Parameter("w", "w", layout, whole)], tensor_parallel="blockwise")
+    assert (plan.home, plan.buckets) == (((0,), (1,)), ())
