@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.c10d_counter import CollectiveCounter
 from benchmarks.contenders import INITIAL, MODELS, Builder, Model, Parameters, Steps, contenders, sharded
-from benchmarks.memory_use import allocated
+from benchmarks.memory_use import allocated, kept
 
 REFERENCE = "torch.optim.Muon, gathered"
 BASES = ("all_gather", "DistMuon")
@@ -100,7 +100,7 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
         return optimizer
 
     device = next(iter(params.values())).device
-    optimizer, _, left = allocated(first, device)
+    optimizer, left = kept(first, device)
     _, new, _ = allocated(optimizer.step, device)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         optimizer.step()
