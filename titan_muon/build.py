@@ -107,7 +107,7 @@ def plan_step(
     check_not_owned(dict(named), options)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept)
     if said := blocks_reason(options, parameters, plan.parameters):
-        warnings.warn(f"{said}; the other modes are exact", stacklevel=5)
+        warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
     return plan
 
 
