@@ -227,9 +227,9 @@ class Bucket:
     """What travels in one collective there and one back, by the pattern `exchange` in `exchanges.PATTERNS`.
 
     `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
-    rank `owners[i]`, and by its tensor-parallel peers where the pattern duplicates; without owners every rank does what it
-    stores a piece of. Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on this
-    exchange.
+    rank `owners[i]`, and by its tensor-parallel peers where the pattern duplicates; without owners every rank does what
+    it stores a piece of. Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on
+    this exchange.
     """
 
     exchange: str
