@@ -98,15 +98,19 @@ def plan_numbers(
     machine: str = "h100x8",
     expert_parallel: int | None = None,
     split_over: int = 1,
+    tensor_parallel: int = 1,
+    mode: str = "owner",
     overlap: Literal["none", "backward"] = "none",
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` and `overlap` are Muon's.
+    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` and `overlap` are Muon's,
+    and `mode` its option `tensor_parallel`, where that is the degree.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    given += ["--muon.split_over", str(split_over), "--muon.overlap", overlap]
+    given += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode, "--muon.overlap", overlap]
+    given += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
@@ -170,6 +174,8 @@ def main(
     machine: str = "h100x8",
     expert_parallel: int | None = None,
     split_over: int = 1,
+    tensor_parallel: int = 1,
+    mode: str = "owner",
     overlap: Literal["none", "backward"] = "none",
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
@@ -181,6 +187,8 @@ def main(
         machine: a named machine, as `machine.name` of a recipe.
         expert_parallel: degree, by default what experts are laid out by in real runs.
         split_over: most ranks that orthogonalize one matrix together.
+        tensor_parallel: degree.
+        mode: how what tensor parallelism cuts is orthogonalized, as `muon.tensor_parallel` of a recipe.
         overlap: whether gathers begin in backward, which is taken to be long enough to hide all but the last.
         json_file: file for the numbers.
     """
@@ -188,7 +196,8 @@ def main(
     numbers = []
     for model in models:
         for world in ranks:
-            numbers.append(plan_numbers(model, world, machine, expert_parallel, split_over, overlap))
+            found = plan_numbers(model, world, machine, expert_parallel, split_over, tensor_parallel, mode, overlap)
+            numbers.append(found)
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

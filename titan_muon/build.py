@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from .options import Machine as MachineOptions
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
 from .overlap import Overlap
 from .params import TrainedParam, storage_fault
+from .plan.blocks import blocks_reason
 from .plan.cost import Work, WorkOf
 from .plan.groups import components
 from .plan.layout import Geometries
@@ -106,6 +108,8 @@ def plan_step(
     plan = plan_parameters(parameters, iterations, dispatch, options, kept)
     if options.overlap == "backward":
         _check_overlap(plan, [fqn for fqn, tensor in named if without_groups(tensor)])
+    if said := blocks_reason(options, parameters, plan.parameters):
+        warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
     return plan
 
 

@@ -15,6 +15,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from .plan import types
 from .plan.layout import region
 
+TENSOR_PARALLEL = "tp"
+"""The mesh axis of tensor parallelism, by the name that PyTorch's examples and TorchTitan give it."""
+
 
 def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
     """How a parameter rests. A plain tensor rests whole on every rank of the default group.
@@ -31,7 +34,16 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
     """How a tensor of some shape rests on a mesh. Raises ValueError as `layout_of` does."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
-    return types.Layout(tuple(shape), ranks, tuple(_placement(fqn, p) for p in placements))
+    placed = tuple(_placement(fqn, p) for p in placements)
+    return types.Layout(tuple(shape), ranks, placed, _tensor_parallel(mesh.mesh_dim_names or (), ranks, placed))
+
+
+def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequence[types.Placement]) -> int | None:
+    """The axis of tensor parallelism, if it cuts a tensor that is placed so."""
+    if TENSOR_PARALLEL not in names:
+        return None
+    axis = names.index(TENSOR_PARALLEL)
+    return axis if mesh.shape[axis] > 1 and not isinstance(placements[axis], types.Replicate) else None
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:

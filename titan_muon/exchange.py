@@ -68,6 +68,7 @@ class BucketBuffers:
     Attributes:
         stored: each piece that this rank stores, in the home buffer once the bucket is back.
         packed: matrix -> view to fill with the piece that is gathered from here.
+        repeated: (target, source) views: the places of a piece that goes to several ranks, and its packed one.
         sources: matrix -> the pieces that make it whole, once gathered.
         targets: matrix -> the views to fill with its orthogonalized pieces.
         cleared: buffer to set to zero before its targets are filled, or None.
@@ -75,6 +76,7 @@ class BucketBuffers:
 
     stored: tuple[BufferPiece, ...]
     packed: Mapping[int, Tensor]
+    repeated: tuple[tuple[Tensor, Tensor], ...]
     sources: Mapping[int, tuple[BufferPiece, ...]]
     targets: Mapping[int, tuple[BufferPiece, ...]]
     cleared: Tensor | None
@@ -89,11 +91,14 @@ def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
         targets = {piece.matrix: (piece,) for piece in stored}
     else:
         targets = _by_matrix(run, returning, slot.leaving(run), slot.home, rank)
+    packed: dict[int, Tensor] = {}
+    places = [(piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, slot.home)]
     # A reduce-scatter brings results back as a sum: what this rank does not own must add nothing to the others'.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
-        {piece.matrix: piece.view for piece in _pieces(gathering.home, slot.home)},
+        packed,
+        tuple((target, source) for target, source in places if target is not source),
         _by_matrix(run, gathering, slot.inbox, slot.home, rank),
         targets,
         slot.outbox if summed else None,

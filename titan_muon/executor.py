@@ -44,9 +44,13 @@ class HomeRun:
 
 @dataclass(frozen=True)
 class BucketRun:
-    """What is done with a bucket on this rank; of each batch, the copies that make it whole and those that part it."""
+    """What is done with a bucket on this rank; of each batch, the copies that make it whole and those that part it.
+
+    `repeats` copy what is packed once and goes to several ranks.
+    """
 
     advances: tuple[Advance, ...]
+    repeats: Copies
     batches: tuple[tuple[Copies, Batch, Copies], ...]
     applies: tuple[Apply, ...]
 
@@ -167,7 +171,7 @@ class Executor:
         ]
         parts = tuple((assembling(batch, buffers), batch, parting(batch, buffers)) for batch in chosen)
         advances, applies = self._element_wise(packed, [piece for piece, _ in stored])
-        return BucketRun(advances, parts, applies)
+        return BucketRun(advances, Copies.of(buffers.repeated), parts, applies)
 
     def _piece(self, matrix: int, places: tuple[Span, ...], view: Tensor) -> Piece:
         plan, found = self._planned.plan, self._matrices[matrix]
@@ -221,6 +225,8 @@ class Executor:
         found = self._buckets[bucket].advances
         # Not even the NaN of a gradient that is missing may be packed then: the buffer is on its way.
         self._advance(found if packs else [replace(each, packed=()) for each in found], gradients)
+        if packs:
+            self._buckets[bucket].repeats.run()
         self._release(bucket, gradients)
 
     def pack_ahead(self, bucket: int, gradients: Gradients) -> None:
@@ -230,6 +236,7 @@ class Executor:
                 grads, group = self.residence.grads(advance, gradients), advance.group
                 if advance.packed:
                     update.pack_ahead(advance.averages, grads, advance.packed, group["momentum"], group["nesterov"])
+        self._buckets[bucket].repeats.run()
 
     def orthogonalize(self, bucket: int, gradients: Gradients) -> None:
         """Stage 4: make the owned matrices whole, orthogonalize them in batches, and fill the buffer that goes back."""

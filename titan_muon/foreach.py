@@ -135,12 +135,14 @@ class Copies:
     @classmethod
     def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
         """From (target, source) pairs."""
-        targets, sources = zip(*pairs, strict=True)
-        return cls(targets, sources)
+        listed = tuple(pairs)
+        return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
         """Make them."""
-        torch._foreach_copy_(self.targets, self.sources)
+        # PyTorch refuses a call without tensors.
+        if self.targets:
+            torch._foreach_copy_(self.targets, self.sources)
 
 
 class Piece(NamedTuple):

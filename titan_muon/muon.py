@@ -81,6 +81,7 @@ class Muon(Optimizer):
         owners: str = "balanced",
         replicas: str = "split",
         split_over: int | str = 1,
+        tensor_parallel: str = "owner",
         wire_dtype: str = "bfloat16",
         state: str = "replicated",
         state_dtype: str = "float32",

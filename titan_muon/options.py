@@ -223,6 +223,10 @@ class StepOptions:
     ] = 1
     """Most ranks of a node that share a matrix, each a slice, where it ends the step sooner; `auto`: 3 % sooner."""
 
+    tensor_parallel: Literal["owner", "distributed", "duplicated", "blockwise"] = "owner"
+    """How what a mesh axis `tp` cuts is orthogonalized: by one `owner` each; `distributed` in slices over a group of
+    that axis; `duplicated` by each of its ranks; or `blockwise`, inexactly, each part as a matrix of its own."""
+
     wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
 

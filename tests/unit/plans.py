@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import prod
 from random import Random
+from typing import Any
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_muon.matrices import stack_of
 from titan_muon.options import Machine, MuonOptions, Split
 from titan_muon.plan.cost import Work, sliced_elements, standard_elements, standard_flops, team_cost
+from titan_muon.plan.layout import Geometries
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.types import (
     Bucket,
@@ -49,6 +51,13 @@ MACHINES = (
 )
 OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
+# The modes of tensor parallelism, and the options that each of them takes alone.
+MODES: dict[str, dict[str, Any]] = {
+    "owner": {},
+    "distributed": {"owners": "balanced", "replicas": "split", "split_over": 1},
+    "duplicated": {"exchange": "all_to_all", "owners": "balanced", "split_over": 1},
+    "blockwise": {},
+}
 # Products take a second for each FLOP, and whatever is sent is there at once: ranks share what does not divide evenly.
 SLICING = Machine(tflops=1e-12, node_gb=1e6, node_latency_us=0.0, network_gb=1e6, network_latency_us=0.0, launch_us=0.0)
 
@@ -92,7 +101,9 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh) -> Layout:
     dim = st.sampled_from([None, *range(len(shape)), 0])
     dims = draw(st.lists(dim, min_size=axes, max_size=axes))
     strided = draw(st.lists(st.booleans(), min_size=axes, max_size=axes))
-    return placed(shape, mesh, dims, strided)
+    cutting = [axis for axis, dim in enumerate(dims) if dim is not None and mesh.shape[axis] > 1]
+    layout = placed(shape, mesh, dims, strided)
+    return replace(layout, tensor_parallel=draw(st.sampled_from(cutting))) if cutting else layout
 
 
 @st.composite
@@ -223,18 +234,31 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
         wire_dtype="float32",
         machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
     )
-    try:
-        plan = make_plan(parameters, work, options)
-    except ValueError:
-        plan = make_plan(parameters, work, replace(options, buffer_bytes=None))
+    mode = draw(st.sampled_from(("owner", *MODES)))
+    if mode == "distributed":
+        # Of any others one is likely to have a side that the ranks do not divide.
+        parameters = draw(large(parameters[0].layout.mesh))
+    wanted = replace(options, tensor_parallel=mode, **MODES[mode])
+    smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))
+    plan = first_plan(parameters, wanted, *smaller)
     if cut and draw(st.booleans()):
         return recut(plan, Random(draw(st.integers(0, 10**6))))
     return plan
 
 
+def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
+    """By the first of these options that are not refused: for buffers too small, or where tensor parallelism is not."""
+    for one in options[:-1]:
+        try:
+            return make_plan(parameters, work, one)
+        except ValueError:
+            continue
+    return make_plan(parameters, work, options[-1])
+
+
 def recut(plan: Plan, random: Random) -> Plan:
     """The plan with its matrices in random buckets, order, owners and slots: any such plan must run too."""
-    buckets = []
+    buckets, geometries = [], Geometries(plan.parameters)
     for bucket in plan.buckets:
         wholes = [index for index in bucket.matrices if _slices(plan, index)[0] == index]
         random.shuffle(wholes)
@@ -242,7 +266,7 @@ def recut(plan: Plan, random: Random) -> Plan:
             count = random.randint(1, min(3, len(wholes)))
             chosen, wholes = wholes[:count], wholes[count:]
             # All slices of a matrix travel together, to any ranks that are as many.
-            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket.group, random)]
+            pairs = [pair for index in chosen for pair in _owned(plan, index, bucket, geometries, random)]
             random.shuffle(pairs)
             owners = tuple(owner for _, owner in pairs) if bucket.owners else ()
             buckets.append(Bucket(bucket.exchange, bucket.group, tuple(index for index, _ in pairs), owners))
@@ -261,10 +285,13 @@ def _slices(plan: Plan, index: int) -> list[int]:
     return [index] if part is None else [index - part.place + place for place in range(part.count)]
 
 
-def _owned(plan: Plan, index: int, group: Sequence[int], random: Random) -> list[tuple[int, int]]:
-    """An owner for each slice of a matrix."""
-    numbers = _slices(plan, index)
-    return list(zip(numbers, sorted(random.sample(group, len(numbers))), strict=True))
+def _owned(plan: Plan, index: int, bucket: Bucket, geometries: Geometries, random: Random) -> list[tuple[int, int]]:
+    """An owner for each slice of a matrix, or one whose tensor-parallel peers can do the same."""
+    numbers, able = _slices(plan, index), bucket.group
+    matrix, geometry = plan.matrices[index], geometries[plan.matrices[index].parameter]
+    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
+        able = tuple(rank for rank in able if {*geometry.peers[rank]} <= {*able})
+    return list(zip(numbers, sorted(random.sample(able, len(numbers))), strict=True))
 
 
 def ranks_of(plan: Plan) -> list[int]:

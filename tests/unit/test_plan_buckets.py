@@ -1,6 +1,7 @@
 """What travels together, and the longest path, held against a clock for every rank of the executor."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -125,7 +126,12 @@ class Clock:
 
 
 def path_of(plan: Plan) -> int:
-    return longest_path(plan.buckets, plan.matrices, home_flops(plan.home, plan.matrices), plan.slots)
+    flops = [Counter[int]() for _ in plan.buckets]
+    for rank in ranks_of(plan):
+        mine = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.group]
+        for number, run in zip(mine, make_program(plan, rank).buckets, strict=True):
+            flops[number][rank] += sum(plan.matrices[matrix].flops for matrix in run.matrices)
+    return longest_path(plan.buckets, flops, home_flops(plan.home, plan.matrices), plan.slots)
 
 
 @settings(PROPERTY, max_examples=400)
@@ -141,19 +147,24 @@ def bucket(matrix: int, owner: int) -> Bucket:
     return Bucket("all_to_all", (0, 1), (matrix,), (owner,))
 
 
+def flops_of(buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[dict[int, int]]:
+    """Of buckets with one matrix each."""
+    return [{each.owners[0]: matrices[each.matrices[0]].flops} for each in buckets]
+
+
 def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
     """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
     matrices = [Matrix(0, i, 1, 1, 10) for i in range(4)]
     buckets = [replace(bucket(i, i % 2), round=i) for i in range(4)]
-    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 4) == 20
-    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1) == 40
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 4) == 20
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 40
 
 
 def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
     """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
     matrices = [Matrix(0, i, 1, 1, flops) for i, flops in enumerate((30, 30, 1, 1))]
     buckets = [replace(bucket(i, i // 2), round=i) for i in range(4)]
-    assert longest_path(buckets, matrices, {0: 0, 1: 0}, 1) == 62
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 62
 
 
 def test_work_at_home_counts_even_without_buckets() -> None:

@@ -31,6 +31,7 @@ from titan_muon.plan.types import (
     Shard,
 )
 
+ALL_TO_ALL = ("all_to_all", "duplicated")
 GATHER, RETURN, SLICES = "gather", "return", "slices"
 
 
@@ -183,6 +184,8 @@ class Rank:
         buffers = self.buffers[index]
         for piece in buffers.stored:
             self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
+        for target, source in buffers.repeated:
+            target.copy_(source)
         self.world.launch(self.rank, (self.buckets[index], GATHER))
 
     def _orthogonalize(self, index: int) -> Iterator[tuple[int, str]]:
@@ -244,7 +247,7 @@ class Rank:
         """What this rank sends to each rank of the group."""
         run, leg, slot = self._leg(collective)
         there = collective[1] == GATHER
-        if run.bucket.exchange == "all_to_all":
+        if run.bucket.exchange in ALL_TO_ALL:
             buffer, splits = (
                 (slot.home[leg.kept :], leg.home_splits) if there else (slot.leaving(run), leg.owned_splits)
             )
@@ -258,7 +261,7 @@ class Rank:
         run, leg, slot = self._leg(collective)
         if collective[1] == GATHER:
             return slot.inbox[: sum(leg.owned_splits)]
-        if run.bucket.exchange == "all_to_all":
+        if run.bucket.exchange in ALL_TO_ALL:
             return slot.home[leg.kept :][: sum(leg.home_splits)]
         return slot.home[: leg.home_numel]
 
@@ -293,6 +296,9 @@ def check_owners(world: World) -> None:
                     assert not plan.home[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
                     found = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
+                    geometry = world.geometries[matrix.parameter]
+                    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
+                        found = list(geometry.peers[found[0]])
                     expected.update((index, rank) for rank in found)
     assert world.work == expected
 
@@ -308,7 +314,7 @@ def check_legs(world: World) -> None:
             assert not run.mirrored or run.gathering == run.returning
             for leg in filter(None, (run.gathering, run.returning)):
                 check_offsets(leg)
-        if bucket.exchange == "all_to_all":
+        if bucket.exchange in ALL_TO_ALL:
             check_routes(bucket, {rank: run.gathering for rank, run in runs.items()})
             check_routes(bucket, {rank: run.returning for rank, run in runs.items() if run.returning is not None})
 

@@ -100,7 +100,7 @@ def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements that a rank sends to others and receives from them in a run."""
-    if run.bucket.exchange == "all_to_all":
+    if run.bucket.exchange in ("all_to_all", "duplicated"):
         assert run.returning is not None
         there, back = run.gathering, run.returning
         sent = sum(there.home_splits) + sum(back.owned_splits)

@@ -185,6 +185,13 @@ BAD_VALUES = [
     ],
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
     ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
+    ("[muon]\ntensor_parallel = 'all'", 'muon.tensor_parallel = "all"', "blockwise"),
+    ("[muon]\ntensor_parallel = 'blockwise'", 'muon.tensor_parallel = "blockwise"', "tensor_parallel_degree is 2"),
+    (
+        "[muon]\ntensor_parallel = 'blockwise'\n[parallelism]\ntensor_parallel_degree = 2\n[placement]\nmuon = 'owned'",
+        'muon.tensor_parallel = "blockwise"',
+        'placement.tensor_parallel = "peers"',
+    ),
     ("[muon]\nbuffer_gib = 0", "muon.buffer_gib = 0.0", '"auto" or more than 0'),
     ("[muon]\nbuffer_gib = 'a lot'", 'muon.buffer_gib = "a lot"', 'a finite number or "auto"'),
     ("[machine]\nfile = ' '", 'machine.file = " "', "a string that is not empty"),

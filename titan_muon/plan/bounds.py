@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from .exchanges import PATTERNS, Flow
+from .exchanges import PATTERNS
+from .patterns import Flow
 from .times import Costs
 from .types import Bucket
 

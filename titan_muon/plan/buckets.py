@@ -154,18 +154,20 @@ def home_flops(home: Sequence[tuple[int, ...]], matrices: Sequence[Matrix]) -> d
     return flops
 
 
-def longest_path(buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int], slots: int) -> int:
-    """FLOPs on the longest path through a step; `load` are the FLOPs of the matrices at home, by rank."""
+def longest_path(
+    buckets: Sequence[Bucket], flops: Sequence[Mapping[int, int]], load: Mapping[int, int], slots: int
+) -> int:
+    """FLOPs on the longest path through a step: `flops` of each bucket and `load` of the matrices at home, by rank."""
     # Played turn by turn as the executor runs it, and not the FLOPs of the busiest rank: with few slots a round waits
     # for the slowest owner of an earlier one, so owners that are even over the step can still take twice as long.
     by_round: dict[int, list[int]] = {}
     for index, bucket in enumerate(buckets):
         by_round.setdefault(bucket.round, []).append(index)
-    clock = _Clock(buckets, matrices, load)
+    clock = _Clock(buckets, flops, load)
     for act, number in schedule(len(by_round), slots):
         if act is Act.HOME:
-            for rank, flops in load.items():
-                clock.now[rank] += flops
+            for rank, taken in load.items():
+                clock.now[rank] += taken
         else:
             for index in by_round[number]:
                 clock.advance(act, index)
@@ -175,10 +177,10 @@ def longest_path(buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Ma
 class _Clock:
     """The time of every rank in a step, in FLOPs, where orthogonalizing takes its FLOPs and all else no time."""
 
-    def __init__(self, buckets: Sequence[Bucket], matrices: Sequence[Matrix], load: Mapping[int, int]) -> None:
+    def __init__(self, buckets: Sequence[Bucket], flops: Sequence[Mapping[int, int]], load: Mapping[int, int]) -> None:
         self.now = dict.fromkeys({*load, *(rank for bucket in buckets for rank in bucket.group)}, 0)
         self._groups = [bucket.group for bucket in buckets]
-        self._flops = [_flops(bucket, matrices) for bucket in buckets]
+        self._flops = flops
         self._launched, self._returned = [0] * len(buckets), [0] * len(buckets)
 
     def advance(self, act: Act, index: int) -> None:
@@ -192,13 +194,3 @@ class _Clock:
             self._returned[index] = max(now[rank] for rank in group)
         else:
             now.update((rank, max(now[rank], self._returned[index])) for rank in group)
-
-
-def _flops(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, int]:
-    """FLOPs by rank. Without owners every rank of the group does every matrix."""
-    if not bucket.owners:
-        return dict.fromkeys(bucket.group, sum(matrices[index].flops for index in bucket.matrices))
-    flops: dict[int, int] = {}
-    for index, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        flops[owner] = flops.get(owner, 0) + matrices[index].flops
-    return flops

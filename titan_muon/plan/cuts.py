@@ -27,15 +27,23 @@ WORTH = 0.97
 """Of the price of whole matrices: what a draft with slices may have under `auto`, as times are modelled."""
 COUNTS = (2, 4, 8)
 """Numbers of slices."""
+ALWAYS = -math.inf
+"""As a limit: what has an offer is shared, whether that ends sooner or not."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to cut a matrix: into how many slices, what one of them is by, and its seconds in picoseconds."""
+    """A way to give a matrix to several ranks: into how many slices it is cut, what one of them is by, its seconds in
+    picoseconds, and the sets of ranks that can have them."""
 
     count: int
     work: Work
     taken: int
+    teams: tuple[Ranks, ...]
+
+
+Offers = dict[tuple[int, int], tuple[Offer, ...]]
+"""How each (matrix, group) can be shared."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +65,22 @@ class Balance:
 
 def check_split_over(options: MuonOptions) -> None:
     """Raise OptionError where no matrix can have several owners, although the options ask for it."""
-    fault = _fault(options)
+    fault = slices_fault(options)
     if fault and options.split_over not in (1, "auto"):
         raise OptionError("split_over", f"= {options.split_over}: {fault}, or split_over = 1")
 
 
-def _fault(options: MuonOptions) -> str:
+def slices_fault(options: MuonOptions) -> str:
     """Why no matrix can have several owners, and what would let it; empty if it can."""
     if options.orthogonalize == "reference":
         return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
     if not PATTERNS[options.exchange].has_owners:
         return f"exchange = {options.exchange!r} has no owners; choose 'all_to_all'"
+    return one_owner_fault(options)
+
+
+def one_owner_fault(options: MuonOptions) -> str:
+    """What needs a single owner of each matrix, and what does not; empty if nothing does."""
     if options.owners != "balanced":
         return f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
     if options.state == "owner":
@@ -77,49 +90,50 @@ def _fault(options: MuonOptions) -> str:
 
 def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     """The problem with the matrices cut that would end a step late, or None if no cut ends it sooner."""
-    if problem.options.split_over == 1 or _fault(problem.options):
+    if problem.options.split_over == 1 or slices_fault(problem.options):
         return None
     offers = _offers(problem, work_of)
     if not offers:
         return None
-    tasks = _timed(problem)
-    load = _loads(problem)
+    tasks = timed(problem)
+    load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    whole = _balance(problem, tasks, load, {}, math.inf)
-    found = [_balance(problem, tasks, load, offers, limit * mean) for limit in LIMITS]
-    best = min(found, key=lambda balance: balance.longest)
-    return _cut(problem, offers, best) if best.longest < GAIN * whole.longest else None
+    whole = balance(problem, tasks, load, {}, math.inf)
+    found = [balance(problem, tasks, load, offers, limit * mean) for limit in LIMITS]
+    best = min(found, key=lambda one: one.longest)
+    return cut(problem, offers, best) if best.longest < GAIN * whole.longest else None
 
 
 def slices_reason(options: MuonOptions, matrices: Sequence[Matrix]) -> str:
-    """What became of `split_over`, where that allows slices."""
-    if options.split_over == 1:
+    """What became of `split_over` or `tensor_parallel`, where these allow slices."""
+    if options.split_over == 1 and options.tensor_parallel != "distributed":
         return ""
     cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in matrices)
     if cut:
         return f"matrices in slices: {cut:,}"
     sooner = f"would save {1 - WORTH:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
-    return f"no matrix in slices: {_fault(options) or f'none {sooner}'}"
+    return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 
 
-def _timed(problem: Problem) -> list[Task]:
+def timed(problem: Problem) -> list[Task]:
     """The tasks with their Newton-Schulz in picoseconds for FLOPs, so that what owners send each other counts too."""
     costs = problem.costs
-    taken = [_picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
+    taken = [picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
     return [task._replace(flops=taken[task.matrix]) for task in problem.tasks]
 
 
-def _picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
+def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
+    """What a matrix, or a slice of one, takes by a work; in integers, so that all ranks find the same."""
     return int(1e12 * costs.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), 1))
 
 
-def _loads(problem: Problem) -> dict[int, int]:
+def loads(problem: Problem) -> dict[int, int]:
     """Picoseconds of what each rank has at home."""
     counts = home_counts(problem.home, problem.costs.pieces)
     return {rank: int(1e12 * problem.costs.owned(mine).seconds) for rank, mine in counts.items()}
 
 
-def _offers(problem: Problem, work_of: WorkOf) -> dict[int, tuple[Offer, ...]]:
+def _offers(problem: Problem, work_of: WorkOf) -> Offers:
     """How each matrix can be cut: what one group alone assembles, where that has enough ranks on a node."""
     # Replicas that repeat the work are several groups, which would each need their own slices of the same matrix.
     groups = Counter(task.matrix for task in problem.tasks)
@@ -129,37 +143,31 @@ def _offers(problem: Problem, work_of: WorkOf) -> dict[int, tuple[Offer, ...]]:
         [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
         for group in problem.groups
     ]
-    found, known = {}, dict[tuple[int, int], Sequence[Offer]]()
+    found, known = Offers(), dict[tuple[int, int], Sequence[Offer]]()
     for task in problem.tasks:
         if there[task.group] and groups[task.matrix] == 1:
             kind = problem.costs.pieces.kinds[task.matrix], task.group
             if kind not in known:
-                known[kind] = _offered(problem, task.matrix, there[task.group], work_of)
-            found[task.matrix] = tuple(known[kind])
-    return {matrix: offers for matrix, offers in found.items() if offers}
+                known[kind] = _offered(problem, task.matrix, task.group, there[task.group], work_of)
+            found[task.matrix, task.group] = tuple(known[kind])
+    return {place: offers for place, offers in found.items() if offers}
 
 
-def _offered(problem: Problem, number: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:
+def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:
     costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
     stored, shape = problem.parameters[matrix.parameter].stack.matrices[matrix.index], (matrix.rows, matrix.cols)
-    found, whole = [], _picoseconds(costs, matrix, costs.works[matrix.work])
+    found, whole = [], picoseconds(costs, matrix, costs.works[matrix.work])
     for count in counts:
         if divides(stored, shape, count):
             work = work_of(matrix.parameter, *shape, count)
-            taken = _picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
-            found += [Offer(count, work, taken)] if taken < whole else []
+            taken = picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
+            sets = teams(problem.groups[group], count, costs.machine.ranks_per_node)
+            found += [Offer(count, work, taken, tuple(sets))] if taken < whole else []
     return found
 
 
-def _balance(
-    problem: Problem,
-    tasks: Sequence[Task],
-    load: Mapping[int, int],
-    offers: Mapping[int, tuple[Offer, ...]],
-    limit: float,
-) -> Balance:
-    """Longest first to the least loaded, as `balanced`; what would end after `limit` is cut if that ends sooner."""
-    ranks_per_node = problem.costs.machine.ranks_per_node
+def balance(problem: Problem, tasks: Sequence[Task], load: Mapping[int, int], offers: Offers, limit: float) -> Balance:
+    """Longest first to the least loaded, as `balanced`; what would end after `limit` is shared if that ends sooner."""
     balancer = Balancer(tasks, problem.costs.pieces.ranks(), load)
     owners: dict[tuple[int, int], Ranks] = {}
     for index, mine in by_group(tasks, problem.groups).items():
@@ -167,10 +175,8 @@ def _balance(
         heap = balancer.heap(group)
         for task in spread(mine):
             end = heap[0][0] + task.flops
-            shared = (
-                _shared(balancer, group, ranks_per_node, offers.get(task.matrix, ()), limit) if end > limit else None
-            )
-            if shared is None or shared.end >= end:
+            shared = _shared(balancer, offers.get((task.matrix, index), ()), limit) if end > limit else None
+            if shared is None or (shared.end >= end and limit > ALWAYS):
                 owners[task.matrix, index] = (balancer.give(task, heap),)
                 continue
             for rank in shared.ranks:
@@ -181,30 +187,24 @@ def _balance(
     return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest())
 
 
-def _shared(
-    balancer: Balancer, group: Ranks, ranks_per_node: int, offers: Sequence[Offer], limit: float
-) -> Shared | None:
-    """The way to cut a matrix that ends by `limit` with the fewest slices, or the one that ends first."""
-    found = [
-        Shared(balancer.ends(ranks) + offer.taken, offer, ranks)
-        for offer in offers
-        for ranks in teams(group, offer.count, ranks_per_node)
-    ]
+def _shared(balancer: Balancer, offers: Sequence[Offer], limit: float) -> Shared | None:
+    """The way to share a matrix that ends by `limit` with the fewest slices, or the one that ends first."""
+    found = [Shared(balancer.ends(ranks) + offer.taken, offer, ranks) for offer in offers for ranks in offer.teams]
     return min(found, key=lambda one: (max(one.end, limit), one.offer.count, one.end), default=None)
 
 
-def _cut(problem: Problem, offers: Mapping[int, tuple[Offer, ...]], balance: Balance) -> Problem:
+def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
     """The problem with slices for the matrices, tasks and owners of what is cut."""
     chosen = {
-        task.matrix: next(offer for offer in offers[task.matrix] if offer.count == len(ranks))
-        for task, ranks in zip(problem.tasks, balance.owners, strict=True)
+        task.matrix: next(offer for offer in offers[task.matrix, task.group] if offer.count == len(ranks))
+        for task, ranks in zip(problem.tasks, shared.owners, strict=True)
         if len(ranks) > 1
     }
     costs = problem.costs
     matrices, works, first = _renumbered(costs, chosen)
     parameters = _parameters(problem, chosen)
     tasks, owners = list[Task](), OwnerOf()
-    for task, ranks in zip(problem.tasks, balance.owners, strict=True):
+    for task, ranks in zip(problem.tasks, shared.owners, strict=True):
         for number, rank in enumerate(ranks, start=first[task.matrix]):
             matrix = matrices[number]
             tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))

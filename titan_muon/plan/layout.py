@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import prod
 
@@ -235,6 +235,23 @@ class Geometry:
     def numel(self, index: int) -> int:
         """Elements of a matrix."""
         return prod(self.shape(index))
+
+    @cached_property
+    def peers(self) -> Mapping[int, tuple[int, ...]]:
+        """The ranks of each rank's tensor-parallel group, in the order of their parts; empty if nothing is cut so."""
+        axis, mesh = self.layout.tensor_parallel, self.layout.mesh
+        found: dict[tuple[int, ...], list[int]] = {}
+        for position, rank in enumerate(mesh.ranks if axis is not None else ()):
+            coordinate = mesh.coordinate(position)
+            found.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
+        return {rank: tuple(ranks) for ranks in found.values() for rank in ranks}
+
+    @cached_property
+    def cut_by_peers(self) -> frozenset[int]:
+        """The matrices that tensor parallelism cuts, by index; experts that it deals out whole are not among them."""
+        peers = self.peers
+        indices = range(len(self.stack.matrices) if peers else 0)
+        return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
         """Elements of a matrix that each of its holders stores, in mesh order."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 
 from ..options import MuonOptions, OptionError
+from .blocks import blocks_reason, in_blocks
 from .buckets import home_flops
 from .cost import Work, WorkOf
 from .cuts import WORTH, check_split_over, slices_reason, with_cuts
@@ -18,6 +19,7 @@ from .owners import OWNERS, Task
 from .pieces import Pieces
 from .search import Draft, Problem, fastest
 from .state_ranks import able_owners
+from .tensor_parallel import check_tensor_parallel, with_peers
 from .times import Costs
 from .types import Matrix, Parameter, Plan
 
@@ -28,15 +30,20 @@ def make_plan(
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
     `machine` is what the ranks run on; by default GPUs, as the options say. Raises OptionError for an exchange that is
-    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, and for
-    buffers too small.
+    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, for a way of
+    tensor parallelism where there is none, and for buffers too small.
     """
-    if options.exchange not in PATTERNS:
-        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(PATTERNS)}")
+    names = [name for name, pattern in PATTERNS.items() if not pattern.duplicates]
+    if options.exchange not in names:
+        raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
     if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
     check_split_over(options)
-    geometries = Geometries(parameters)
+    given, geometries = parameters, Geometries(parameters)
+    check_tensor_parallel(options, geometries)
+    if options.tensor_parallel == "blockwise":
+        parameters = in_blocks(given, geometries)
+        geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
@@ -47,9 +54,16 @@ def make_plan(
         problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
         if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
             problems.append(problem)
+    if options.tensor_parallel in ("distributed", "duplicated"):
+        problems = [with_peers(problem, work_of) for problem in problems]
     cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
     draft, problem = _best_of(problems, cut, WORTH if options.split_over == "auto" else 1.0)
-    reasons = draft.reason, slices_reason(options, problem.costs.pieces.matrices), _own_reason(parameters)
+    reasons = (
+        draft.reason,
+        slices_reason(options, problem.costs.pieces.matrices),
+        blocks_reason(options, given, parameters),
+        _own_reason(parameters),
+    )
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),

@@ -9,8 +9,8 @@ from itertools import product
 
 from ..options import MuonOptions, OptionError
 from .buckets import Cut, Dealer, Order, backward_rounds, ordered_rounds, rounds
-from .exchanges import Pattern
 from .owners import OWNERS, OwnerOf, Task, among
+from .patterns import Pattern
 from .schedule import hidden_rounds
 from .slices import together
 from .timeline import play

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from .batches import counted_batches
 from .buckets import home_flops, longest_path
-from .exchanges import KindCounts
 from .layout import Geometries
+from .patterns import KindCounts
 from .pieces import Pieces
 from .state_ranks import state_elements
 from .totals import Totals, home_counts
@@ -82,13 +82,16 @@ def summarize(plan: Plan) -> Summary:
         for rank, home in home_counts(plan.home, pieces).items()
     )
     flops = [matrix.flops for matrix in plan.matrices]
+    in_buckets = [
+        {rank: _flops(found.owned, plan, pieces) for rank, found in by_rank.items()} for by_rank in totals.of_buckets
+    ]
     further = len(plan.matrices) - plan.whole_matrices
     return Summary(
         ranks=ranks,
         muon_matrices=plan.whole_matrices,
         # One group alone has slices, and each of them one owner.
         orthogonalizations=sum(cost.matrices for cost in ranks) - further,
-        ns_flops_max=longest_path(plan.buckets, plan.matrices, home_flops(plan.home, plan.matrices), plan.slots),
+        ns_flops_max=longest_path(plan.buckets, in_buckets, home_flops(plan.home, plan.matrices), plan.slots),
         ns_flops_lower_bound=max(sum(flops) // len(ranks), max(flops)),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
         bytes_sent_lower_bound=_least_sent(plan, pieces) // len(ranks),
@@ -103,9 +106,8 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     parts = [home, *(bucket.owned for bucket in buckets)]
     whole, iteration = _work_bytes(parts, plan, pieces)
-    # A rank's home buffer of a bucket has room for exactly what it stores of its matrices.
     loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
-    loads += [bucket.buffers[0] for bucket in buckets]
+    loads += [bucket.stored for bucket in buckets]
     teams = [
         (count, team)
         for part in parts
@@ -116,7 +118,7 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
     return RankCost(
         rank=rank,
         matrices=sum(count for part in parts for _, count in part),
-        ns_flops=sum(count * plan.matrices[pieces.examples[kind]].flops for part in parts for kind, count in part),
+        ns_flops=sum(_flops(part, plan, pieces) for part in parts),
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
@@ -127,6 +129,10 @@ def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: 
         load_elements=max(loads, default=0),
         state_elements=kept,
     )
+
+
+def _flops(counts: KindCounts, plan: Plan, pieces: Pieces) -> int:
+    return sum(count * plan.matrices[pieces.examples[kind]].flops for kind, count in counts)
 
 
 def _work_bytes(parts: Iterable[KindCounts], plan: Plan, pieces: Pieces) -> tuple[int, int]:

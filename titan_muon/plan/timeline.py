@@ -9,9 +9,9 @@ from itertools import compress
 
 from .bounds import chains, least_whole
 from .buckets import ordered_rounds
-from .exchanges import BucketTotals, Flow
 from .layout import Geometries
 from .machine import Machine
+from .patterns import BucketTotals, Flow
 from .pieces import Pieces
 from .schedule import Act, hidden_rounds, schedule
 from .times import BucketTimes, Costs, bucket_times

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from .batches import counted_batches
 from .cost import Work
-from .exchanges import PATTERNS, BucketTotals, KindCounts, Pattern
+from .exchanges import PATTERNS
 from .machine import Machine
+from .patterns import BucketTotals, KindCounts, Pattern
 from .pieces import Pieces
 from .slices import teams_in
 from .types import Bucket, Matrix
@@ -138,7 +139,7 @@ def settle(bucket: Bucket, costs: Costs) -> Bucket:
     place = {rank: index for index, rank in enumerate(bucket.group)}
     timed, pieces = dict[str, float](), costs.pieces
     for pattern in PATTERNS.values():
-        if not pattern.settles and (pattern.has_owners or _one_copy(bucket, pieces)):
+        if not (pattern.settles or pattern.duplicates) and (pattern.has_owners or _one_copy(bucket, pieces)):
             settled = _by(pattern, bucket)
             timed[pattern.name] = bucket_times(settled, pattern.totals(settled, pieces), costs, place).alone
     # min takes the first of equally fast ones, so that ties go to the all-to-all.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .exchanges import PATTERNS, BucketTotals, KindCounts
+from .exchanges import PATTERNS
+from .patterns import BucketTotals, KindCounts
 from .pieces import Pieces
 from .types import Bucket
 

@@ -78,11 +78,15 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis."""
+    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis.
+
+    `tensor_parallel` is the axis of tensor parallelism, if that cuts the tensor.
+    """
 
     shape: tuple[int, ...]
     mesh: Mesh
     placements: tuple[Placement, ...]
+    tensor_parallel: int | None = None
 
     def __post_init__(self) -> None:
         assert len(self.placements) == len(self.mesh.shape), (
@@ -223,8 +227,9 @@ class Bucket:
     """What travels in one collective there and one back, by the pattern `exchange` in `exchanges.PATTERNS`.
 
     `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
-    rank `owners[i]`; without owners every rank does what it stores a piece of. Buckets of one `round` are in flight
-    together. `reason` says why an automatic choice fell on this exchange.
+    rank `owners[i]`, and by its tensor-parallel peers where the pattern duplicates; without owners every rank does what
+    it stores a piece of. Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on
+    this exchange.
     """
 
     exchange: str

@@ -149,7 +149,8 @@ def _costs(
 
 
 def _cost(recipe: Recipe, owning: Owning, way: Way) -> TrainingCost:
-    options = MuonOptions(**optimizer_config(recipe).tables["muon"])
+    # Pieces rest alike in all modes of tensor parallelism; with any other no way is open that has one rank hold all.
+    options = replace(MuonOptions(**optimizer_config(recipe).tables["muon"]), tensor_parallel="owner")
     machine = planning_machine(recipe.machine, owning.device)
     spaces = [_space(owning, wanted, way) for wanted in owning.wanted]
     parameters = [parameter for space in spaces for parameter in space.parameters()]

@@ -53,23 +53,27 @@ RELATIONS = (
     Relation(
         "placement.replicas",
         '"one" only with placement.muon = "owned" and parallelism.data_parallel_replicate_degree of 2 or more',
-        lambda recipe: (
-            recipe.placement.replicas != "one"
-            or (owns(recipe) and recipe.parallelism.data_parallel_replicate_degree > 1)
-        ),
+        lambda r: r.placement.replicas != "one" or (owns(r) and r.parallelism.data_parallel_replicate_degree > 1),
     ),
     Relation(
         "placement.tensor_parallel",
         '"whole" only with placement.muon = "owned" and parallelism.tensor_parallel_degree of 2 or more',
-        lambda recipe: (
-            recipe.placement.tensor_parallel != "whole"
-            or (owns(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
-        ),
+        lambda r: r.placement.tensor_parallel != "whole" or (owns(r) and r.parallelism.tensor_parallel_degree > 1),
     ),
     Relation(
         "muon.state",
         '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
         lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
+    ),
+    # Nothing is cut where one of its ranks owns all of it, and "auto" might choose that.
+    Relation(
+        "muon.tensor_parallel",
+        '"owner" only, unless parallelism.tensor_parallel_degree is 2 or more, '
+        'and with owned matrices placement.tensor_parallel = "peers"',
+        lambda r: (
+            r.muon.tensor_parallel == "owner"
+            or (r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)))
+        ),
     ),
     # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
     Relation(
@@ -149,9 +153,7 @@ RELATIONS = (
     Relation(
         "muon.ns_coefficients",
         "as many [a, b, c] as muon.ns_steps",
-        lambda recipe: (
-            isinstance(recipe.muon.ns_coefficients, str) or len(recipe.muon.ns_coefficients) == recipe.muon.ns_steps
-        ),
+        lambda r: isinstance(r.muon.ns_coefficients, str) or len(r.muon.ns_coefficients) == r.muon.ns_steps,
     ),
     _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
     _overlaps('optimizer.clip = "all", which scales gradients after backward', lambda r: r.optimizer.clip != "all"),

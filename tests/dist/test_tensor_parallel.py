@@ -1,0 +1,233 @@
+"""The modes of tensor parallelism on gloo: what each of them computes, digit by digit, and what it sends."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from benchmarks.accuracy import relative_error
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS
+from tests.reference_muon import ReferenceMuon, newton_schulz
+from titan_muon import Muon
+from titan_muon.plan.summary import summarize
+
+STEPS = 2
+FLOAT32: dict[str, Any] = {"ns_dtype": "float32", "wire_dtype": "float32"}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, and how a matrix is placed on it; its last axis is that of tensor parallelism."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    @property
+    def cut(self) -> tuple[int, int]:
+        """The dim that tensor parallelism cuts, and in how many parts."""
+        last = self.placements[-1]
+        assert isinstance(last, Shard)
+        return last.dim, self.mesh[-1]
+
+
+CASES = {
+    2: {"rows": Case((2,), (Shard(0),)), "columns": Case((2,), (Shard(1),))},
+    4: {
+        "rows": Case((4,), (Shard(0),)),
+        "columns": Case((4,), (Shard(1),)),
+        "fsdp_rows": Case((2, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+        "fsdp_columns": Case((2, 2), (Shard(0), Shard(1))),
+        "replicated_rows": Case((2, 2), (Replicate(), Shard(0))),
+    },
+}
+SHAPES = {"wide": (24, 40), "tall": (40, 24)}
+
+
+def drawn(names: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in names.items()}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What two steps of all cases of a world came to: parameters and momenta here, and bytes sent in the last step."""
+
+    params: dict[str, Any]
+    momenta: dict[str, Tensor]
+    sent: int
+    planned: int
+
+
+def train(rank: int, world_size: int, **options: Any) -> Trained:
+    shapes = {f"{case}.{name}": shape for case in CASES[world_size] for name, shape in SHAPES.items()}
+    meshes = {}
+    for name, case in CASES[world_size].items():
+        names = ("fsdp", "tp")[-len(case.mesh) :]
+        meshes[name] = init_device_mesh("cpu", case.mesh, mesh_dim_names=names), case.placements
+
+    def placed(key: str, full: Tensor) -> DTensor:
+        return distribute_tensor(full.clone(), *meshes[key.partition(".")[0]], src_data_rank=None)
+
+    params = {key: nn.Parameter(placed(key, full)) for key, full in drawn(shapes, 0).items()}
+    optimizer = Muon(list(params.items()), lr=0.02, **options)
+    for step in range(STEPS):
+        for key, full in drawn(shapes, step + 1).items():
+            params[key].grad = placed(key, full)
+        with CollectiveCounter() as counter:
+            optimizer.step()
+    sent = sum(call.sent for call in counter.calls if call.name != "allreduce")
+    momenta = {key: optimizer.state[param]["momentum_buffer"].to_local() for key, param in params.items()}
+    return Trained(dict(params), momenta, sent, summarize(optimizer.plan).ranks[rank].bytes_sent)
+
+
+def not_blocks(trained: Trained, world_size: int) -> list[str]:
+    """The parameters that are not the reference of parameters that are blocks, bit for bit."""
+    different = []
+    for key, param in trained.params.items():
+        dim, count = CASES[world_size][key.partition(".")[0]].cut
+        full = [drawn({k: SHAPES[k.partition(".")[2]] for k in trained.params}, seed)[key] for seed in range(STEPS + 1)]
+        initial, *grads = [{str(place): block for place, block in enumerate(one.chunk(count, dim))} for one in full]
+        reference = ReferenceMuon({place: block.clone() for place, block in initial.items()})
+        for grad in grads:
+            reference.step(grad)
+        if not torch.equal(param.full_tensor(), torch.cat(list(reference.params.values()), dim)):
+            different.append(key)
+    return different
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank found in all modes; `apart` are the errors of `distributed` relative to `owner`."""
+
+    not_blocks: list[str]
+    said: list[str]
+    not_owner: list[str]
+    apart: list[float]
+    sent: dict[str, tuple[int, int]]
+
+
+def compare(rank: int, world_size: int) -> Found:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        blocks = train(rank, world_size, tensor_parallel="blockwise", orthogonalize="reference")
+    owner, duplicated = (
+        train(rank, world_size, tensor_parallel=mode, orthogonalize="reference") for mode in ("owner", "duplicated")
+    )
+    exact, slices = (train(rank, world_size, tensor_parallel=mode, **FLOAT32) for mode in ("owner", "distributed"))
+    different = [
+        key
+        for key, param in owner.params.items()
+        if not torch.equal(param.to_local(), duplicated.params[key].to_local())
+        or not torch.equal(owner.momenta[key], duplicated.momenta[key])
+    ]
+    apart = [
+        float(relative_error(slices.params[key].full_tensor(), param.full_tensor()))
+        for key, param in exact.params.items()
+    ]
+    counted = {"blocks": blocks, "owner": owner, "duplicated": duplicated, "distributed": slices}
+    return Found(
+        not_blocks(blocks, world_size),
+        [str(one.message) for one in said if "blockwise" in str(one.message)],
+        different,
+        apart,
+        {mode: (one.sent, one.planned) for mode, one in counted.items()},
+    )
+
+
+@cache
+def found(world_size: int) -> list[Found]:
+    return run_ranks(compare, world_size, timeout=2 * SECONDS)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_size: int) -> None:
+    for one in found(world_size):
+        assert one.not_blocks == []
+        assert len(one.said) == 1
+        count = len(SHAPES) * len(CASES[world_size])
+        assert f"'blockwise' is inexact: of {count} matrices that tensor parallelism cuts" in one.said[0]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_duplicated_matrices_are_those_of_one_owner_bit_for_bit(world_size: int) -> None:
+    assert [one.not_owner for one in found(world_size)] == [[]] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_slices_of_tensor_parallel_groups_are_the_owners_to_rounding(world_size: int) -> None:
+    assert max(max(one.apart) for one in found(world_size)) < 1e-5
+
+
+@pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_what_is_sent_is_what_the_plan_says(world_size: int, mode: str) -> None:
+    for one in found(world_size):
+        sent, planned = one.sent[mode]
+        assert sent == planned
+
+
+# The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None stands for those of
+# `torch.testing.assert_close` in float32.
+ONE_STEP = [(shape, dim, 1, 1e-6) for shape in ((20, 16), (16, 32)) for dim in (0, 1)]
+PUBLISHED: list[tuple[tuple[int, int], int, int, float | None]] = [
+    *ONE_STEP,
+    ((32, 3), 0, 5, None),
+    ((5, 100), 1, 5, None),
+    ((21, 16), 1, 1, None),
+]
+
+
+def orthogonalized(
+    shape: tuple[int, int], dim: int, steps: int, mode: str, mesh: DeviceMesh
+) -> tuple[Tensor, Tensor] | str:
+    """An integer matrix orthogonalized in a mode and whole by the reference, or why that is refused."""
+    full = torch.randint(-5, 5, shape, generator=torch.Generator().manual_seed(0)).float()
+    param = nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)], src_data_rank=None))
+    param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
+    plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr_scale": "original"}
+    try:
+        optimizer = Muon([("w", param)], lr=1.0, ns_steps=steps, tensor_parallel=mode, **plain, **FLOAT32)
+    except ValueError as error:
+        return str(error)
+    optimizer.step()
+    scale = max(1, shape[0] / shape[1]) ** 0.5
+    result: Any = param.detach()
+    return -result.full_tensor() / scale, newton_schulz(full, steps, dtype=torch.float32)
+
+
+def keep_tolerances(rank: int, world_size: int) -> dict[tuple[str, tuple[int, int], int], str]:
+    """The refusals by mode, shape and dim. Raises AssertionError for what is not within the tolerance."""
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    refused = {}
+    for shape, dim, steps, most in PUBLISHED:
+        if most is not None and shape[dim] % world_size:
+            continue
+        for mode in ("distributed", "duplicated"):
+            results = orthogonalized(shape, dim, steps, mode, mesh)
+            if isinstance(results, str):
+                refused[mode, shape, dim] = results
+            elif most is None:
+                torch.testing.assert_close(*results)
+            else:
+                torch.testing.assert_close(*results, rtol=0, atol=most)
+    return refused
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_published_tolerances_of_tensor_parallel_newton_schulz_are_met(world_size: int) -> None:
+    """What ranks cannot have equal slices of is refused by `distributed`, and `duplicated` takes it."""
+    [refused] = {frozenset(one.items()) for one in run_ranks(keep_tolerances, world_size, timeout=SECONDS)}
+    tried = [(shape, dim) for shape, dim, _, most in PUBLISHED if most is None or shape[dim] % world_size == 0]
+    uneven = {("distributed", shape, dim) for shape, dim in tried if any(side % world_size for side in shape)}
+    assert {key for key, _ in refused} == uneven
+    assert all("cannot be cut into" in text for _, text in refused)
