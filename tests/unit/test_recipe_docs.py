@@ -45,7 +45,8 @@ def option_table(name: str) -> str:
         if choices and item.name not in ranges:
             takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
         default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
-        cells = (f"`{name}.{item.name}`", default, takes, meaning[item.name])
+        # A row of Markdown is one line, however many the docstring has.
+        cells = (f"`{name}.{item.name}`", default, takes, " ".join(meaning[item.name].split()))
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
