@@ -176,6 +176,38 @@ def test_what_is_sent_is_what_the_plan_says(world_size: int, mode: str) -> None:
         assert sent == planned
 
 
+def in_backward(rank: int, world_size: int) -> tuple[bool, list[int]]:
+    """Whether duplicated matrices are the same with gathers in backward, and the calls before the last step of each."""
+    mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("fsdp", "tp"))
+    trained: list[list[Tensor]] = []
+    calls = []
+    for overlap in ("none", "backward"):
+        initial = drawn(SHAPES, 0).items()
+        params: dict[str, Any] = {
+            name: nn.Parameter(distribute_tensor(full, mesh, [Shard(1), Shard(0)], src_data_rank=None))
+            for name, full in initial
+        }
+        muon = Muon(list(params.items()), lr=0.02, tensor_parallel="duplicated", overlap=overlap)
+        for step in range(STEPS):
+            before = muon.exchange.traffic.calls
+            with muon.overlap():
+                sum(((step + 1) * param * param).sum() for param in params.values()).full_tensor().backward()
+            early = muon.exchange.traffic.calls - before
+            muon.step()
+            muon.zero_grad()
+        calls.append(early)
+        trained.append([param.to_local().clone() for param in params.values()])
+    return all(map(torch.equal, *trained)), calls
+
+
+def test_duplicated_matrices_gather_in_backward() -> None:
+    """A piece is packed once for several ranks, before the step as in it."""
+    for same, (without, overlapped) in run_ranks(in_backward, 4, timeout=SECONDS):
+        assert same
+        assert without == 0
+        assert overlapped > 0
+
+
 # The published tolerances of Emerging-Optimizers for Newton-Schulz under tensor parallelism. None stands for those of
 # `torch.testing.assert_close` in float32.
 ONE_STEP = [(shape, dim, 1, 1e-6) for shape in ((20, 16), (16, 32)) for dim in (0, 1)]

@@ -1,5 +1,6 @@
 """Plans in which tensor-parallel groups have what tensor parallelism cuts: who does what, and what is refused."""
 
+from math import prod
 from typing import Any
 
 import pytest
@@ -26,10 +27,7 @@ from titan_muon.plan.types import (
 def matrix(name: str, shape: tuple[int, int], mesh: tuple[int, ...], *placements: Placement) -> Parameter:
     """A matrix on a mesh whose last axis is that of tensor parallelism."""
     cut = None if isinstance(placements[-1], Replicate) else len(mesh) - 1
-    count = 1
-    for size in mesh:
-        count *= size
-    layout = Layout(shape, Mesh(mesh, tuple(range(count))), placements, cut)
+    layout = Layout(shape, Mesh(mesh, tuple(range(prod(mesh)))), placements, cut)
     return Parameter(name, name, layout, MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),)))
 
 
