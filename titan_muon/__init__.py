@@ -4,14 +4,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .hsdp import reduce_scatter_replicas
     from .muon import Muon
     from .owned import Owners, own
 
-__all__ = ["Muon", "Owners", "own"]
+__all__ = ["Muon", "Owners", "own", "reduce_scatter_replicas"]
+_HOMES = {"Muon": "muon", "reduce_scatter_replicas": "hsdp"}
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module("titan_muon.muon" if name == "Muon" else "titan_muon.owned"), name)
+        return getattr(import_module(f"titan_muon.{_HOMES.get(name, 'owned')}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

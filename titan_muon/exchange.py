@@ -126,7 +126,7 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Collectives:
-    """The three collectives of exchanges; a package may register a subclass that runs them otherwise.
+    """The collectives of exchanges and of gradients; a package may register a subclass that runs them otherwise.
 
     Buffers are flat, on one device and of one dtype. Splits are elements for each rank of the group, in its order.
     Every method starts its collective and returns what there is to wait for.
@@ -175,6 +175,12 @@ class Collectives:
             return [_scatter_equal(output, input[: sum(splits)], group=group, async_op=True)]
         parts = list(input[: sum(splits)].split(list(splits)))
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Fill `tensor` with its sum over all ranks. Counted is what a ring sends, and its calls as one."""
+        others, ranks = dist.get_world_size(group) - 1, dist.get_world_size(group)
+        self.traffic.add(2 * others * tensor.numel() * tensor.element_size() // ranks)
+        return [dist.all_reduce(tensor, group=group, async_op=True)]
 
 
 class Team:

@@ -20,6 +20,7 @@ from titan_muon.plan import Plan, Summary
 from titan_muon.plan.groups import Assembly, assemblies
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.ownership import OwnedTotals, load_lines
+from titan_muon.plan.replicas import ReplicaTraffic
 from titan_muon.plan.timeline import Timeline
 from titan_muon.plan.types import MatrixStack
 from titan_muon.titan.doubts import doubts, family, matrix_shapes, split_lines
@@ -151,6 +152,23 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     # The choice of an exchange has one reason, which each of its buckets carries.
     for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
         yield f"  exchange        {reason}"
+
+
+def replica_lines(traffic: ReplicaTraffic | None, chosen: str) -> Iterable[str]:
+    """One line if FSDP2 has replicas: what summing Muon's gradients over them sends, and what the other way would."""
+    if traffic is None:
+        return
+    scatters = chosen == "reduce_scatter"
+    sent, other = traffic.all_reduce, traffic.reduce_scatter
+    if scatters:
+        sent, other = other, sent
+    how = "reduce-scattered to where the momentum is; all-reduced they would be"
+    if not scatters:
+        how = 'all-reduced; muon.state = "owner" and muon.replica_gradients = "reduce_scatter" would send'
+    yield (
+        f"  over replicas   {sent / 2**20:,.1f} MiB of gradients from the busiest rank in each backward to "
+        f"{traffic.replicas} replicas, {_ms(sent / traffic.bandwidth)} of its link: {how} {other / 2**20:,.1f} MiB"
+    )
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:

@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
 from titan_muon.adam import Adam, AdamW
+from titan_muon.hsdp import reduce_scatter_replicas
 from titan_muon.matrices import check_splits
 from titan_muon.muon import Muon
 from titan_muon.titan.device import adamw_implementation
@@ -64,6 +65,8 @@ class HybridOptimizers(OptimizersContainer):
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
         """What is on the host: the states of all optimizers, or parameters and gradients too."""
+        replica_gradients: str = "all_reduce"
+        """How Muon's gradients are summed over HSDP's replicas."""
         model: Mapping[str, Seen] | None = None
         """All trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
 
@@ -71,6 +74,8 @@ class HybridOptimizers(OptimizersContainer):
     """Who takes which of the parameters here."""
     whole: tuple[Assignment, ...]
     """Who takes which of the whole model's; pipeline ranks have but a part of them."""
+    scattered: Mapping[Tensor, int]
+    """Parameters whose gradients are on one replica alone and zero on others, with the number of replicas."""
     changes: tuple[str, ...] = ()
     """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
 
@@ -98,9 +103,18 @@ class HybridOptimizers(OptimizersContainer):
             _build(name, groups, {"offload": config.offload, **tables.get(name, {})}, trained)
             for name, groups in self.groups.items()
         ]
+        self.scattered = self._scatter() if config.replica_gradients == "reduce_scatter" else {}
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
         self._post_init(taken)
+
+    def _scatter(self) -> dict[Tensor, int]:
+        """Have gradients of Muon's parameters summed over replicas where their momentum is."""
+        muons = (optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon))
+        # A pipeline stage may have no matrix.
+        held = (muon for muon in muons if muon.plan.parameters)
+        found = [reduce_scatter_replicas(nn.ModuleList(self.model_parts), muon) for muon in held]
+        return {parameter: replicas for each in found for parameter, replicas in each.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` says which that changes."""
@@ -187,6 +201,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     }
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
+        replica_gradients=recipe.muon.replica_gradients,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | _shared_options(section.rule, tables),
@@ -211,7 +226,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     """Muon's keywords."""
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
-    gib = table.pop("buffer_gib")
+    gib, _ = table.pop("buffer_gib"), table.pop("replica_gradients")
     if recipe.muon.replicas is None:
         table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
@@ -227,8 +242,8 @@ def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[
         except ValueError as error:
             raise RecipeError(f"{place}.{error}") from error
         for key, value in rule.options.items():
-            # buffer_gib is the recipe's name for a keyword of Muon, so the registry does not know it.
-            if key not in shared and (name, key) != ("muon", "buffer_gib"):
+            # What the recipe alone has in Muon's table the registry does not know.
+            if key not in shared and (name != "muon" or key not in ("buffer_gib", "replica_gradients")):
                 continue
             said = f"{place}.options.{key}: {key} holds for all of {name}"
             if name in tables:

@@ -12,6 +12,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.ownership import OwnedTotals
+from titan_muon.plan.replicas import ReplicaTraffic, replica_traffic
 from titan_muon.plan.timeline import Timeline, timeline
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
@@ -24,6 +25,7 @@ from titan_muon.titan.explain import (
     peer_lines,
     pipeline_line,
     plan_lines,
+    replica_lines,
     weight_lines,
 )
 from titan_muon.titan.model.qk_clip import qk_clip_lines
@@ -58,7 +60,8 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
         peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
         plan = plan_lines(part.meta.plan, part.summary, part.timeline)
-        lines = [*plan, *silent, *part.meta.owned_reasons, *peers, "", *_memory_lines(part.memory)]
+        replicas = replica_lines(part.replicas, recipe.muon.replica_gradients)
+        lines = [*plan, *replicas, *silent, *part.meta.owned_reasons, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -84,6 +87,7 @@ class Part:
     meta: MetaModel
     summary: Summary | None
     timeline: Timeline | None
+    replicas: ReplicaTraffic | None
     loads: Mapping[int, OwnedTotals]
     memory: Memory
 
@@ -92,8 +96,10 @@ def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine, overlap = planning_machine(recipe.machine, kind), recipe.muon.overlap == "backward"
     played = None if meta.plan is None else timeline(meta.plan, machine, overlap=overlap)
+    itemsize = _pass_itemsizes(recipe)[1]
+    replicas = None if meta.plan is None else replica_traffic(meta.plan, itemsize, machine)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
+    return Part(meta, summary, played, replicas, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
 def _headed(part: Part, text: str) -> str:

@@ -65,6 +65,14 @@ RELATIONS = (
         '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
         lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
     ),
+    Relation(
+        "muon.replica_gradients",
+        '"all_reduce" only, unless muon.state = "owner" and parallelism.data_parallel_replicate_degree is 2 or more',
+        lambda r: (
+            r.muon.replica_gradients == "all_reduce"
+            or (r.muon.state == "owner" and r.parallelism.data_parallel_replicate_degree > 1)
+        ),
+    ),
     # Nothing is cut where one of its ranks owns all of it, and "auto" might choose that.
     Relation(
         "muon.tensor_parallel",

@@ -141,6 +141,10 @@ class Muon(StepOptions, Hyperparameters):
     replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
     """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
+    # Not Muon's own keyword: FSDP2 sums gradients, and Muon has no part in that.
+    replica_gradients: Literal["all_reduce", "reduce_scatter"] = "all_reduce"
+    """How gradients are summed over HSDP's replicas: on each, or, with `state = "owner"`, where the momentum is."""
+
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
