@@ -141,6 +141,7 @@ def _document(part: Part) -> dict[str, object]:
             **part.memory.host_sizes,
             "uncounted_optimizers": part.memory.uncounted,
         },
+        "over_replicas": None if part.replicas is None else asdict(part.replicas),
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
         **({} if part.summary is None else asdict(part.summary)),
     }
