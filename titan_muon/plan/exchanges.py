@@ -2,7 +2,7 @@
 
 # Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
 # Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy,
-# automatic).
+# spreads, automatic).
 
 from __future__ import annotations
 

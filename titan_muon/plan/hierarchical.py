@@ -31,6 +31,7 @@ class Hierarchical(AllToAll):
     """
 
     name = "hierarchical"
+    spreads = True
     automatic = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:

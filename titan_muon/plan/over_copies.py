@@ -26,7 +26,7 @@ def _has_copies(problem: Problem) -> bool:
 
 def copies_reason(draft: Draft) -> str:
     """Why owners do not send their results to all copies; empty if they do."""
-    if not any(bucket.exchange == "hierarchical" for bucket in draft.buckets):
+    if not any(PATTERNS[bucket.exchange].spreads for bucket in draft.buckets):
         return ""
     gain = 100 * (1 - WORTH)
     return (
