@@ -35,7 +35,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "FSDP, offload": ("--optimizer.offload", "state"),
     "owned": ("--placement.muon", "owned"),
     "TP 8": ("--parallelism.tensor_parallel_degree", "8"),
-    "HSDP 8": ("--parallelism.data_parallel_replicate_degree", "8"),
+    "HSDP 8, one momentum": (
+        *("--parallelism.data_parallel_replicate_degree", "8"),
+        *("--muon.state", "owner", "--muon.replica_gradients", "reduce_scatter"),
+    ),
     "EP 8": ("--parallelism.expert_parallel_degree", "8"),
     "EP 8, owned": ("--parallelism.expert_parallel_degree", "8", "--placement.muon", "owned"),
     "EP 64": ("--parallelism.expert_parallel_degree", "64"),
@@ -56,7 +59,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 WORLDS = (8, 64, 1024)
 REHEARSED: dict[str, tuple[str, str, str]] = {
-    "qwen3_0.6b": ("owned", "FSDP", "HSDP 8"),
+    "qwen3_0.6b": ("owned", "FSDP", "HSDP 8, one momentum"),
     "qwen3_8b": ("FSDP, offload", "HSDP 8, owned", "TP 8"),
     "llama3_8b": ("TP 8", "TP 8, owned whole", "owned"),
     "llama3_70b": ("PP 4", "TP 8, owned", "TP 8"),

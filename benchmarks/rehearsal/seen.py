@@ -84,5 +84,18 @@ class Seen:
         return cls(**{**found, "at_rest": tuple(found["at_rest"])})
 
 
-UNEQUAL = ("alltoall_base", "all_to_all_single", "alltoall", "reduce", "gather", "send", "isend", "recv", "irecv")
+UNEQUAL = frozenset(
+    (
+        "alltoall_base",
+        "all_to_all_single",
+        "alltoall",
+        "allgather",
+        "reduce",
+        "gather",
+        "send",
+        "isend",
+        "recv",
+        "irecv",
+    )
+)
 """Collectives in which the members of a group may pass different numbers of bytes."""
