@@ -7,7 +7,8 @@ any plan has, and without which the last ratio is; and waits, mostly the first m
 one's way back, when nothing is left to do. The least for whole matrices has all of this in it that no plan can be
 without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's. Exposed is what the
 step would be shorter by if links took no time; in backward are the gathers of `--overlap backward`, on the rank that
-has most of them.
+has most of them. The tail is what comes after the last Newton-Schulz, and the most that the next forward could hide;
+its share is of a training step: Muon's, behind a forward and a backward of `TOKENS` tokens at `TRAINING_FLOPS`.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
@@ -19,9 +20,11 @@ import json
 import sys
 import time
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal
 
+import torch
 import tyro
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,12 +39,17 @@ from titan_muon.build import planning_machine
 from titan_muon.plan import summarize
 from titan_muon.plan.timeline import timeline
 from titan_muon.titan.dry_run.meta_model import build_meta_model
+from titan_muon.titan.model.spec import model_spec
 from titan_muon.titan.recipe import load
 
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
 RANKS = (8, 32, 64, 128, 256, 512, 1024)
 EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8), "deepseek_v3": (8, 64), "kimi_k2": (8, 64)}
 """Expert-parallel degree below 64 ranks and from 64 ranks on."""
+TOKENS = 8192
+"""Tokens of a training step on each GPU."""
+TRAINING_FLOPS = 400e12
+"""Of a GPU in forward and backward, per second: 40 % of an H100's bfloat16 peak of 989 TFLOP/s."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +77,8 @@ class Numbers:
     whole_ms: float
     exposed_ms: float
     hidden_ms: float
+    tail_ms: float
+    model_ms: float
     seconds: float
 
     @property
@@ -87,9 +97,29 @@ class Numbers:
         return self.exposed_ms / self.newton_schulz_ms
 
     @property
+    def tail_ratio(self) -> float:
+        """What comes after the last Newton-Schulz, over a training step."""
+        return self.tail_ms / (self.model_ms + self.step_ms)
+
+    @property
     def ratio_without_passes(self) -> float:
         """The same of the step without momentum, apply and copies."""
         return (self.step_ms - self.passes_ms) / self.limit_ms
+
+
+@cache
+def model_seconds(model: str) -> float:
+    """Seconds that forward and backward of a recipe's model are taken to need on a GPU.
+
+    Six FLOPs for each token and parameter that it is multiplied by: of experts those that it is routed to, of
+    embeddings none. Attention scores and recomputation are left out, so that the model is rather too fast.
+    """
+    recipe = load(ROOT / f"configs/{model}_muon.toml", [])
+    config = model_spec(recipe.model.name, recipe.model.flavor).model
+    with torch.device("meta"):
+        # TorchTitan counts the scores by this length.
+        _, flops = config.get_nparams_and_flops(config.build(), seq_len=0)
+    return TOKENS * flops / TRAINING_FLOPS
 
 
 def plan_numbers(
@@ -140,6 +170,8 @@ def plan_numbers(
         whole_ms=1e3 * played.whole,
         exposed_ms=1e3 * played.exposed,
         hidden_ms=1e3 * (played.hidden or 0.0),
+        tail_ms=1e3 * played.tail,
+        model_ms=1e3 * model_seconds(model),
         seconds=taken,
     )
 
@@ -148,9 +180,10 @@ HEADER = (
     "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | least Newton-Schulz, link ms "
     "| step / limit (without passes) | least for whole matrices ms, step / it "
     "| in backward ms | exposed ms (/ Newton-Schulz) "
+    "| tail ms (/ training step) "
     "| longest path / least possible | calls | sent MiB mean (max) "
     "| buffers + workspace GiB | plan s |\n"
-    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
@@ -162,7 +195,7 @@ def row(n: Numbers) -> str:
         f"| {n.step_ms:,.1f} = {n.newton_schulz_ms:,.1f} + {n.passes_ms:,.1f} + {n.waits_ms:,.1f} "
         f"| {n.least_ms:,.1f}, {n.link_ms:,.1f} | {n.ratio:.2f} ({n.ratio_without_passes:.2f}) "
         f"| {n.whole_ms:,.1f}, {n.step_ms / n.whole_ms:.2f} "
-        f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ratio:.3f}) "
+        f"| {n.hidden_ms:,.1f} | {n.exposed_ms:,.1f} ({n.exposed_ratio:.3f}) | {n.tail_ms:,.1f} ({n.tail_ratio:.2%}) "
         f"| {n.flops_over_bound:.3f} | {n.collectives} | {n.sent_mib_mean:,.1f} ({n.sent_mib_max:,.1f}) "
         f"| {n.buffers_gib:.2f} + {n.work_gib:.2f} | {n.seconds:.0f} |"
     )

@@ -9,11 +9,11 @@ if TYPE_CHECKING:
     from .owned import Owners, own
 
 __all__ = ["Muon", "Owners", "own", "reduce_scatter_replicas"]
-_HOMES = {"Muon": "muon", "reduce_scatter_replicas": "hsdp"}
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(import_module(f"titan_muon.{_HOMES.get(name, 'owned')}"), name)
+        home = {"Muon": "muon", "reduce_scatter_replicas": "hsdp"}.get(name, "owned")
+        return getattr(import_module(f"titan_muon.{home}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

@@ -34,7 +34,7 @@ from .plan.groups import components
 from .plan.layout import Geometries
 from .plan.machine import Machine, machine_of
 from .plan.planner import make_plan
-from .plan.program import make_program
+from .plan.program import collective_ranks, make_program
 from .plan.slices import teams_in
 from .plan.state_ranks import with_state_ranks
 from .plan.types import Matrix, Parameter, Plan
@@ -238,9 +238,9 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
         for group in groups
     ]
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
-    travelling = {bucket.group for bucket in plan.buckets}
+    travelling, lines = collective_ranks(plan, planned.geometries)
     apart = travelling if options.overlap == "backward" else set()
-    buckets = tuple(sorted({*(travelling - apart), *teams}))
+    buckets = tuple(sorted({*(travelling - apart), *teams, *lines}))
     skips = options.missing_grad == "skip"
     sharing = tuple(sorted(set(components(_sharing(plan, skips=skips)).values())))
     # Groups of mesh axes exist already. By rule and not by looking: all ranks of the world must make the same groups,

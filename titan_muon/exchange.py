@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +51,13 @@ class BufferPiece:
 
 @dataclass(frozen=True)
 class Slot:
-    """Flat buffers of one bucket in flight: pieces stored here, pieces received, and pieces to send back."""
+    """Flat buffers of one bucket in flight: pieces stored here, pieces received, pieces to send back, and pieces that
+    copies share, all of those stored here."""
 
     home: Tensor
     inbox: Tensor
     outbox: Tensor
+    shared: Tensor
 
     def leaving(self, run: BucketProgram) -> Tensor:
         """The buffer that orthogonalized pieces leave from: where they came in, if they go back the same way."""
@@ -85,7 +88,7 @@ class BucketBuffers:
 def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
     """The views of one bucket in a slot's buffers."""
     gathering, returning = run.gathering, run.returning
-    stored = _pieces(run.stored, slot.home)
+    stored = _pieces(run.stored, slot.home if run.spreading is None else slot.shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
         targets = {piece.matrix: (piece,) for piece in stored}
@@ -250,7 +253,11 @@ class Exchange:
     ) -> None:
         self._runs = program.buckets
         group = agreement.group_apart if apart else agreement.group
-        self._groups = tuple(group(run.bucket.group) for run in self._runs)
+        self._groups = {leg.group: group(leg.group) for run in self._runs for leg in run.legs[:2] if leg.travels}
+        spreading = [run.spreading for run in self._runs if run.spreading is not None]
+        self._lines = {leg.group: agreement.group(leg.group) for leg in spreading if leg.travels}
+        self._module: Any = torch.get_device_module(device)
+        self._stream = self._module.Stream()
         self.teams = {
             matrix: Team(ranks, program.rank, collectives, agreement.group(ranks))
             for matrix, ranks in program.teams.items()
@@ -264,7 +271,7 @@ class Exchange:
     def buffers(self) -> Iterator[Tensor]:
         """All buffers, some of them several times."""
         for slot in self._slots:
-            yield from (slot.home, slot.inbox, slot.outbox)
+            yield from (slot.home, slot.inbox, slot.outbox, slot.shared)
 
     @property
     def traffic(self) -> Traffic:
@@ -274,9 +281,10 @@ class Exchange:
     def gather(self, index: int) -> None:
         """Send the pieces in the home buffer to where they are orthogonalized."""
         run, slot = self._runs[index], self._slots[index]
-        leg, group = run.gathering, self._groups[index]
+        leg = run.gathering
         if not leg.travels:
             return
+        group = self._groups[leg.group]
         if leg.collective is Collective.ALL_TO_ALL:
             # What this rank owns itself lies first in its home buffer, and never travels.
             sent = slot.home[leg.kept :]
@@ -286,18 +294,29 @@ class Exchange:
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
-        """Send the orthogonalized pieces back to the home buffers of all that store them."""
+        """Send the orthogonalized pieces back to the buffers of all that store them."""
         run, slot = self._runs[index], self._slots[index]
-        leg, group = run.returning, self._groups[index]
-        if leg is None or not leg.travels:
-            return
+        works = [] if run.returning is None or not run.returning.travels else self._return(run, run.returning, slot)
+        if run.spreading is not None and run.spreading.travels:
+            works = self._spread(run.spreading, slot, works)
+        if works:
+            self._pending[index] = works
+
+    def _return(self, run: BucketProgram, leg: Leg, slot: Slot) -> list[dist.Work]:
+        group = self._groups[leg.group]
         if leg.collective is Collective.ALL_TO_ALL:
             received = slot.home[leg.kept :]
-            works = self._collectives.all_to_all(received, leg.home_splits, slot.leaving(run), leg.owned_splits, group)
-        else:
-            received = slot.home[: leg.home_numel]
-            works = self._collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)
-        self._pending[index] = works
+            return self._collectives.all_to_all(received, leg.home_splits, slot.leaving(run), leg.owned_splits, group)
+        received = slot.home[: leg.home_numel]
+        return self._collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)
+
+    def _spread(self, leg: Leg, slot: Slot, before: Sequence[dist.Work]) -> list[dist.Work]:
+        # On a stream of its own, which waits for the return: the computing one goes on with the next round.
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            _finish(before)
+            group = self._lines[leg.group]
+            return self._collectives.all_gather(slot.shared, leg.owned_splits, slot.home[: leg.home_numel], group)
 
     def wait(self, index: int) -> None:
         """Wait for the last collective of bucket number `index` of the program."""
@@ -320,4 +339,6 @@ def _slot(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtyp
     # Where a bucket returns the way it came, its results overwrite what was received: no second buffer.
     apart = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
     outbox = torch.empty(max(apart), device=device, dtype=dtype) if apart else inbox
-    return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox)
+    most = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
+    shared = torch.empty(most, device=device, dtype=dtype)
+    return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox, shared)

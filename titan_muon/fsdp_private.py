@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllReduceState
 
 
 class FlatGradient(NamedTuple):
@@ -51,6 +52,13 @@ class HSDPGroup:
             if param.sharded_param.requires_grad:
                 sizes = param.sharded_size.numel(), param.padded_sharded_param_size.numel()
                 yield FlatGradient(param.sharded_param, *sizes)
+
+    def hold(self, reduced: Tensor) -> None:
+        """Keep the memory of gradients that the hook was called with until backward is over."""
+        # It is of the stream that reduce-scatters, which would fill it with the next module's gradients while the
+        # stream of the hook still sums these. FSDP2 holds what it all-reduces by the same means, from 2.15 on also what
+        # a hook was called with.
+        self._group._all_reduce_state = AllReduceState(reduced, None)
 
     def replace_all_reduce(self, hook: Callable[[Tensor], None]) -> None:
         """Have `hook` called with the reduce-scattered gradients in place of FSDP2's all-reduce.

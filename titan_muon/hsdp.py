@@ -79,9 +79,7 @@ class _Reduction:
         """Sum `reduced`, the (elements,) gradients of this rank's shards, over replicas, in place."""
         self._follow_plan()
         self._check(reduced)
-        if reduced.device.type != "cpu":
-            # Its memory is of the stream that reduce-scatters, which would use it again while this one still reads.
-            reduced.record_stream(torch.get_device_module(reduced.device).current_stream())
+        self._group.hold(reduced)
         if not self._group.has_divide_factor:
             reduced.div_(self._count)
         self._reduce_scatter(reduced)

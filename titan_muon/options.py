@@ -209,7 +209,8 @@ class StepOptions:
     """What makes symmetric products on GPUs if 16 divides both sides. `auto`: what bench_orthogonalize.py measured."""
 
     exchange: Annotated[str, TEXT] = "all_to_all"
-    """Which collective assembles a sharded matrix: `all_to_all`, `all_gather`, `all_gather_reduce_scatter`, `auto`."""
+    """Which collective assembles a sharded matrix: `all_to_all` (hierarchical over copies where that is sooner),
+    `all_gather`, `all_gather_reduce_scatter`, `auto`."""
 
     owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tyro
 
-from scripts.plan_scale import main
+from scripts.plan_scale import main, model_seconds
 from scripts.plan_scale import plan_numbers as planned
 
 # Several tests look at one plan.
@@ -76,6 +76,23 @@ def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
     assert overlapped.step_ms < without.step_ms
     for numbers in (without, overlapped):
         assert 0 < numbers.exposed_ms <= numbers.waits_ms
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    # As published: Kimi K2 activates 32 of 1,026 billion, 1.2 of them the embedding; Llama 3 8B has 0.5 of 8 there.
+    [("llama3_8b", 7.50), ("kimi_k2", 31.7)],
+)
+def test_a_token_passes_the_parameters_that_it_activates(model: str, billions: float) -> None:
+    assert model_seconds(model) == pytest.approx(8192 * 6 * billions * 1e9 / 400e12, rel=2e-3)
+
+
+def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
+    """Why no return is held over into it."""
+    numbers = plan_numbers("llama3_8b", 64)
+    assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
+    assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)
+    assert numbers.tail_ratio < 0.01
 
 
 def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,8 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
     smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))
     plan = first_plan(parameters, wanted, *smaller)
+    if draw(st.booleans()):
+        plan = hierarchical(plan)
     if cut and draw(st.booleans()):
         return recut(plan, Random(draw(st.integers(0, 10**6))))
     return plan
@@ -254,6 +256,14 @@ def first_plan(parameters: Sequence[Parameter], *options: MuonOptions) -> Plan:
         except ValueError:
             continue
     return make_plan(parameters, work, options[-1])
+
+
+def hierarchical(plan: Plan) -> Plan:
+    """The plan with results going over copies by all-gathers, wherever the planner might have them go so."""
+    if any(matrix.slice is not None for matrix in plan.matrices):
+        return plan
+    chosen = (replace(b, exchange="hierarchical") if b.exchange == "all_to_all" else b for b in plan.buckets)
+    return replace(plan, buckets=tuple(chosen))
 
 
 def recut(plan: Plan, random: Random) -> Plan:

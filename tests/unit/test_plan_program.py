@@ -1,7 +1,8 @@
 """Any plan makes every matrix whole exactly once and brings it back: all ranks of random plans, run in one process."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from math import prod
 from random import Random
@@ -16,10 +17,9 @@ from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, re
 from titan_muon.exchange import Slot, bucket_buffers, make_slots
 from titan_muon.plan.batches import batches
 from titan_muon.plan.layout import Geometries, Span, spans
-from titan_muon.plan.program import BucketProgram, Leg, make_program
+from titan_muon.plan.program import BucketProgram, Collective, Leg, make_program
 from titan_muon.plan.schedule import Act
 from titan_muon.plan.types import (
-    Bucket,
     Interval,
     Layout,
     MatrixRows,
@@ -31,8 +31,9 @@ from titan_muon.plan.types import (
     Shard,
 )
 
-ALL_TO_ALL = ("all_to_all", "duplicated")
-GATHER, RETURN, SLICES = "gather", "return", "slices"
+GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
+Key = tuple[int, str, tuple[int, ...]]
+"""A collective: its bucket, which of the bucket's it is, and its ranks."""
 
 
 def numbered(plan: Plan) -> list[Tensor]:
@@ -66,8 +67,8 @@ class World:
     def __init__(self, plan: Plan, late: bool) -> None:
         self.plan, self.late = plan, late
         self.full = numbered(plan)
-        self.launched: dict[tuple[int, str], set[int]] = {}
-        self.done: set[tuple[int, str]] = set()
+        self.launched: dict[Key, set[int]] = {}
+        self.done: set[Key] = set()
         self.work: Counter[tuple[int, int]] = Counter()
         self.met: dict[int, set[int]] = {}
         self.geometries = Geometries(plan.parameters)
@@ -90,34 +91,34 @@ class World:
         met = sum(len(ranks) for ranks in (*self.launched.values(), *self.met.values()))
         return met, len(self.done)
 
-    def launch(self, rank: int, collective: tuple[int, str]) -> None:
+    def launch(self, rank: int, collective: Key) -> None:
         self.launched.setdefault(collective, set()).add(rank)
         self.ranks[rank].output(collective).fill_(torch.nan)
         if not self.late and self._complete(collective):
             self._move(collective)
 
-    def meet(self, rank: int, first: int, team: tuple[int, ...]) -> tuple[int, str]:
+    def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
         """A rank has come to its slice of a matrix, whose first slice is number `first`."""
         met = self.met.setdefault(first, set())
         assert rank in team
         assert rank not in met
         met.add(rank)
         if met == set(team):
-            self.done.add((first, SLICES))
-        return first, SLICES
+            self.done.add((first, SLICES, team))
+        return first, SLICES, team
 
-    def _complete(self, collective: tuple[int, str]) -> bool:
-        return self.launched.get(collective, set()) == set(self.plan.buckets[collective[0]].group)
+    def _complete(self, collective: Key) -> bool:
+        return self.launched.get(collective, set()) == set(collective[2])
 
-    def _finished(self, collective: tuple[int, str]) -> bool:
+    def _finished(self, collective: Key) -> bool:
         if collective[1] != SLICES and collective not in self.done and self._complete(collective):
             self._move(collective)
         return collective in self.done
 
-    def _move(self, collective: tuple[int, str]) -> None:
+    def _move(self, collective: Key) -> None:
         self.done.add(collective)
         bucket = self.plan.buckets[collective[0]]
-        ranks = [self.ranks[rank] for rank in bucket.group]
+        ranks = [self.ranks[rank] for rank in collective[2]]
         sent = [rank.sent(collective) for rank in ranks]
         for place, rank in enumerate(ranks):
             received = [parts[place] for parts in sent]
@@ -134,12 +135,12 @@ class Rank:
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
         self.world, self.plan, self.rank = world, plan, rank
-        self.waiting: tuple[int, str] | None = None
+        self.waiting: Key | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
         self.slots = make_slots(self.program, torch.device("cpu"), torch.float64)
         for slot in self.slots:
-            for buffer in (slot.home, slot.inbox, slot.outbox):
+            for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared):
                 buffer.fill_(torch.nan)
         self.buffers = [
             bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)
@@ -158,7 +159,7 @@ class Rank:
                 return local.reshape(prod(local.shape[:split]), prod(local.shape[split:]))
         return full[:0]
 
-    def step(self) -> Iterator[tuple[int, str]]:
+    def step(self) -> Iterator[Key]:
         """BucketProgram until done; gives each collective that is waited for until it is finished."""
         for act, number in self.program.turns:
             if act is Act.HOME:
@@ -186,10 +187,10 @@ class Rank:
             self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
         for target, source in buffers.repeated:
             target.copy_(source)
-        self.world.launch(self.rank, (self.buckets[index], GATHER))
+        self.world.launch(self.rank, self._key(index, GATHER))
 
-    def _orthogonalize(self, index: int) -> Iterator[tuple[int, str]]:
-        yield from self._wait((self.buckets[index], GATHER))
+    def _orthogonalize(self, index: int) -> Iterator[Key]:
+        yield from self._wait(self._key(index, GATHER))
         buffers = self.buffers[index]
         if buffers.cleared is not None:
             buffers.cleared.zero_()
@@ -211,16 +212,21 @@ class Rank:
             for target in buffers.targets[matrix]:
                 for span in target.spans:
                     target.view[span.piece].copy_(orthogonalized(found)[span.whole])
-        if self.program.buckets[index].returning is not None:
-            self.world.launch(self.rank, (self.buckets[index], RETURN))
+        run = self.program.buckets[index]
+        if run.returning is not None:
+            self.world.launch(self.rank, self._key(index, RETURN))
+        if run.spreading is not None:
+            yield from self._wait(self._key(index, RETURN))
+            self.world.launch(self.rank, self._key(index, SPREAD))
 
-    def _apply(self, index: int) -> Iterator[tuple[int, str]]:
-        if self.program.buckets[index].returning is not None:
-            yield from self._wait((self.buckets[index], RETURN))
+    def _apply(self, index: int) -> Iterator[Key]:
+        run = self.program.buckets[index]
+        if run.returning is not None:
+            yield from self._wait(self._key(index, RETURN if run.spreading is None else SPREAD))
         for piece in self.buffers[index].stored:
             self._update(piece.matrix, piece.spans, piece.view, packed=True)
 
-    def _wait(self, collective: tuple[int, str]) -> Iterator[tuple[int, str]]:
+    def _wait(self, collective: Key) -> Iterator[Key]:
         while collective not in self.world.done:
             yield collective
 
@@ -236,39 +242,48 @@ class Rank:
         for span in places:
             self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
 
-    def _leg(self, collective: tuple[int, str]) -> tuple[BucketProgram, Leg, Slot]:
+    def _key(self, index: int, which: str) -> Key:
+        run = self.program.buckets[index]
+        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[which]
+        assert leg is not None
+        return self.buckets[index], which, leg.group
+
+    def _leg(self, collective: Key) -> tuple[BucketProgram, Leg, Slot]:
         index = self.buckets.index(collective[0])
         run = self.program.buckets[index]
-        leg = run.gathering if collective[1] == GATHER else run.returning
+        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[collective[1]]
         assert leg is not None
         return run, leg, self.slots[index]
 
-    def sent(self, collective: tuple[int, str]) -> list[Tensor]:
+    def sent(self, collective: Key) -> list[Tensor]:
         """What this rank sends to each rank of the group."""
         run, leg, slot = self._leg(collective)
-        there = collective[1] == GATHER
-        if run.bucket.exchange in ALL_TO_ALL:
+        if leg.collective is Collective.ALL_TO_ALL:
             buffer, splits = (
-                (slot.home[leg.kept :], leg.home_splits) if there else (slot.leaving(run), leg.owned_splits)
+                (slot.home[leg.kept :], leg.home_splits)
+                if collective[1] == GATHER
+                else (slot.leaving(run), leg.owned_splits)
             )
             return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
-        if there:
-            return [slot.home[: leg.home_numel].clone()] * len(run.bucket.group)
+        if leg.collective is Collective.ALL_GATHER:
+            return [slot.home[: leg.home_numel].clone()] * len(leg.group)
         return [part.clone() for part in slot.leaving(run)[: sum(leg.owned_splits)].split(list(leg.owned_splits))]
 
-    def output(self, collective: tuple[int, str]) -> Tensor:
+    def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
-        run, leg, slot = self._leg(collective)
+        _, leg, slot = self._leg(collective)
+        if collective[1] == SPREAD:
+            return slot.shared[: sum(leg.owned_splits)]
         if collective[1] == GATHER:
             return slot.inbox[: sum(leg.owned_splits)]
-        if run.bucket.exchange in ALL_TO_ALL:
+        if leg.collective is Collective.ALL_TO_ALL:
             return slot.home[leg.kept :][: sum(leg.home_splits)]
         return slot.home[: leg.home_numel]
 
-    def received(self, collective: tuple[int, str]) -> tuple[int, ...]:
+    def received(self, collective: Key) -> tuple[int, ...]:
         """Elements that this rank expects from each rank of the group."""
         _, leg, _ = self._leg(collective)
-        return leg.owned_splits if collective[1] == GATHER else leg.home_splits
+        return leg.home_splits if collective[1] == RETURN else leg.owned_splits
 
 
 def check_step(plan: Plan, late: bool) -> World:
@@ -312,11 +327,33 @@ def check_legs(world: World) -> None:
         assert all(run.bucket == bucket for run in runs.values())
         for run in runs.values():
             assert not run.mirrored or run.gathering == run.returning
-            for leg in filter(None, (run.gathering, run.returning)):
+            for leg in run.legs:
                 check_offsets(leg)
-        if bucket.exchange in ALL_TO_ALL:
-            check_routes(bucket, {rank: run.gathering for rank, run in runs.items()})
-            check_routes(bucket, {rank: run.returning for rank, run in runs.items() if run.returning is not None})
+        for legs in by_group(runs.values(), lambda run: run.gathering, runs):
+            check_routes(legs)
+        for legs in by_group(runs.values(), lambda run: run.returning, runs):
+            check_routes(legs)
+        for legs in by_group(runs.values(), lambda run: run.spreading, runs):
+            check_shares(legs)
+
+
+def by_group(
+    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Leg | None], runs: dict[int, BucketProgram]
+) -> list[dict[int, Leg]]:
+    """One of the legs of each rank, for each group of ranks that is in it together."""
+    groups = {leg.group for run in found if (leg := leg_of(run)) is not None}
+    assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
+    return [{rank: leg for rank in group if (leg := leg_of(runs[rank])) is not None} for group in groups]
+
+
+def check_shares(legs: dict[int, Leg]) -> None:
+    """Each rank gets the pieces of every rank, its own too, in the order in which that one has them."""
+    assert len({leg.travels for leg in legs.values()}) == 1
+    for leg in legs.values():
+        assert leg.group == tuple(sorted(legs)), "the order of a process group"
+        expected = [(peer, p.matrix, p.piece) for peer in leg.group for p in legs[peer].home]
+        assert [(p.peer, p.matrix, p.piece) for p in leg.owned] == expected
+        assert list(leg.owned_splits) == [legs[peer].home_numel for peer in leg.group]
 
 
 def check_offsets(leg: Leg) -> None:
@@ -325,12 +362,16 @@ def check_offsets(leg: Leg) -> None:
         assert all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds, (numel, numel)])), "parcels touch, none overlap"
 
 
-def check_routes(bucket: Bucket, legs: dict[int, Leg]) -> None:
-    for place, a in enumerate(bucket.group):
+def check_routes(legs: dict[int, Leg]) -> None:
+    """What a sends to b in an all-to-all is what b expects from a, in that order, at the places the splits say."""
+    group = next(iter(legs.values())).group
+    if any(leg.collective is not Collective.ALL_TO_ALL for leg in legs.values()):
+        return
+    for place, a in enumerate(group):
         kept = [parcel for parcel in legs[a].home if parcel.peer == a]
         assert list(legs[a].home[: len(kept)]) == kept, "what stays comes first"
         assert all(parcel.peer != a for parcel in legs[a].owned), "nothing is sent to oneself"
-        for other, b in enumerate(bucket.group):
+        for other, b in enumerate(group):
             sent = [(p.matrix, p.piece) for p in legs[a].home if p.peer == b and a != b]
             assert sent == [(p.matrix, p.piece) for p in legs[b].owned if p.peer == a]
             numel = sum(piece.numel for _, piece in sent)
@@ -338,9 +379,9 @@ def check_routes(bucket: Bucket, legs: dict[int, Leg]) -> None:
     travels = any(split for leg in legs.values() for split in leg.home_splits)
     for leg in legs.values():
         assert leg.travels == travels, "a collective that any rank needs is launched by all, and no other"
-        peers = [bucket.group.index(p.peer) for p in leg.home if leg.home_splits[bucket.group.index(p.peer)] > 0]
+        peers = [group.index(p.peer) for p in leg.home if leg.home_splits[group.index(p.peer)] > 0]
         assert peers == sorted(peers), "parcels follow the order of the group, as the splits do"
-        peers = [bucket.group.index(parcel.peer) for parcel in leg.owned]
+        peers = [group.index(parcel.peer) for parcel in leg.owned]
         assert peers == sorted(peers)
 
 
@@ -427,6 +468,8 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
     plan = plan_of(parameters, owners="round_robin", buffer_bytes=600)
+    # From owners to all copies, whatever the planner takes.
+    plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
     check_step(plan, late=True)
@@ -443,8 +486,10 @@ def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) ->
             mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
             seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
             for act, number in program.turns:
-                for run in program.rounds[number] if act in (Act.GATHER, Act.ORTHOGONALIZE) else ():
-                    seen.setdefault(one.buckets[mine[run]].group, []).append((act, mine[run]))
+                for index in program.rounds[number] if act in (Act.GATHER, Act.ORTHOGONALIZE) else ():
+                    legs = program.buckets[index].legs
+                    for leg in legs[:1] if act is Act.GATHER else legs[1:]:
+                        seen.setdefault(leg.group, []).append((act, mine[index]))
             for group, order in seen.items():
                 orders.setdefault(group, set()).add(tuple(order))
         assert all(len(found) == 1 for found in orders.values())

@@ -69,8 +69,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         whole_bytes=whole * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
-        collectives=sum(leg.travels for run in program.buckets for leg in (run.gathering, run.returning) if leg)
-        + sum(team.calls for team in teams),
+        collectives=sum(leg.travels for run in program.buckets for leg in run.legs) + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
         state_elements=sum(item.piece.numel for item in program.home) + sum(loads[len(loads) - len(program.buckets) :]),
@@ -100,11 +99,14 @@ def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
     """Elements that a rank sends to others and receives from them in a run."""
-    if run.bucket.exchange in ("all_to_all", "duplicated"):
+    if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
         there, back = run.gathering, run.returning
         sent = sum(there.home_splits) + sum(back.owned_splits)
-        return sent, sum(there.owned_splits) + sum(back.home_splits)
+        received = sum(there.owned_splits) + sum(back.home_splits)
+        if (shared := run.spreading) is None:
+            return sent, received
+        return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
     mine, total, others = run.gathering.home_numel, run.gathering.owned_numel, len(run.bucket.group) - 1
     there_and_back = (mine * others + total - mine, total - mine + mine * others)
     return there_and_back if run.returning is not None else (mine * others, total - mine)
@@ -112,7 +114,7 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
 
 def buffer_numel(program: Program) -> int:
     slots = make_slots(program, torch.device("meta"), torch.bfloat16)
-    buffers = {id(buffer): buffer for slot in slots for buffer in (slot.home, slot.inbox, slot.outbox)}
+    buffers = {id(buffer): buffer for slot in slots for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared)}
     return sum(buffer.numel() for buffer in buffers.values())
 
 

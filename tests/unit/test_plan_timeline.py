@@ -115,6 +115,22 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
     assert ordered_rounds(plan.buckets[:1]) == ordered_rounds(()) == 0
 
 
+@pytest.mark.parametrize(("slots", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
+def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(slots: int, tail: float) -> None:
+    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their slots."""
+    plan, machine = four_rounds()
+    # A rank has a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are read and written.
+    played = timeline(replace(plan, slots=slots), replace(machine, memory=64 * 64 * 10 / 0.2))
+    assert played.tail == pytest.approx(tail)
+
+
+def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
+    plan = plan_of(parameters(2, 1))
+    played = timeline(plan, replace(FREE, memory=64 * 64))
+    assert not plan.buckets
+    assert (played.tail, played.last.seconds > 0) == (0, True)
+
+
 def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
     """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=MachineOptions(node_latency_us=1e6))
@@ -125,6 +141,8 @@ def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
     assert played.last.seconds == pytest.approx(2)
     assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
     assert played.exposed == pytest.approx(0, abs=1e-12)
+    # Rank 0 is done with its own matrix a second before, and cannot go on alone.
+    assert played.tail == pytest.approx(0, abs=1e-12)
 
 
 @settings(PROPERTY, max_examples=100)
@@ -135,6 +153,7 @@ def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -
         assert all(rank.waits >= -1e-12 for rank in played.ranks)
         assert played.last.seconds >= played.link - 1e-12
         assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
+        assert 0 <= played.tail <= played.last.seconds - max(rank.orthogonalize for rank in played.ranks) + 1e-12
         assert -1e-12 <= played.exposed <= played.last.seconds + 1e-12
         assert timeline(plan, MACHINES["h100x8"], overlap=overlap) == played
 

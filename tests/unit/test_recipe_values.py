@@ -146,6 +146,17 @@ BAD_VALUES = [
     ),
     ("[placement]\nmuon = 'owned'\n[muon]\nstate = 'owner'", 'muon.state = "owner"', "on their owner alone"),
     ("[muon]\nstate = 'each'", 'muon.state = "each"', '"owner"'),
+    ("[muon]\nreplica_gradients = 'x'", 'muon.replica_gradients = "x"', '"reduce_scatter"'),
+    (
+        "[muon]\nreplica_gradients = 'reduce_scatter'\n[parallelism]\ndata_parallel_replicate_degree = 2",
+        'muon.replica_gradients = "reduce_scatter"',
+        'muon.state = "owner"',
+    ),
+    (
+        "[muon]\nreplica_gradients = 'reduce_scatter'\nstate = 'owner'",
+        'muon.replica_gradients = "reduce_scatter"',
+        "data_parallel_replicate_degree is 2 or more",
+    ),
     ("[[placement.rule]]\nmatch = ''\nplacement = 'owned'", 'placement.rule[0].match = ""', "not empty"),
     ("[[placement.rule]]\nmatch = '*'\nplacement = 'each'", 'placement.rule[0].placement = "each"', '"shard0"'),
     (

@@ -63,6 +63,7 @@ class AllToAll(Pattern):
             owned=parcels(owned, bucket.group),
             home_splits=splits({**home, rank: ()}, bucket.group),
             owned_splits=splits(owned, bucket.group),
+            group=bucket.group,
         )
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
@@ -107,7 +108,7 @@ class Duplicated(AllToAll):
     each returns its own part: as many times the Newton-Schulz and the way there, and a shorter way back."""
 
     name = "duplicated"
-    duplicates = True
+    automatic = True
 
     def _peers(self, matrix: int, pieces: Pieces) -> Peers:
         geometry = pieces.geometry(matrix)

@@ -31,25 +31,27 @@ def chains(buckets: Iterable[Bucket], costs: Costs, *, gathered: bool = False) -
 
     With `gathered` any of them may be there before the step.
     """
-    groups = Counter[tuple[int, tuple[int, ...]]]()
+    groups = Counter[tuple[int, tuple[int, ...], bool]]()
     for bucket in buckets:
-        if PATTERNS[bucket.exchange].has_owners:
-            groups.update((costs.pieces.kinds[matrix], bucket.group) for matrix in bucket.matrices)
+        if (pattern := PATTERNS[bucket.exchange]).has_owners:
+            groups.update((costs.pieces.kinds[matrix], bucket.group, pattern.spreads) for matrix in bucket.matrices)
     found = Counter[Chain]()
-    for (kind, group), count in groups.items():
-        chain = _chain(kind, group, costs)
+    for (kind, group, spreads), count in groups.items():
+        chain = _chain(kind, group, costs, spreads=spreads)
         found[chain._replace(there=0.0) if gathered else chain] += count
     return found
 
 
-def _chain(kind: int, group: tuple[int, ...], costs: Costs) -> Chain:
+def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) -> Chain:
     pieces, machine, wire = costs.pieces, costs.machine, costs.wire_bytes
     matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
     there, back = [], []
     for _, mine, node, replica in holders.found:
         part, here = holders.of_part[replica, node], holders.on_node[node]
-        there.append(Flow(0, 0, part - mine, holders.of_replica[replica] - part).seconds(wire, machine))
-        back.append(Flow(here - mine, holders.total - here, 0, 0).seconds(wire, machine))
+        way = Flow(0, 0, part - mine, holders.of_replica[replica] - part).seconds(wire, machine)
+        there.append(way)
+        # Where copies share results the owner sends what it got. Their own way takes more, by how much others decide.
+        back.append(way if spreads else Flow(here - mine, holders.total - here, 0, 0).seconds(wire, machine))
     work = costs.alone(matrix) + costs.copied_bytes(matrix.numel) / machine.memory
     return Chain(work, min(there), min(back))
 

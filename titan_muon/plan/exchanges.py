@@ -2,7 +2,7 @@
 
 # Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
 # Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy,
-# duplicates).
+# spreads, automatic).
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from .all_to_all import AllToAll, Duplicated, counts, owned_by_kind
+from .hierarchical import Hierarchical
 from .legs import BucketProgram, Collective, Leg, parcels, splits
-from .patterns import BucketTotals, Flow, Pattern
+from .patterns import BucketTotals, Pattern, ring
 from .pieces import Pieces
 from .types import Bucket
 
@@ -33,7 +34,7 @@ class AllGather(Pattern):
             for peer in bucket.group
         }
         home, owned = parcels(stored, [rank]), parcels(stored, bucket.group)
-        return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group))
+        return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         others = len(bucket.group) - 1
@@ -44,30 +45,13 @@ class AllGather(Pattern):
             held[kind] = dict.fromkeys(holders.on_rank, count)
             for rank, elements in holders.on_rank.items():
                 stored[rank] += count * elements
-        whole, flows, mine = sum(stored.values()), _ring(stored, pieces), counts(held)
+        whole, flows, mine = sum(stored.values()), ring(stored, pieces), counts(held)
         return {
             rank: BucketTotals(
                 mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
             )
             for rank, kept in stored.items()
         }
-
-
-def _ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
-    """What the links of each rank carry in an all-gather, or backwards in a reduce-scatter."""
-    # Both go around rings: within a node every rank passes on what it has received, and what comes from other nodes
-    # comes in once, through the network links of all ranks of the node.
-    members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
-    for rank, elements in stored.items():
-        members[pieces.node(rank)] += 1
-        inside[pieces.node(rank)] += elements
-    flows = {}
-    for rank, elements in stored.items():
-        node = pieces.node(rank)
-        near = whole - elements if members[node] > 1 else 0
-        far = -(-(whole - inside[node]) // members[node])
-        flows[rank] = Flow(near, far, near, far)
-    return flows
 
 
 class AllGatherReduceScatter(AllGather):
@@ -114,6 +98,7 @@ def _by_owner(bucket: Bucket) -> dict[int, list[int]]:
 
 
 PATTERNS: Mapping[str, Pattern] = {
-    pattern.name: pattern for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Auto(), Duplicated())
+    pattern.name: pattern
+    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Auto(), Duplicated(), Hierarchical())
 }
-"""All values of the option `exchange` that the planner knows, and what duplicates."""
+"""All values of the option `exchange` that the planner knows, and what it takes by itself."""

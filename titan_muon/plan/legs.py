@@ -33,8 +33,8 @@ class Leg:
     """One collective of a bucket, seen from one rank.
 
     `home` are the parcels of pieces that this rank stores, in its home buffer; `owned` those of the matrices that it
-    orthogonalizes, in its owner's buffer. The splits are the elements exchanged with each rank of the group. `travels`:
-    whether anything goes from one rank of the group to another.
+    orthogonalizes, in its owner's buffer. The splits are the elements exchanged with each rank of the `group`, global
+    ranks. `travels`: whether anything goes from one rank of the group to another.
     """
 
     # In an all-to-all the home parcels whose peer is the rank itself come first and never travel: their split is zero
@@ -47,6 +47,7 @@ class Leg:
     home_splits: tuple[int, ...]
     owned_splits: tuple[int, ...]
     travels: bool = True
+    group: tuple[int, ...] = ()
 
     @cached_property
     def kept(self) -> int:
@@ -69,7 +70,9 @@ class BucketProgram:
     """A bucket as one rank runs it: gather, orthogonalize `matrices`, return.
 
     Without a `returning` leg every rank has orthogonalized what it stores, and its home parcels are already there.
-    `mirrored`: the return is the gather backwards, so both may use the same buffers.
+    `mirrored`: the return is the gather backwards, so both may use the same buffers. In `spreading`, behind the return,
+    ranks that store equal pieces of several copies share what each has got: its home parcels are the return's, and its
+    owned ones are all that is stored here, in a buffer of their own.
     """
 
     bucket: Bucket
@@ -77,11 +80,19 @@ class BucketProgram:
     gathering: Leg
     returning: Leg | None
     mirrored: bool
+    spreading: Leg | None = None
 
     @cached_property
     def stored(self) -> tuple[Parcel, ...]:
         """A parcel for each piece that this rank stores: what it updates when the bucket is back."""
+        if self.spreading is not None:
+            return self.spreading.owned
         return self.gathering.home if self.returning is None else self.returning.home
+
+    @property
+    def legs(self) -> tuple[Leg, ...]:
+        """Its collectives, in order."""
+        return tuple(leg for leg in (self.gathering, self.returning, self.spreading) if leg is not None)
 
 
 ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]

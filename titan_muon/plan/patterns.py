@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from .legs import BucketProgram
 from .machine import Machine
-from .pieces import Pieces
+from .pieces import Pieces, Ranks
 from .types import Bucket
 
 KindCounts = tuple[tuple[int, int], ...]
@@ -32,16 +34,34 @@ class Flow(NamedTuple):
 
 class BucketTotals(NamedTuple):
     """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
-    to and receives from other ranks, elements of its home buffer, inbox and outbox, what it exchanges on each leg, and
-    how many of the legs are collectives: one on which nothing travels is left out by all ranks of the bucket."""
+    to and receives from other ranks, elements of its home buffer, inbox, outbox and, if copies share results, of what
+    they share; what it exchanges on each leg, there, back and over copies, and how many of these are collectives: a leg
+    on which nothing travels is left out by all of its ranks."""
 
     owned: KindCounts
     stored: int
     sent: int
     received: int
-    buffers: tuple[int, int, int]
+    buffers: tuple[int, ...]
     legs: tuple[Flow, ...]
     collectives: int
+
+
+def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
+    """What the links of each rank carry in an all-gather, or backwards in a reduce-scatter."""
+    # Both go around rings: within a node every rank passes on what it has received, and what comes from other nodes
+    # comes in once, through the network links of all ranks of the node.
+    members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
+    for rank, elements in stored.items():
+        members[pieces.node(rank)] += 1
+        inside[pieces.node(rank)] += elements
+    flows = {}
+    for rank, elements in stored.items():
+        node = pieces.node(rank)
+        near = whole - elements if members[node] > 1 else 0
+        far = -(-(whole - inside[node]) // members[node])
+        flows[rank] = Flow(near, far, near, far)
+    return flows
 
 
 class Pattern(ABC):
@@ -52,18 +72,28 @@ class Pattern(ABC):
         has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
         settles: whether it is a choice among the others, made for each bucket.
         one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
-        duplicates: whether an owner's tensor-parallel peers do the same as it; `tensor_parallel` chooses that.
+        spreads: whether an owner returns results to one copy alone, and copies share them.
+        automatic: whether the planner alone chooses it, and no user by its name.
     """
 
     name: str
     has_owners = True
     settles = False
     one_copy = False
-    duplicates = False
+    spreads = False
+    automatic = False
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         """The bucket as one rank of its group runs it."""
+
+    def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+        """The ranks of each gather and return of the bucket, ascending."""
+        return (bucket.group,)
+
+    def lines(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+        """The ranks of each collective over copies, ascending."""
+        return ()
 
     @abstractmethod
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:

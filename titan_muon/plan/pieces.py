@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .layout import Geometries, Geometry
 from .types import Matrix, Piece
 
+Ranks = tuple[int, ...]
 Replica = tuple[int, ...]
 
 
@@ -60,7 +61,8 @@ class Pieces:
         self.ranks_per_node = ranks_per_node
         self._geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
-        self._holders: dict[tuple[int, tuple[int, ...]], Holders] = {}
+        self._holders: dict[tuple[int, Ranks], Holders] = {}
+        self._copies: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
 
     def ranks(self) -> list[int]:
         """All ranks that any parameter is placed on, ascending."""
@@ -92,6 +94,19 @@ class Pieces:
             stored = self.elements(example, members)
             self._holders[key] = Holders([Holder(r, size, self.node(r), replica[r]) for r, size in stored])
         return self._holders[key]
+
+    def copies(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
+        """The ranks of each copy of the matrices of a kind in a group, at equal places those of equal pieces."""
+        key = (kind, group)
+        if key not in self._copies:
+            geometry, members = self.geometry(self.examples[kind]), frozenset(group)
+            found: dict[Replica, list[int]] = {}
+            # In the order of the mesh, in which all copies have their pieces alike.
+            for rank in geometry.layout.mesh.ranks:
+                if rank in members:
+                    found.setdefault(geometry.replica[rank], []).append(rank)
+            self._copies[key] = tuple(tuple(ranks) for ranks in found.values())
+        return self._copies[key]
 
     def replicas(self, kind: int) -> Mapping[int, Replica]:
         """The copy that each rank of the mesh of a kind's parameter is part of."""

@@ -15,6 +15,7 @@ from .exchanges import PATTERNS
 from .groups import assemblies
 from .layout import Geometries
 from .machine import Machine, machine_of
+from .over_copies import copies_reason, over_copies
 from .owners import OWNERS, Task
 from .pieces import Pieces
 from .search import Draft, Problem, fastest
@@ -33,7 +34,7 @@ def make_plan(
     no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, for a way of
     tensor parallelism where there is none, and for buffers too small.
     """
-    names = [name for name, pattern in PATTERNS.items() if not pattern.duplicates]
+    names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
     if options.exchange not in names:
         raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
     if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
@@ -57,9 +58,11 @@ def make_plan(
     if options.tensor_parallel in ("distributed", "duplicated"):
         problems = [with_peers(problem, work_of) for problem in problems]
     cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
-    draft, problem = _best_of(problems, cut, WORTH if options.split_over == "auto" else 1.0)
+    worth = WORTH if options.split_over == "auto" else 1.0
+    draft, problem = _best_of([(problems, worth), (cut, 1.0), (over_copies(problems), worth / WORTH)])
     reasons = (
         draft.reason,
+        copies_reason(draft),
         slices_reason(options, problem.costs.pieces.matrices),
         blocks_reason(options, given, parameters),
         _own_reason(parameters),
@@ -85,10 +88,10 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
     return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
-def _best_of(whole: Sequence[Problem], cut: Sequence[Problem], worth: float) -> tuple[Draft, Problem]:
-    """The best draft of those problems that have one, with its problem; of `cut` if below `worth` of others' price."""
+def _best_of(weighed: Sequence[tuple[Sequence[Problem], float]]) -> tuple[Draft, Problem]:
+    """The draft with the least price times weight of those problems that have one, with its problem."""
     found, faults = [], []
-    for problems, weight in ((whole, worth), (cut, 1.0)):
+    for problems, weight in weighed:
         for problem in problems:
             try:
                 draft = fastest(problem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .exchanges import PATTERNS
 from .layout import Geometries
 from .legs import BucketProgram, Collective, Leg, Parcel
-from .pieces import Pieces
+from .pieces import Pieces, Ranks
 from .schedule import Turn, schedule
 from .slices import teams_in
 from .types import Piece, Plan
@@ -44,6 +44,15 @@ class Program:
         """Which buffers a bucket uses: those of its round's slot, and of these the ones for its place in the round."""
         number = self.buckets[index].bucket.round
         return number % self.slots, self.rounds[number].index(index)
+
+
+def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
+    """The ranks of each gather and return of any rank, and those of each collective over copies."""
+    pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[each.exchange], each) for each in plan.buckets]
+    return (
+        {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
+        {ranks for pattern, bucket in patterns for ranks in pattern.lines(bucket, pieces)},
+    )
 
 
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:

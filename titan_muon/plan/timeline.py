@@ -51,6 +51,9 @@ class Timeline:
         exposed: seconds by which the step would be shorter if links took no time.
         hidden: seconds of gathers in the backward before, on the rank that has most of them; None if all are in the
             step.
+        tail: seconds between the last Newton-Schulz of any rank and the end of the step: the last way back, and apply.
+            Nothing that waits for a return later, such as the layers of the next forward, can save more: the rank that
+            orthogonalizes last has all of its forward before it.
     """
 
     machine: str
@@ -59,6 +62,7 @@ class Timeline:
     whole: float
     exposed: float
     hidden: float | None
+    tail: float
 
     @property
     def last(self) -> RankTime:
@@ -92,7 +96,8 @@ def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline
     home = [sum(pair) for pair in zip(newton, passes, strict=True)]
     rounds = [bucket.round for bucket in plan.buckets]
     ahead = hidden_rounds(plan.slots, plan.rounds, ordered_rounds(plan.buckets)) if overlap else 0
-    ends = play(times, rounds, home, plan.slots, ahead)
+    clock = _played(times, rounds, home, plan.slots, ahead)
+    ends = clock.now
     free = play([_with_free_links(one) for one in times], rounds, home, plan.slots)
     before = [number < ahead for number in rounds]
     for one in times:
@@ -111,6 +116,7 @@ def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline
         max([whole, least, *links]),
         max(ends, default=0.0) - max(free, default=0.0),
         _gathered(compress(times, before), len(ranks)) if overlap else None,
+        max(ends, default=0.0) - clock.computed,
     )
 
 
@@ -121,6 +127,12 @@ def play(
 
     The first `ahead` rounds are gathered before the step.
     """
+    return _played(times, rounds, home, slots, ahead).now
+
+
+def _played(
+    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, ahead: int
+) -> _Clock:
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
@@ -129,7 +141,7 @@ def play(
     turns = schedule(count, max(1, min(slots, count)))
     for act, number in turns:
         if act is Act.HOME:
-            clock.now = [now + taken for now, taken in zip(clock.now, home, strict=True)]
+            clock.stay(home)
             continue
         for bucket in by_round[number]:
             if act is Act.GATHER:
@@ -138,7 +150,7 @@ def play(
                 clock.orthogonalize(bucket)
             else:
                 clock.apply(bucket)
-    return clock.now
+    return clock
 
 
 class _Clock:
@@ -152,6 +164,7 @@ class _Clock:
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
         self.now = [0.0] * ranks
+        self.computed = 0.0
         self._wires = [0.0] * ranks
         self._streams: dict[tuple[int, ...], float] = {}
         self._over = [0.0] * len(times)
@@ -162,6 +175,11 @@ class _Clock:
             self.now[index] += taken
         if travels:
             self._launch(bucket, one.legs[0])
+
+    def stay(self, home: Sequence[float]) -> None:
+        # What is stored whole is applied where it is orthogonalized, and has no way back.
+        self.now = [now + taken for now, taken in zip(self.now, home, strict=True)]
+        self.computed = max(self.now, default=0.0)
 
     def orthogonalize(self, bucket: int) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]
@@ -178,6 +196,7 @@ class _Clock:
                 now[index] -= seconds
         for index, copies, owned in zip(one.group, one.copies, one.owned, strict=True):
             now[index] += copies + owned.seconds
+        self.computed = max(self.computed, *(now[index] for index in one.group))
         if len(one.legs) > 1:
             self._launch(bucket, one.legs[1])
 

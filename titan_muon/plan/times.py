@@ -115,7 +115,8 @@ def bucket_times(
     machine, wire = costs.machine, costs.wire_bytes
     found = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1
-    flows = zip(*(one.legs for one in found), strict=True)
+    latency = machine.network.latency if across else machine.node.latency
+    there, *back = zip(*(tuple(flow.seconds(wire, machine) for flow in one.legs) for one in found), strict=True)
     owned = tuple(costs.owned(one.owned) for one in found)
     return BucketTimes(
         group=tuple(place[rank] for rank in bucket.group),
@@ -123,10 +124,17 @@ def bucket_times(
         owned=owned,
         copies=tuple(machine.pass_seconds(costs.copied_bytes(one.elements)) for one in owned),
         apply=tuple(machine.pass_seconds(one.stored * (APPLY_BYTES + wire)) for one in found),
-        legs=tuple(tuple(flow.seconds(wire, machine) for flow in leg) for leg in flows),
-        latency=machine.network.latency if across else machine.node.latency,
+        legs=(there, *_one_after_another(back, latency)),
+        latency=latency,
         teams=tuple(_teams(bucket, costs, place)),
     )
+
+
+def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Iterator[tuple[float, ...]]:
+    """The legs behind the first as one, if there are any: a return, and what copies share behind it."""
+    if back:
+        further = latency * (len(back) - 1)
+        yield tuple(sum(each) + (further if any(each) else 0.0) for each in zip(*back, strict=True))
 
 
 def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -139,7 +147,7 @@ def settle(bucket: Bucket, costs: Costs) -> Bucket:
     place = {rank: index for index, rank in enumerate(bucket.group)}
     timed, pieces = dict[str, float](), costs.pieces
     for pattern in PATTERNS.values():
-        if not (pattern.settles or pattern.duplicates) and (pattern.has_owners or _one_copy(bucket, pieces)):
+        if not (pattern.settles or pattern.automatic) and (pattern.has_owners or _one_copy(bucket, pieces)):
             settled = _by(pattern, bucket)
             timed[pattern.name] = bucket_times(settled, pattern.totals(settled, pieces), costs, place).alone
     # min takes the first of equally fast ones, so that ties go to the all-to-all.

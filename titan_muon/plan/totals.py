@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 from .exchanges import PATTERNS
 from .patterns import BucketTotals, KindCounts
@@ -33,14 +34,11 @@ class Totals:
         """Elements of the exchange's buffers on a rank, when `slots` rounds have buffers at a time."""
         # A round's buckets are in flight together, so each has three buffers of its own. Buckets at the same place of
         # other rounds in the slot take turns in them, and the largest of these decides.
-        largest: dict[tuple[int, int], tuple[int, int, int]] = {}
+        largest: dict[tuple[int, int], list[int]] = {}
         last, place = -1, 0
         for number, totals in self.buckets[rank]:
             place = place + 1 if number == last else 0
             last = number
-            home, inbox, outbox = totals.buffers
-            seen = largest.get((number % slots, place))
-            if seen is not None:
-                home, inbox, outbox = max(home, seen[0]), max(inbox, seen[1]), max(outbox, seen[2])
-            largest[number % slots, place] = home, inbox, outbox
+            seen = largest.get((number % slots, place), [])
+            largest[number % slots, place] = [max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)]
         return sum(map(sum, largest.values()))

@@ -325,21 +325,6 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
             raise refuse(source, relation.key + context, found[relation.key], relation.accepted)
 
 
-MOVED = {
-    "link.bandwidth_gb": "machine.network_gb",
-    "link.latency_us": "machine.network_latency_us",
-    "link.tflops": "machine.tflops",
-}
-"""Keys that recipes had, and those that took their place."""
-
-
-def refuse_moved(key: str, source: str) -> None:
-    """Raise RecipeError for a key that has another name now."""
-    if key in MOVED:
-        table, _, leaf = MOVED[key].partition(".")
-        raise RecipeError(f"{source}: {key} is {MOVED[key]} now; write `{leaf}` under [{table}].")
-
-
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     """What the library refuses, in the recipe's words: a keyword becomes the key in `table`, and bytes become GiB."""
     if not isinstance(error, OptionError):

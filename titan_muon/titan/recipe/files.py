@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from titan_muon.titan.recipe.constraints import check, refuse_moved
-from titan_muon.titan.recipe.flags import read_flags, refuse_unknown
+from titan_muon.titan.recipe.constraints import check
+from titan_muon.titan.recipe.flags import read_flags, refuse_moved, refuse_unknown
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
 from titan_muon.titan.recipe.sections import Adam, AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, value_text

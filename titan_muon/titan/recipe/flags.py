@@ -14,6 +14,13 @@ import tyro
 from titan_muon.titan.recipe.schema import describe, keys, unknown, values
 from titan_muon.titan.recipe.toml import Entry, RecipeError, value_text
 
+MOVED = {
+    "link.bandwidth_gb": "machine.network_gb",
+    "link.latency_us": "machine.network_latency_us",
+    "link.tflops": "machine.tflops",
+}
+"""Keys that recipes had, and those that took their place."""
+
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
@@ -37,6 +44,13 @@ def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[di
     words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
     kinds = keys(schema)
     return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, unknown_flags
+
+
+def refuse_moved(key: str, source: str) -> None:
+    """Raise RecipeError for a key that has another name now."""
+    if key in MOVED:
+        table, _, leaf = MOVED[key].partition(".")
+        raise RecipeError(f"{source}: {key} is {MOVED[key]} now; write `{leaf}` under [{table}].")
 
 
 def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
