@@ -1,0 +1,86 @@
+"""benchmarks/bench_training.py: ratios are of pairs, all ranks count, and a run trains to the same bits."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_training
+from benchmarks.bench_training import Arguments, Figures, Sent, Taken
+from tests import tiny
+
+
+def figures(overlap: str, cpu: list[float]) -> Figures:
+    """All but a second of each step before the optimizers' own, and 2 seconds on the clock."""
+    return Figures(overlap, tuple(Taken(each - 1, 1.0, 2.0) for each in cpu), Sent(4, 1_000, 2), bitwise=True)
+
+
+def test_the_slowest_rank_is_waited_for_and_the_cpu_time_of_all_ranks_counts() -> None:
+    found = bench_training.together([Taken(3.0, 1.0, 7.0), Taken(2.0, 2.0, 9.0)])
+    assert found == Taken(5.0, 3.0, 9.0)
+    assert found.cpu == 8.0
+
+
+def test_what_is_sent_is_that_of_all_ranks() -> None:
+    assert bench_training.all_sent([Sent(2, 100, 1), Sent(3, 50, 0)]) == Sent(5, 150, 1)
+
+
+def test_a_ratio_is_of_pairs_and_not_of_medians() -> None:
+    """The machine was slow in the middle, for both: medians, 6 and 2, would have 3."""
+    found = bench_training.ratio([1.0, 6.0, 40.0, 9.0, 4.0], [2.0, 2.0, 20.0, 10.0, 1.0])
+    assert (found.lower, found.median, found.upper) == pytest.approx((0.9, 2.0, 3.0))
+
+
+def test_the_table_has_what_each_sends_and_the_ratio_its_quartiles() -> None:
+    rows = [figures("none", [2.0, 4.0, 2.0]), figures("backward", [2.0, 5.0, 3.0])]
+    none, backward = bench_training.table(rows).splitlines()[2:]
+    assert none == "| none | 2,000.0 | 1,000.0 | 1,000.0 | 2,000.0 | 4 | 2 | 1,000 | equal |"
+    assert backward.startswith("| backward | 3,000.0 | 2,000.0 | 1,000.0 |")
+    said = "median 1.2500 of 3 pairs, quartiles 1.1250 to 1.3750"
+    assert bench_training.ratios(rows) == f"CPU time of a training step, backward / none: {said}"
+
+
+def test_one_different_bit_is_seen() -> None:
+    ones = [torch.ones(2), torch.ones(3)]
+    assert bench_training.same_bits(ones, [torch.ones(2), torch.ones(3)])
+    assert not bench_training.same_bits(ones, [torch.ones(2), torch.tensor([1.0, 1.0, 1.0 + 2**-23])])
+
+
+def test_figures_are_read_as_they_were_written() -> None:
+    rows = [figures("none", [2.0, 4.0]), figures("backward", [2.0, 5.0])]
+    assert bench_training.read(json.dumps([asdict(row) for row in rows])) == rows
+
+
+@pytest.mark.parametrize(("given", "says"), [({"nproc": 0}, "--nproc must be at least 1"), ({"steps": 1}, "--steps")])
+def test_a_wrong_number_is_refused(given: dict[str, int], says: str) -> None:
+    with pytest.raises(SystemExit, match=says):
+        Arguments(**given)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [(("--muon.lrr", "1"), "lrr"), (("--parallelism.tensor_parallel_degree", "3"), "tensor_parallel_degree")],
+)
+def test_a_wrong_key_is_said_before_anything_runs(keys: tuple[str, ...], says: str) -> None:
+    with pytest.raises(SystemExit, match=says):
+        bench_training.main(Arguments(nproc=2, steps=2), keys)
+
+
+def test_a_run_sends_the_same_with_gathers_in_backward_and_comes_to_the_same_bits(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("--training.seq_len", "32")
+    rows = bench_training.main(Arguments(nproc=2, config=tiny.write_recipe(tmp_path), steps=2), keys)
+    none, backward, control = rows
+    assert [row.overlap for row in rows] == ["none", "backward", "none"]
+    assert none.sent == control.sent
+    assert none.sent.bytes_sent == backward.sent.bytes_sent > 0
+    assert none.sent.in_backward == 0 < backward.sent.in_backward < backward.sent.calls
+    assert all(row.bitwise for row in rows)
+    assert all(len(row.taken) == 2 for row in rows)
+    assert all(each.passes > 0 and each.step > 0 and each.wall > 0 for row in rows for each in row.taken)
+    said = capfd.readouterr().out
+    assert "training.seq_len 32, 2 ranks, medians of 2 training steps" in said
+    assert bench_training.ratios(rows) in said
