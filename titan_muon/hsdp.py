@@ -10,9 +10,9 @@ what an all-reduce sends is for nothing.
 #   the stream of its all-reduce. It all-reduces them first where the module's mesh has replicas. So the module is told
 #   that its mesh has none, and the hook sums over them: a reduce-scatter, whose parts are Muon's parameters by the
 #   replica that keeps their momentum, and an all-reduce of what other optimizers train.
-# - The parameters keep their mesh and placements. The gradient of a Muon parameter is zero on ranks that do not keep its
-#   momentum, those of other replicas and those with the same copy of tensor parallelism on theirs: what adds up or
-#   scales gradients must not meet one replica's part of a sum there.
+# - The parameters keep their mesh and placements. The gradient of a Muon parameter is zero on ranks that do not keep
+#   its momentum, of other replicas or with another of tensor parallelism's copies: what adds up or scales gradients
+#   must not meet one replica's part of a sum there.
 # - FSDP2 divides by the ranks of one replica then. Unless it was given a factor, which stands for all ranks, the hook
 #   divides by the number of replicas.
 # - Which replica keeps what is asked of the plan in each backward: a checkpoint that thaws parameters changes it.
@@ -165,8 +165,9 @@ def reduce_scatter_replicas(model: nn.Module, muon: Muon) -> dict[Tensor, int]:
     """Have gradients of Muon's parameters summed over HSDP's replicas only where their momentum is.
 
     Half of what FSDP2's all-reduce over replicas sends, at the same place of backward. The gradient of such a parameter
-    is then zero on all ranks but those of the one copy that keeps its momentum. Parameters of other optimizers are all-reduced as before. All ranks call it
-    together, once, after `fully_shard` and after Muon is built with `state = "owner"`.
+    is then zero on all ranks but those of the one copy that keeps its momentum. Parameters of other optimizers are
+    all-reduced as before. All ranks call it together, once, after `fully_shard` and after Muon is built with
+    `state = "owner"`.
 
     Args:
         model: sharded by `fully_shard` over meshes of (replicate, shard).
