@@ -191,7 +191,7 @@ def reduce_scatter_replicas(model: nn.Module, muon: Muon) -> dict[Tensor, int]:
     if not found:
         raise ValueError(
             "reduce_scatter_replicas: no parameter of Muon is in an FSDP module with replicas and has its momentum on "
-            "one of them; shard the model by fully_shard over a mesh of (replicate, shard) and build Muon with state = "
-            '"owner"'
+            "one of them, or this was called before; shard the model by fully_shard over a mesh of (replicate, shard), "
+            'build Muon with state = "owner", and call it once'
         )
     return found

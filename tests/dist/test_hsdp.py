@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,10 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, reduce_scatter_replicas
+from titan_muon.hsdp import _Reduction
 from titan_muon.plan.machine import MACHINES
 from titan_muon.plan.replicas import replica_traffic
 from titan_muon.titan.clip import GradientClip, local_gradient
@@ -241,6 +244,28 @@ def test_what_is_sent_is_half_of_an_all_reduce_and_as_planned(setup: Setup) -> N
         assert each.sent["allreduce"] > 0, "what other optimizers train"
         # Where the momentum is the gradient is; on the other replicas it is zero, and not a part of a sum.
         assert each.zero == {name: not here for name, here in each.kept.items()}
+
+
+def alive(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    """Whether a module's summed gradients are there while those of the next are summed, and behind backward."""
+    each, flats, found = Training(Setup(dtype=torch.bfloat16), scatters=True), list[StorageWeakRef](), list[bool]()
+    reduction = _Reduction.__call__
+
+    def seen(self: _Reduction, reduced: Tensor) -> None:
+        found.extend(not flat.expired() for flat in flats)
+        flats.append(StorageWeakRef(reduced.untyped_storage()))
+        reduction(self, reduced)
+
+    with patch.object(_Reduction, "__call__", seen):
+        each.backward(0)
+    return found, [not flat.expired() for flat in flats]
+
+
+def test_what_is_summed_is_held_until_backward_is_over() -> None:
+    """Float32 sums of weights in bfloat16, whose memory another stream would fill with the next module's."""
+    for during, behind in run_ranks(alive, 4):
+        assert during == [True] * (LAYERS * (LAYERS - 1) // 2)
+        assert behind == [False] * LAYERS
 
 
 def said(attempt: Callable[[], object]) -> str:
