@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import AllReduceState
+from torch.distributed.tensor import DTensor
 
 
 class FlatGradient(NamedTuple):
     """The gradient of a parameter's shard in the flat tensor: its elements, and those with padding behind them."""
 
-    param: Tensor
+    param: DTensor
     elements: int
     padded: int
 
@@ -27,14 +28,14 @@ class FlatGradient(NamedTuple):
 class HSDPGroup:
     """Parameters of a module whose gradients FSDP2 reduce-scatters together, and all-reduces over replicas."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, name: str) -> None:
+        self._group, self._name = group, name
         self.replicate_group: dist.ProcessGroup = group.mesh_info.replicate_process_group
 
     @property
     def name(self) -> str:
-        """The module's name, once a forward has told FSDP2."""
-        return self._group._module_fqn or "the root module"
+        """The module's name: FSDP2's, once a forward has told it, else the one that was given."""
+        return self._group._module_fqn or self._name or "the root module"
 
     @property
     def has_divide_factor(self) -> bool:
@@ -81,8 +82,8 @@ class HSDPGroup:
         group._all_reduce_hook = hook
 
 
-def hsdp_groups(module: FSDPModule) -> Iterator[HSDPGroup]:
-    """The groups of a module's own parameters that FSDP2 all-reduces over replicas."""
+def hsdp_groups(module: FSDPModule, name: str = "") -> Iterator[HSDPGroup]:
+    """The groups of a module's own parameters that FSDP2 all-reduces over several replicas."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        if isinstance(group.mesh_info, HSDPMeshInfo):
-            yield HSDPGroup(group)
+        if isinstance(group.mesh_info, HSDPMeshInfo) and group.mesh_info.replicate_mesh_size > 1:
+            yield HSDPGroup(group, name)

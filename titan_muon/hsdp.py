@@ -10,8 +10,9 @@ what an all-reduce sends is for nothing.
 #   the stream of its all-reduce. It all-reduces them first where the module's mesh has replicas. So the module is told
 #   that its mesh has none, and the hook sums over them: a reduce-scatter, whose parts are Muon's parameters by the
 #   replica that keeps their momentum, and an all-reduce of what other optimizers train.
-# - The parameters keep their mesh and placements. The gradient of a Muon parameter is zero on replicas that do not keep
-#   its momentum: what adds up or scales gradients must not meet one replica's part of a sum there.
+# - The parameters keep their mesh and placements. The gradient of a Muon parameter is zero on ranks that do not keep
+#   its momentum, of other replicas or with another of tensor parallelism's copies: what adds up or scales gradients
+#   must not meet one replica's part of a sum there.
 # - FSDP2 divides by the ranks of one replica then. Unless it was given a factor, which stands for all ranks, the hook
 #   divides by the number of replicas.
 # - Which replica keeps what is asked of the plan in each backward: a checkpoint that thaws parameters changes it.
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .exchange import Collectives
-from .fsdp_private import HSDPGroup, hsdp_groups
+from .fsdp_private import FlatGradient, HSDPGroup, hsdp_groups
 from .muon import Muon
 from .plan.types import Plan
 
@@ -72,6 +73,7 @@ class _Reduction:
         self._line = group.replicate_group
         self._place, self._count = dist.get_rank(self._line), dist.get_world_size(self._line)
         self._plan: Plan | None = None
+        self._trained: Sequence[FlatGradient] = ()
         self._segments: tuple[Segment, ...] = ()
         self._size = 0
 
@@ -86,14 +88,16 @@ class _Reduction:
         self._all_reduce([segment.of(reduced) for segment in self._segments if segment.replica == ALL])
 
     def _follow_plan(self) -> None:
-        plan = self._muon.plan
-        if plan is not self._plan:
-            line = dist.get_process_group_ranks(self._line)
-            kept = keepers(self._muon)
-            trained = list(self._group.trained())
-            self._segments = segments((g.elements, g.padded, _replica(kept.get(g.param), line)) for g in trained)
-            self._size = sum(gradient.padded for gradient in trained)
-            self._plan = plan
+        plan, trained = self._muon.plan, tuple(self._group.trained())
+        # What other optimizers train is frozen and thawed without a new plan.
+        same = len(trained) == len(self._trained)
+        if plan is self._plan and same and all(a.param is b.param for a, b in zip(trained, self._trained, strict=True)):
+            return
+        line = dist.get_process_group_ranks(self._line)
+        kept = keepers(self._muon)
+        self._segments = segments((g.elements, g.padded, _replica(kept.get(g.param), line)) for g in trained)
+        self._size = sum(gradient.padded for gradient in trained)
+        self._plan, self._trained = plan, trained
 
     def _check(self, reduced: Tensor) -> None:
         name, size = self._group.name, self._size
@@ -112,17 +116,18 @@ class _Reduction:
     def _reduce_scatter(self, reduced: Tensor) -> None:
         """The sums of what one replica needs to that replica, and zero to the others."""
         cut = sorted((s for s in self._segments if s.replica >= 0), key=lambda segment: segment.replica)
-        if not cut:
-            return
         sizes = [0] * self._count
         for segment in cut:
             sizes[segment.replica] += segment.stop - segment.start
         mine = [segment.of(reduced) for segment in cut if segment.replica == self._place]
-        packed = torch.cat([segment.of(reduced) for segment in cut])
-        summed = packed.new_empty(sizes[self._place])
-        for work in self._collectives.reduce_scatter(summed, sizes, packed, self._line):
-            work.wait()
-        torch._foreach_zero_([s.of(reduced) for s in self._segments if s.replica not in (ALL, self._place)])
+        summed = reduced.new_empty(sizes[self._place])
+        if cut:
+            packed = torch.cat([segment.of(reduced) for segment in cut])
+            for work in self._collectives.reduce_scatter(summed, sizes, packed, self._line):
+                work.wait()
+        # Where all of a module is kept here, nothing is.
+        if elsewhere := [s.of(reduced) for s in self._segments if s.replica not in (ALL, self._place)]:
+            torch._foreach_zero_(elsewhere)
         for view, part in zip(mine, summed.split([view.numel() for view in mine]), strict=True):
             view.copy_(part)
 
@@ -160,32 +165,33 @@ def reduce_scatter_replicas(model: nn.Module, muon: Muon) -> dict[Tensor, int]:
     """Have gradients of Muon's parameters summed over HSDP's replicas only where their momentum is.
 
     Half of what FSDP2's all-reduce over replicas sends, at the same place of backward. The gradient of such a parameter
-    is then zero on the other replicas. Parameters of other optimizers are all-reduced as before. All ranks call it
-    together, once, after `fully_shard` and after Muon is built with `state = "owner"`.
+    is then zero on all ranks but those of the one copy that keeps its momentum. Parameters of other optimizers are
+    all-reduced as before. All ranks call it together, once, after `fully_shard` and after Muon is built with
+    `state = "owner"`.
 
     Args:
         model: sharded by `fully_shard` over meshes of (replicate, shard).
         muon: optimizer of its matrices.
 
     Returns:
-        For each parameter whose gradients are summed so the number of replicas.
+        For each parameter whose gradients are summed so the number of its copies, over replicas and tensor parallelism.
 
     Raises:
         ValueError: if no parameter of Muon is in an FSDP module with replicas, or another all-reduce hook is there.
     """
     kept, found = keepers(muon), dict[Tensor, int]()
     collectives = Collectives()
-    for module in model.modules():
-        for group in hsdp_groups(module) if isinstance(module, FSDPModule) else ():
+    for name, module in model.named_modules():
+        for group in hsdp_groups(module, name) if isinstance(module, FSDPModule) else ():
             ours = [gradient.param for gradient in group.trained() if kept.get(gradient.param)]
             if not ours:
                 continue
-            found |= dict.fromkeys(ours, dist.get_world_size(group.replicate_group))
+            found |= {param: param.device_mesh.size() // len(kept[param]) for param in ours}
             group.replace_all_reduce(_Reduction(group, muon, collectives))
     if not found:
         raise ValueError(
             "reduce_scatter_replicas: no parameter of Muon is in an FSDP module with replicas and has its momentum on "
-            "one of them; shard the model by fully_shard over a mesh of (replicate, shard) and build Muon with state = "
-            '"owner"'
+            "one of them, or this was called before; shard the model by fully_shard over a mesh of (replicate, shard), "
+            'build Muon with state = "owner", and call it once'
         )
     return found

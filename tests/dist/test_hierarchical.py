@@ -95,13 +95,15 @@ def full(seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """What differs from results of owners to all copies, and what was counted and planned of the last step."""
+    """What differs from results of owners to all copies, what was counted and planned of the last step, and bytes of
+    what copies share that are kept between steps."""
 
     exchanges: tuple[set[str], set[str]]
     differs: list[str]
     counted: tuple[int, int]
     told: tuple[int, int]
     planned: tuple[int, int]
+    kept: int
 
 
 def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
@@ -122,6 +124,7 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
             (len(calls), sum(call.sent for call in calls)),
             (after.calls - before[0], after.bytes_sent - before[1]),
             (cost.collectives, cost.bytes_sent),
+            sum(each.view.untyped_storage().nbytes() for run in ours.muon.exchange.buckets for each in run.stored),
         )
     return found
 
@@ -133,6 +136,7 @@ def test_bits_are_those_of_owners_that_send_to_all_and_bytes_are_as_planned(worl
         for name, found in cases.items():
             assert found.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
             assert found.differs == [], name
+            assert found.kept == 0, name
             assert found.counted == found.told, name
             assert found.told[1] == found.planned[1], name
             # gloo gathers equal parts only: unequal ones are broadcasts, of each part that is not empty.

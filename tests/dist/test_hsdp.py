@@ -3,21 +3,25 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from benchmarks.c10d_counter import CollectiveCounter
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, reduce_scatter_replicas
+from titan_muon.hsdp import _Reduction
 from titan_muon.plan.machine import MACHINES
 from titan_muon.plan.replicas import replica_traffic
+from titan_muon.titan.clip import GradientClip, local_gradient
 
 DIM, LAYERS, STEPS = 10, 3, 4
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "state": "owner"}
@@ -54,7 +58,7 @@ class Setup:
     """How a model is sharded and trained. `shape` is of replicas, shards and, if there are three, tensor parallelism.
 
     `factor`: what gradients are divided by, None for the number of ranks. `defers`: whether FSDP2 reduces in the last
-    backward of a step alone.
+    backward of a step alone. `apart`: whether each matrix is a module of its own, all of which one replica keeps.
     """
 
     shape: tuple[int, ...] = (2, 2)
@@ -63,6 +67,7 @@ class Setup:
     defers: bool = False
     dtype: torch.dtype = torch.float32
     reshards: bool | int = True
+    apart: bool = False
 
 
 def copied_input(module: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> DTensor:
@@ -97,9 +102,13 @@ class Training:
                 parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
                 layer.norm = nn.Identity()
                 distribute_module(layer.out, self.mesh["tp"], input_fn=copied_input, output_fn=local_output)
+            for module in (layer.up, layer.down, layer.out) if self.setup.apart else ():
+                fully_shard(module, mesh=mesh, mp_policy=policy)
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=self.setup.reshards)
         fully_shard(self.net, mesh=mesh, mp_policy=policy)
-        for module in (*self.net.layers, self.net):
+        for module in self.net.modules():
+            if not isinstance(module, FSDPModule):
+                continue
             # gloo has no PREMUL_SUM.
             module.set_force_sum_reduction_for_comms(True)
             if self.setup.factor is not None:
@@ -156,6 +165,7 @@ TWO_REPLICAS = {
     "summed in the last of three": Setup(microbatches=3, defers=True),
     "bfloat16 weights, float32 sums": Setup(dtype=torch.bfloat16),
     "kept whole between passes": Setup(reshards=False),
+    "modules of one matrix": Setup(apart=True),
 }
 FOUR_REPLICAS = {"four replicas of one": Setup((4, 1), microbatches=2)}
 # A shard of a tensor that tensor parallelism copies is summed on one line of replicas, and on the other by nobody.
@@ -172,6 +182,25 @@ def test_steps_are_those_of_an_all_reduce_on_more(world_size: int, setups: dict[
     """To the rounding of a sum in another order."""
     for found in run_ranks(beside, world_size, setups):
         assert max(found.values()) < 1e-6, found
+
+
+def norms(rank: int, world_size: int, shape: tuple[int, ...]) -> list[list[float]]:
+    """The norms of all gradients and of the matrices', summed either way."""
+    found = []
+    for scatters in (True, False):
+        each = Training(Setup(shape), scatters=scatters)
+        each.backward(0)
+        params, ours = list(each.net.parameters()), [param for _, param in each.matrices]
+        clip = GradientClip(params, ours, max_norm=1.0, stage_ranks=world_size, scattered=each.scattered)
+        found.append(clip._norms([None if param.grad is None else local_gradient(param) for param in params]).tolist())
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "shape"), [(4, (2, 2)), (8, (2, 2, 2)), (8, (4, 1, 2))])
+def test_norms_count_each_gradient_once(world_size: int, shape: tuple[int, ...]) -> None:
+    """What tensor parallelism copies is on one of its copies too."""
+    for scattered, everywhere in run_ranks(norms, world_size, shape):
+        assert scattered == pytest.approx(everywhere, rel=1e-6)
 
 
 @dataclass(frozen=True)
@@ -217,6 +246,28 @@ def test_what_is_sent_is_half_of_an_all_reduce_and_as_planned(setup: Setup) -> N
         assert each.zero == {name: not here for name, here in each.kept.items()}
 
 
+def alive(rank: int, world_size: int) -> tuple[list[bool], list[bool]]:
+    """Whether a module's summed gradients are there while those of the next are summed, and behind backward."""
+    each, flats, found = Training(Setup(dtype=torch.bfloat16), scatters=True), list[StorageWeakRef](), list[bool]()
+    reduction = _Reduction.__call__
+
+    def seen(self: _Reduction, reduced: Tensor) -> None:
+        found.extend(not flat.expired() for flat in flats)
+        flats.append(StorageWeakRef(reduced.untyped_storage()))
+        reduction(self, reduced)
+
+    with patch.object(_Reduction, "__call__", seen):
+        each.backward(0)
+    return found, [not flat.expired() for flat in flats]
+
+
+def test_what_is_summed_is_held_until_backward_is_over() -> None:
+    """Float32 sums of weights in bfloat16, whose memory another stream would fill with the next module's."""
+    for during, behind in run_ranks(alive, 4):
+        assert during == [True] * (LAYERS * (LAYERS - 1) // 2)
+        assert behind == [False] * LAYERS
+
+
 def said(attempt: Callable[[], object]) -> str:
     try:
         attempt()
@@ -250,6 +301,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return {
         "replicated": said(lambda: Training(Setup(), scatters=True, state="replicated")),
         "one replica": said(lambda: Training(Setup((1, 4)), scatters=True)),
+        "copies of tensor parallelism": said(lambda: Training(Setup((1, 2, 2)), scatters=True)),
         "twice": ours(lambda each: reduce_scatter_replicas(each.net, each.muon)),
         "hooked": said(hooked),
         "unused": ours(unused),
@@ -259,10 +311,10 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
 
 def test_what_cannot_be_summed_so_is_refused() -> None:
     for found in run_ranks(refusals, 4):
-        for name in ("replicated", "one replica", "twice"):
+        for name in ("replicated", "one replica", "copies of tensor parallelism", "twice"):
             assert "no parameter of Muon is in an FSDP module with replicas" in found[name], name
             assert 'state = "owner"' in found[name], name
-        assert "set_all_reduce_hook has been called" in found["hooked"]
+        assert "layers.0: set_all_reduce_hook has been called" in found["hooked"]
         assert "layers.0: gradients of 195 elements of its 209: a trained parameter has none" in found["unused"]
         assert "layers.2: set_requires_all_reduce(False) leaves gradients unreduced" in found["deferred"]
 
@@ -285,6 +337,25 @@ def thawed(rank: int, world_size: int) -> float:
 
 def test_a_new_plan_is_followed() -> None:
     assert run_ranks(thawed, 4) == [0.0] * 4
+
+
+def freeze(each: Training) -> None:
+    """Trains with all norms and then without: of other optimizers than Muon, which plans nothing anew."""
+    each.train(range(1))
+    for layer in each.net.layers:
+        layer.norm.requires_grad_(False)  # type: ignore[union-attr, operator]
+    each.train(range(1, 3))
+
+
+def frozen(rank: int, world_size: int) -> float:
+    pair = [Training(Setup(), scatters=scatters) for scatters in (True, False)]
+    for each in pair:
+        freeze(each)
+    return largest_difference(*pair)
+
+
+def test_what_others_train_may_be_frozen() -> None:
+    assert run_ranks(frozen, 4) == [0.0] * 4
 
 
 def not_finite(rank: int, world_size: int) -> tuple[str, float]:

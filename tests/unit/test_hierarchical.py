@@ -7,13 +7,19 @@ import pytest
 from tests.unit.plans import plan_of, ranks_of
 from titan_muon.matrices import stack_of
 from titan_muon.options import Machine
+from titan_muon.plan.exchanges import PATTERNS
 from titan_muon.plan.layout import Geometries
+from titan_muon.plan.machine import machine_of
+from titan_muon.plan.pieces import Pieces
 from titan_muon.plan.program import collective_ranks, make_program
 from titan_muon.plan.summary import summarize
+from titan_muon.plan.times import Costs, bucket_times
 from titan_muon.plan.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+# Links that take no time: nothing is gained, and an all-to-all to all copies is one collective less.
+FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 
 
@@ -50,6 +56,21 @@ def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> Non
     assert sum(sent.values()) == sum(everywhere.values())
 
 
+def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
+    """Both ways are of 16 elements, each in 2 bytes at 1,000 a second, and begin with a latency."""
+    plan = by(hsdp(1, 4, 2), "hierarchical")
+    machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
+    (bucket,), pieces = plan.buckets, Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    totals = PATTERNS["hierarchical"].totals(bucket, pieces)
+    times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
+    copy = {bucket.owners[0], bucket.owners[0] ^ 1}
+    there, back = times.legs
+    assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    # The owner's copy waits for the others, which get nothing before.
+    assert back == pytest.approx([0.032 + 0.5] * 8)
+    assert [totals[rank].legs[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
+
+
 def test_collectives_are_within_copies_and_over_lines() -> None:
     plan = by(hsdp(3, 2, 2), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
@@ -65,7 +86,9 @@ def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
     assert all(run.legs[0].travels is False for run in make_program(plan, 0).buckets)
 
 
-@pytest.mark.parametrize(("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (SLOW_CALLS, "all_to_all")])
+@pytest.mark.parametrize(
+    ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "all_to_all"), (SLOW_CALLS, "all_to_all")]
+)
 def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: str) -> None:
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {taken}

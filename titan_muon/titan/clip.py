@@ -43,7 +43,7 @@ class GradientClip:
         clipped: parameters among them whose gradients are scaled; the factor comes from their norm alone.
         max_norm: largest norm of the clipped gradients, > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
-        scattered: parameters whose gradients are on one of so many replicas, and zero on the others.
+        scattered: parameters whose gradients are on one of so many copies on their mesh, and zero on the others.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class HybridOptimizers(OptimizersContainer):
     whole: tuple[Assignment, ...]
     """Who takes which of the whole model's; pipeline ranks have but a part of them."""
     scattered: Mapping[Tensor, int]
-    """Parameters whose gradients are on one replica alone and zero on others, with the number of replicas."""
+    """Parameters whose gradients are on one copy alone and zero on others, with the number of copies."""
     changes: tuple[str, ...] = ()
     """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
 
