@@ -297,6 +297,9 @@ def test_a_dry_run_says_what_sums_over_replicas_send(tmp_path: Path, capsys: pyt
     assert 'all-reduced; muon.state = "owner" and muon.replica_gradients = "reduce_scatter" would send' in printed
     assert "reduce-scattered to where the momentum is; all-reduced they would be" in printed
     assert dry_run("llama_muon", 4, tmp_path)["over_replicas"] is None
+    degrees = (*copies[:2], "--parallelism.tensor_parallel_degree", "2")
+    owned = ("--placement.muon", "owned", "--placement.replicas", "each", "--placement.tensor_parallel", "peers")
+    assert dry_run("llama_muon", 8, tmp_path, *degrees, *owned)["over_replicas"] is None, "reduced by their own hooks"
 
 
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:

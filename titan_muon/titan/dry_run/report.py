@@ -30,6 +30,7 @@ from titan_muon.titan.explain import (
 )
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.degrees import batch_problem
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
@@ -97,7 +98,8 @@ def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     machine, overlap = planning_machine(recipe.machine, kind), recipe.muon.overlap == "backward"
     played = None if meta.plan is None else timeline(meta.plan, machine, overlap=overlap)
     itemsize = _pass_itemsizes(recipe)[1]
-    replicas = None if meta.plan is None else replica_traffic(meta.plan, itemsize, machine)
+    # Owned parameters are reduced by their own hooks.
+    replicas = None if meta.plan is None or owns(recipe) else replica_traffic(meta.plan, itemsize, machine)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
     return Part(meta, summary, played, replicas, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 

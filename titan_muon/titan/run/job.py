@@ -44,6 +44,7 @@ from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
@@ -219,7 +220,8 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
     silent = owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")
-    replicas = () if plan is None else _replica_lines(plan, recipe, trainer.device.type)
+    # Owned parameters are reduced by their own hooks.
+    replicas = () if plan is None or owns(recipe) else _replica_lines(plan, recipe, trainer.device.type)
     said = [*plan_lines(plan, summary), *replicas, *silent, *reasons(trainer.model_parts)]
     lines = [*head, *said]
     table = parameter_table(assigned, named, plan, full=True)
