@@ -87,11 +87,12 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
 
 def _best_of(whole: Sequence[Problem], cut: Sequence[Problem], worth: float) -> tuple[Draft, Problem]:
     """The best draft of those problems that have one, with its problem; of `cut` if below `worth` of others' price."""
-    found, faults = [], []
+    found, faults = list[tuple[float, Draft, Problem]](), list[OptionError]()
     for problems, weight in ((whole, worth), (cut, 1.0)):
+        near = min(found, key=lambda one: one[0])[1].near if found else None
         for problem in problems:
             try:
-                draft = fastest(problem)
+                draft = fastest(problem, near)
                 found.append((weight * draft.price, draft, problem))
             except OptionError as fault:
                 faults.append(fault)
