@@ -1,5 +1,6 @@
 """Matrices that several ranks orthogonalize together: which are cut, for whom, and what that costs."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,10 +8,13 @@ import pytest
 from tests.unit.plans import SLICING, plan_of
 from tests.unit.test_plan_timeline import FREE
 from titan_muon.options import Machine, OptionError
+from titan_muon.plan import planner, search
 from titan_muon.plan.batches import batches
+from titan_muon.plan.buckets import Cut
 from titan_muon.plan.cost import Work
-from titan_muon.plan.machine import Link
+from titan_muon.plan.machine import Link, machine_of
 from titan_muon.plan.program import make_program
+from titan_muon.plan.search import Draft, Problem, Way
 from titan_muon.plan.slices import teams_in
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.timeline import play, timeline
@@ -28,6 +32,9 @@ from titan_muon.plan.types import (
     Shard,
     Slice,
 )
+
+SLOW = replace(SLICING, ranks_per_node=2, network_gb=1e-12)
+"""Links between nodes that a step waits for."""
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
@@ -138,6 +145,65 @@ def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: b
     plan = plan_of(matrices, machine=SLICING, split_over="auto")
     assert bool(teams(plan)) == cut
     assert ("none would save 3% of the step" in plan.reason) != cut
+
+
+def overlapping() -> list[Parameter]:
+    """On two nodes of two ranks: two matrices over all ranks, and twelve small ones over each pair of ranks of both."""
+    small = [
+        replace(parameter, fqn=f"{parameter.fqn}.{pair[0]}", layout=replace(parameter.layout, mesh=Mesh((2,), pair)))
+        for pair in ((0, 2), (1, 3))
+        for parameter in parameters(12, 2)
+    ]
+    return parameters(2, 4, (128, 64)) + small
+
+
+def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_groups() -> None:
+    """Whole, each large matrix has to be made up for by the small ones of one pair: there one rank gathers most."""
+    whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
+    played = machine_of(SLOW)
+    assert sorted(teams(shared)) == [(0, 1), (2, 3)]
+    small = Counter(
+        owner
+        for bucket in shared.buckets
+        for number, owner in zip(bucket.matrices, bucket.owners, strict=True)
+        if shared.matrices[number].slice is None
+    )
+    assert small == dict.fromkeys(range(4), 6)
+    assert timeline(shared, played).last.seconds < timeline(whole, played).last.seconds
+
+
+def test_slices_are_searched_near_the_plan_of_whole_matrices_where_that_search_was_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+
+    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
+        found.append((near, search.fastest(problem, near)))
+        return found[-1][1]
+
+    monkeypatch.setattr(planner, "fastest", kept)
+    for most in (search.MOST_PLAYED, 10):
+        monkeypatch.setattr(search, "MOST_PLAYED", most)
+        plan_of(overlapping(), machine=SLOW, split_over=2)
+    nears, drafts = zip(*found, strict=True)
+    assert nears == (None, None, None, drafts[2].near)
+    assert drafts[0].near is None
+    assert drafts[2].near is not None
+
+
+def test_a_search_near_a_plan_begins_with_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[Problem] = []
+
+    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
+        problems.append(problem)
+        return search.fastest(problem, near)
+
+    monkeypatch.setattr(planner, "fastest", kept)
+    plan_of(overlapping(), machine=SLOW)
+    monkeypatch.setattr(search, "MOST_NEAR", 1)
+    for count in (1, 3):
+        draft = search.fastest(problems[0], (count, Way(cut=Cut.COUNT)))
+        assert {bucket.round for bucket in draft.buckets} == set(range(count))
 
 
 def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> None:

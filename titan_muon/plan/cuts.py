@@ -57,10 +57,12 @@ class Shared:
 
 @dataclass(frozen=True)
 class Balance:
-    """Which ranks have which task of `Problem.tasks`, one each or a slice each, and when the busiest of them ends."""
+    """Which ranks have which task of `Problem.tasks`, one each or a slice each, when the busiest of them ends, and the
+    latest end that a task with an offer has, or would have had whole."""
 
     owners: tuple[Ranks, ...]
     longest: int
+    latest: int
 
 
 def check_split_over(options: MuonOptions) -> None:
@@ -98,10 +100,16 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    whole = balance(problem, tasks, load, {}, math.inf)
-    found = [balance(problem, tasks, load, offers, limit * mean) for limit in LIMITS]
-    best = min(found, key=lambda one: one.longest)
-    return cut(problem, offers, best) if best.longest < GAIN * whole.longest else None
+    # What large groups leave uneven, small ones even out, but some of their ranks then have more bytes than others.
+    # Where links take longer than Newton-Schulz it is faster to share the matrices of the large groups.
+    for small_first in (False, True) if len(problem.groups) > 1 else (False,):
+        whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
+        limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
+        found = [balance(problem, tasks, load, offers, limit, small_first=small_first) for limit in limits]
+        best = min(found, key=lambda one: one.longest, default=whole)
+        if best.longest < GAIN * whole.longest:
+            return cut(problem, offers, best)
+    return None
 
 
 def slices_reason(options: MuonOptions, matrices: Sequence[Matrix]) -> str:
@@ -166,16 +174,27 @@ def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], w
     return found
 
 
-def balance(problem: Problem, tasks: Sequence[Task], load: Mapping[int, int], offers: Offers, limit: float) -> Balance:
+def balance(
+    problem: Problem,
+    tasks: Sequence[Task],
+    load: Mapping[int, int],
+    offers: Offers,
+    limit: float,
+    *,
+    small_first: bool = False,
+) -> Balance:
     """Longest first to the least loaded, as `balanced`; what would end after `limit` is shared if that ends sooner."""
     balancer = Balancer(tasks, problem.costs.pieces.ranks(), load)
     owners: dict[tuple[int, int], Ranks] = {}
-    for index, mine in by_group(tasks, problem.groups).items():
-        group = problem.groups[index]
+    latest = 0
+    grouped = by_group(tasks, problem.groups)
+    for index in reversed(grouped) if small_first else grouped:
+        group, mine = problem.groups[index], grouped[index]
         heap = balancer.heap(group)
         for task in spread(mine):
-            end = heap[0][0] + task.flops
-            shared = _shared(balancer, offers.get((task.matrix, index), ()), limit) if end > limit else None
+            offered, end = offers.get((task.matrix, index), ()), heap[0][0] + task.flops
+            latest = max(latest, end) if offered else latest
+            shared = _shared(balancer, offered, limit) if end > limit else None
             if shared is None or (shared.end >= end and limit > ALWAYS):
                 owners[task.matrix, index] = (balancer.give(task, heap),)
                 continue
@@ -184,7 +203,7 @@ def balance(problem: Problem, tasks: Sequence[Task], load: Mapping[int, int], of
             # The heap has what they had before.
             heap = balancer.heap(group)
             owners[task.matrix, index] = shared.ranks
-    return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest())
+    return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest(), latest)
 
 
 def _shared(balancer: Balancer, offers: Sequence[Offer], limit: float) -> Shared | None:

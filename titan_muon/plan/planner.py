@@ -90,11 +90,14 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
 
 def _best_of(weighed: Sequence[tuple[Sequence[Problem], float]]) -> tuple[Draft, Problem]:
     """The draft with the least price times weight of those problems that have one, with its problem."""
-    found, faults = [], []
+    found, faults = list[tuple[float, Draft, Problem]](), list[OptionError]()
     for problems, weight in weighed:
+        best = min(found, key=lambda one: one[0])[1] if found else None
         for problem in problems:
             try:
-                draft = fastest(problem)
+                # Slices change little of what a long search has found for whole matrices; another exchange does.
+                sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
+                draft = fastest(problem, best.near if best is not None and sliced else None)
                 found.append((weight * draft.price, draft, problem))
             except OptionError as fault:
                 faults.append(fault)

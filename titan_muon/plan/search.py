@@ -36,6 +36,8 @@ SLOTS = (3, 2, 4, 1)
 """A round that is computed, one that comes and one that returns are three; two or one save memory, four even out."""
 MOST_PLAYED = 400_000
 """Turns of single ranks that are played in a search."""
+MOST_NEAR = MOST_PLAYED // 8
+"""The same of a search that begins where that for a like problem was ended."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Problem:
 @dataclass(frozen=True)
 class Draft:
     """Buckets that could be the plan's: seconds of the step, bytes of buffers on the fullest rank, and of buffers and
-    workspace together. `busiest` are the seconds that the busiest rank computes."""
+    workspace together. `busiest` are the seconds that the busiest rank computes. `near` is where the search found it,
+    as rounds and way, if it was ended before it had tried all it would."""
 
     buckets: tuple[Bucket, ...]
     slots: int
@@ -68,6 +71,7 @@ class Draft:
     bytes: int
     busiest: float
     reason: str = ""
+    near: tuple[int, Way] | None = None
 
     @property
     def price(self) -> float:
@@ -89,10 +93,16 @@ class Way:
     backward: bool = False
 
 
-def fastest(problem: Problem) -> Draft:
-    """The draft to take. Raises OptionError if the user's buffers are too small for any."""
+def fastest(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
+    """The draft to take. Raises OptionError if the user's buffers are too small for any.
+
+    `near` is of the draft of a like problem: what differs little from it is searched alone.
+    """
     search = _Search(problem)
-    search.run()
+    if near is None:
+        search.run()
+    else:
+        search.run_near(*near)
     # One round for a few matrices each, as many as there are matrices: slow, and the smallest buffers there are.
     search.smallest()
     return search.chosen()
@@ -112,10 +122,11 @@ class _Search:
         self._home = [one.seconds + problem.costs.home_passes(one) for one in owned]
         self._home_work = [(one.assembled, one.iteration) for one in owned]
         self._dealer = Dealer(problem.tasks, problem.groups)
+        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._drafts: list[Draft] = []
         self._played: dict[tuple[int, Way], Draft] = {}
         self._owners: dict[int, OwnerOf] = {}
-        self._left = MOST_PLAYED
+        self._left = self._most = MOST_PLAYED
         self._ending = ""
         self._overlap = problem.options.overlap == "backward"
 
@@ -133,6 +144,12 @@ class _Search:
             while best != self._best_played(backward):
                 best = self._best_played(backward)
                 self._vary(most, backward)
+
+    def run_near(self, count: int, way: Way) -> None:
+        """Play so many rounds of a way, and what differs from that in one respect."""
+        self._left = self._most = MOST_NEAR
+        self._play(count, way)
+        self._vary(self._most_rounds(), way.backward)
 
     def _double(self, most: int, way: Way) -> None:
         """Play twice as many rounds of a way, and again, until more do not pay."""
@@ -211,7 +228,7 @@ class _Search:
         if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
             return True
         if self._left <= 0:
-            self._ending = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
+            self._ending = f"the search for a faster plan was ended after {self._most:,} turns of single ranks"
         return self._left <= 0
 
     def _play(self, count: int, way: Way) -> Draft | None:
@@ -237,7 +254,8 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
-        grouped = together(grouped, problem.costs.pieces.matrices)
+        if self._sliced:
+            grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         totals = Totals(buckets, problem.costs.pieces)
         times = [
@@ -309,7 +327,8 @@ class _Search:
                 f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
                 f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
             )
-        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
+        near = min(self._played, key=lambda key: self._worth(self._played[key])) if self._ending else None
+        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))), near=near)
 
     def _memory_of(self, best: Draft) -> str:
         """Why a draft takes much memory, or nothing."""

@@ -84,8 +84,6 @@ def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
 
 def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
     """The rounds with all slices of a matrix in that of its first one."""
-    if all(matrices[task.matrix].slice is None for tasks in rounds for task in tasks):
-        return [list(tasks) for tasks in rounds]
     place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
     found: list[list[Task]] = [[] for _ in rounds]
     for tasks in rounds:
