@@ -250,6 +250,8 @@ def test_ranks_are_a_power_of_two(gpus: int, ranks: int) -> None:
 def test_an_interrupt_ends_the_part_and_the_next_run_goes_on(number: signal.Signals, tmp_path: Path) -> None:
     code = (
         "import sys; from benchmarks.gpu import run; from tests.unit.test_gpu_run import *\n"
+        # What runs in the background ignores it, and so would this.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         f"run.end_as_interrupted(); folder = Path({str(tmp_path)!r})\n"
         "sys.exit(go(folder, counting('a', folder), part('slow', SLEEPS.format(file=str(folder / 'child')))))"
     )
