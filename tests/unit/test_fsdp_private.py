@@ -96,6 +96,20 @@ def test_what_is_held_is_there_until_backward_is_over() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
+def test_a_module_is_sharded_between_forward_and_backward_as_before() -> None:
+    """And not on another mesh, which FSDP2 would take the new one of the module for."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
+    net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 2))
+    fully_shard(net[0], mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    sharded = net[0].weight
+    (group,) = hsdp_groups(net[0])  # type: ignore[arg-type]
+    group.replace_all_reduce(lambda flat: None)
+    net(torch.ones(1, 5))
+    assert net[0].weight is sharded
+
+
+@pytest.mark.usefixtures("four_ranks")
 def test_settings_are_read_as_they_are_made() -> None:
     net = sharded(2, 2)
     group = group_of(net)
