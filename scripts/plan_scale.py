@@ -131,16 +131,18 @@ def plan_numbers(
     tensor_parallel: int = 1,
     mode: str = "owner",
     overlap: Literal["none", "backward"] = "none",
+    replicas: int = 1,
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
     `expert_parallel` is by default what experts are laid out by in real runs; `split_over` and `overlap` are Muon's,
-    and `mode` its option `tensor_parallel`, where that is the degree.
+    and `mode` its option `tensor_parallel`, where that is the degree. `replicas` are HSDP's.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
     given += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode, "--muon.overlap", overlap]
     given += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
+    given += ["--parallelism.data_parallel_replicate_degree", str(replicas)]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
@@ -210,6 +212,7 @@ def main(
     tensor_parallel: int = 1,
     mode: str = "owner",
     overlap: Literal["none", "backward"] = "none",
+    replicas: int = 1,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
     """Print the table, a line as soon as it is known.
@@ -223,14 +226,18 @@ def main(
         tensor_parallel: degree.
         mode: how what tensor parallelism cuts is orthogonalized, as `muon.tensor_parallel` of a recipe.
         overlap: whether gathers begin in backward, which is taken to be long enough to hide all but the last.
+        replicas: HSDP's, each of which is sharded over as many ranks as are left.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)
     numbers = []
     for model in models:
         for world in ranks:
-            found = plan_numbers(model, world, machine, expert_parallel, split_over, tensor_parallel, mode, overlap)
-            numbers.append(found)
+            numbers.append(
+                plan_numbers(
+                    model, world, machine, expert_parallel, split_over, tensor_parallel, mode, overlap, replicas
+                )
+            )
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")

@@ -95,6 +95,13 @@ def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
     assert numbers.tail_ratio < 0.01
 
 
+def test_replicas_have_more_to_bring_back_and_each_matrix_is_orthogonalized_once() -> None:
+    one, eight = (plan_numbers("llama3_8b", 64, replicas=replicas) for replicas in (1, 8))
+    assert eight.orthogonalizations == eight.matrices == one.matrices
+    assert eight.link_ms > one.link_ms
+    assert eight.tail_ms > one.tail_ms
+
+
 def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
