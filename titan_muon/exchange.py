@@ -181,8 +181,8 @@ class Collectives:
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Fill `tensor` with its sum over all ranks. Counted is what a ring sends, and its calls as one."""
-        others, ranks = dist.get_world_size(group) - 1, dist.get_world_size(group)
-        self.traffic.add(2 * others * tensor.numel() * tensor.element_size() // ranks)
+        ranks = dist.get_world_size(group)
+        self.traffic.add(2 * (ranks - 1) * tensor.nbytes // ranks)
         return [dist.all_reduce(tensor, group=group, async_op=True)]
 
 

@@ -31,5 +31,5 @@ def copies_reason(draft: Draft) -> str:
     gain = 100 * (1 - WORTH)
     return (
         "owners return results to their own copy, and copies all-gather them among each other (hierarchical): at least "
-        f"{gain:.0f} % sooner than from owners to all copies"
+        f"{gain:.0f} % less than from owners to all copies, in time and what its memory is worth"
     )

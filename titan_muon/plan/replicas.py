@@ -13,7 +13,7 @@ from .types import Layout, Parameter, Plan, Replicate
 
 @dataclass(frozen=True)
 class ReplicaTraffic:
-    """Bytes of gradients that the busiest rank sends to other replicas in one backward, and seconds of its link.
+    """Bytes of gradients that the busiest rank sends to other replicas in one backward, and the link's rate.
 
     Attributes:
         replicas: number of replicas.
