@@ -46,6 +46,8 @@ CASES = {
     8: {
         "two of four": Case((2, 4), HSDP),
         "four of two": Case((4, 2), HSDP),
+        # Their lines are of two axes, of which no mesh has a process group.
+        "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
         "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
         "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
     },
