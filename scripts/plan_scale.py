@@ -6,9 +6,10 @@ rank that is done last: Newton-Schulz of whole matrices, which do not divide eve
 any plan has, and without which the last ratio is; and waits, mostly the first matrix's way to its owner and the last
 one's way back, when nothing is left to do. The least for whole matrices has all of this in it that no plan can be
 without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's. Exposed is what the
-step would be shorter by if links took no time; in backward are the gathers of `--overlap backward`, on the rank that
-has most of them. The tail is what comes after the last Newton-Schulz, and the most that the next forward could hide;
-its share is of a training step: Muon's, behind a forward and a backward of `TOKENS` tokens at `TRAINING_FLOPS`.
+step would be shorter by if links took no time; hidden are the gathers of `--overlap backward`, on the rank that has
+most of them, or what `--overlap forward` leaves to the next forward. The tail is what comes after the last
+Newton-Schulz, and the most that the next forward could hide; its share is of a training step: Muon's, behind a forward
+and a backward of `TOKENS` tokens at `TRAINING_FLOPS`.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
@@ -22,7 +23,7 @@ import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import tyro
@@ -36,6 +37,7 @@ from titan_muon.titan import compat
 compat.install()
 
 from titan_muon.build import planning_machine
+from titan_muon.options import Overlap
 from titan_muon.plan import summarize
 from titan_muon.plan.timeline import timeline
 from titan_muon.titan.dry_run.meta_model import build_meta_model
@@ -130,7 +132,7 @@ def plan_numbers(
     split_over: int = 1,
     tensor_parallel: int = 1,
     mode: str = "owner",
-    overlap: Literal["none", "backward"] = "none",
+    overlap: Overlap = "none",
     replicas: int = 1,
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
@@ -142,14 +144,15 @@ def plan_numbers(
     given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
     given += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode, "--muon.overlap", overlap]
     given += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
-    given += ["--parallelism.data_parallel_replicate_degree", str(replicas)]
+    # QK-clip is no part of a plan, and not every overlap goes with it.
+    given += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
     recipe = load(ROOT / f"configs/{model}_muon.toml", given)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
     taken = time.process_time() - start
-    played = timeline(plan, planning_machine(recipe.machine, "cuda"), overlap=overlap == "backward")
+    played = timeline(plan, planning_machine(recipe.machine, "cuda"), overlap=overlap)
     return Numbers(
         model=model,
         ranks=ranks,
@@ -181,7 +184,7 @@ def plan_numbers(
 HEADER = (
     "| model | ranks | EP | matrices | step ms = Newton-Schulz + passes + waits | least Newton-Schulz, link ms "
     "| step / limit (without passes) | least for whole matrices ms, step / it "
-    "| in backward ms | exposed ms (/ Newton-Schulz) "
+    "| hidden ms | exposed ms (/ Newton-Schulz) "
     "| tail ms (/ training step) "
     "| longest path / least possible | calls | sent MiB mean (max) "
     "| buffers + workspace GiB | plan s |\n"
@@ -211,7 +214,7 @@ def main(
     split_over: int = 1,
     tensor_parallel: int = 1,
     mode: str = "owner",
-    overlap: Literal["none", "backward"] = "none",
+    overlap: Overlap = "none",
     replicas: int = 1,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
@@ -225,7 +228,8 @@ def main(
         split_over: most ranks that orthogonalize one matrix together.
         tensor_parallel: degree.
         mode: how what tensor parallelism cuts is orthogonalized, as `muon.tensor_parallel` of a recipe.
-        overlap: whether gathers begin in backward, which is taken to be long enough to hide all but the last.
+        overlap: `backward`: gathers begin in it, which is taken to be long enough to hide all but the last; `forward`:
+            so is the next forward, to hide the last results.
         replicas: HSDP's, each of which is sharded over as many ranks as are left.
         json_file: file for the numbers.
     """

@@ -152,6 +152,7 @@ class Machine:
 
 
 Offload = Literal["none", "state", "parameters"]
+Overlap = Literal["none", "backward", "forward"]
 """Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
 
 StateDtype = Literal["parameter", "bfloat16"]
@@ -249,8 +250,9 @@ class StepOptions:
     release_grads: bool = False
     """Free each gradient as soon as it is packed."""
 
-    overlap: Literal["none", "backward"] = "none"
-    """`backward`: matrices gather at their owners while the last backward goes on, as soon as gradients are reduced."""
+    overlap: Overlap = "none"
+    """`backward`: matrices gather at their owners while the last backward goes on, as soon as gradients are reduced;
+    `forward`: the last results return, and are applied, while the next forward goes on, before each layer's own."""
 
     split: tuple[Split, ...] = ()
     """Which parameters are cut into several matrices; the first that matches counts."""
@@ -277,8 +279,8 @@ class MuonOptions(StepOptions, Hyperparameters):
     def __post_init__(self) -> None:
         check(type(self), vars(self))
         check(Machine, vars(self.machine), "machine.")
-        if self.overlap == "backward" and self.offload != "none":
-            problem = "= 'backward' needs momentum and gradients on the device; set 'none', or offload = 'none'"
+        if self.overlap != "none" and self.offload != "none":
+            problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
             raise OptionError("overlap", problem)
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum of each copy; set 'none', or state = 'replicated'"

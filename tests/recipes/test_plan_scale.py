@@ -78,6 +78,15 @@ def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
         assert 0 < numbers.exposed_ms <= numbers.waits_ms
 
 
+def test_what_forward_awaits_is_not_in_the_step() -> None:
+    without, overlapped = (plan_numbers("llama3_8b", 64, overlap=each, replicas=8) for each in ("none", "forward"))
+    assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
+    assert overlapped.link_ms < without.link_ms
+    assert overlapped.step_ms < 0.5 * without.step_ms
+    assert overlapped.exposed_ms <= 0.05 * overlapped.newton_schulz_ms
+    assert overlapped.sent_mib_mean == without.sent_mib_mean
+
+
 @pytest.mark.parametrize(
     ("model", "billions"),
     # As published: Kimi K2 activates 32 of 1,026 billion, 1.2 of them the embedding; Llama 3 8B has 0.5 of 8 there.

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_muon.matrices import stack_of
-from titan_muon.options import Machine, MuonOptions, Split
+from titan_muon.options import Machine, MuonOptions, Overlap, Split
 from titan_muon.plan.cost import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.planner import make_plan
@@ -216,7 +216,9 @@ def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
 
 
 @st.composite
-def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True) -> Plan:
+def plans(
+    draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True, overlaps: Sequence[Overlap] = ("none",)
+) -> Plan:
     """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
     exchange, owners = draw(st.sampled_from(exchanges)), draw(st.sampled_from(OWNERS))
@@ -233,6 +235,7 @@ def plans(draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = Tru
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),
         wire_dtype="float32",
         machine=SLICING if slices else draw(st.sampled_from(MACHINES)),
+        overlap=draw(st.sampled_from(overlaps)),
     )
     mode = draw(st.sampled_from(("owner", *MODES)))
     if mode == "distributed":

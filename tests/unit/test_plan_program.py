@@ -393,6 +393,15 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: P
     check_legs(world)
 
 
+@settings(PROPERTY, max_examples=300)
+@given(plans(cut=False, overlaps=("backward", "forward")))
+def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
+    """Their rounds are in its order, and matrices that are alike have taken each other's owners."""
+    world = check_step(plan, late=True)
+    check_owners(world)
+    check_legs(world)
+
+
 @settings(PROPERTY, max_examples=200)
 @given(plans())
 def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:

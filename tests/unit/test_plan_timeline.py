@@ -9,11 +9,11 @@ from hypothesis import given, settings
 
 from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Machine as MachineOptions
-from titan_muon.options import MuonOptions, OptionError
+from titan_muon.options import MuonOptions, OptionError, Overlap
 from titan_muon.plan.bounds import Chain, chains, least_whole
-from titan_muon.plan.buckets import ordered_rounds
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.machine import MACHINES, Link, Machine, machine_of
+from titan_muon.plan.model_order import ordered_rounds
 from titan_muon.plan.pieces import Pieces
 from titan_muon.plan.search import Draft
 from titan_muon.plan.timeline import timeline
@@ -70,12 +70,12 @@ def test_three_slots_hide_a_return_behind_the_next_round() -> None:
     assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
 
 
-def four_rounds() -> tuple[Plan, Machine]:
-    """Of one matrix for each of four ranks, and a machine on which each takes 1 s there, and 0.4 s each way."""
+def four_rounds(*, backward: bool = True) -> tuple[Plan, Machine]:
+    """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
+    1 s there, and 0.4 s each way."""
     plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
     one = plan.buckets[0]
-    # In the order of backward.
-    matrices = [range(start, start + 4) for start in (12, 8, 4, 0)]
+    matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
     buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
     machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
     return replace(plan, buckets=buckets), machine
@@ -84,16 +84,16 @@ def four_rounds() -> tuple[Plan, Machine]:
 @pytest.mark.parametrize(
     ("slots", "overlap", "step", "exposed", "hidden"),
     [
-        (4, False, 4.8, 0.8, None),
+        (4, "none", 4.8, 0.8, None),
         # Three of four gathers in backward, the last behind the first rounds: the last return is left.
-        (4, True, 4.4, 0.4, 1.2),
-        (2, True, 5.2, 1.2, 0.4),
+        (4, "backward", 4.4, 0.4, 1.2),
+        (2, "backward", 5.2, 1.2, 0.4),
         # A round that waits for the buffers of the one before cannot be there.
-        (1, True, 4 * 1.8, 4 * 0.8, 0.0),
+        (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
     ],
 )
 def test_backward_hides_the_gathers_that_have_buffers(
-    slots: int, overlap: bool, step: float, exposed: float, hidden: float | None
+    slots: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
 ) -> None:
     plan, machine = four_rounds()
     played = timeline(replace(plan, slots=slots), machine, overlap=overlap)
@@ -109,10 +109,13 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets
     swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
-    played = timeline(replace(plan, buckets=(first, swapped[0], third, swapped[1]), slots=4), machine, overlap=True)
+    played = timeline(
+        replace(plan, buckets=(first, swapped[0], third, swapped[1]), slots=4), machine, overlap="backward"
+    )
     assert played.hidden == pytest.approx(0.4)
-    assert ordered_rounds(plan.buckets) == 3
-    assert ordered_rounds(plan.buckets[:1]) == ordered_rounds(()) == 0
+    assert ordered_rounds(plan.buckets, "backward") == 3
+    assert ordered_rounds(plan.buckets[:1], "backward") == ordered_rounds((), "backward") == 0
+    assert ordered_rounds(plan.buckets, "forward") == ordered_rounds(plan.buckets, "none") == 0
 
 
 @pytest.mark.parametrize(("slots", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
@@ -148,7 +151,7 @@ def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
 @settings(PROPERTY, max_examples=100)
 @given(plans())
 def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
-    for overlap in (False, True):
+    for overlap in get_args(Overlap):
         played = timeline(plan, MACHINES["h100x8"], overlap=overlap)
         assert all(rank.waits >= -1e-12 for rank in played.ranks)
         assert played.last.seconds >= played.link - 1e-12
@@ -170,7 +173,7 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
     """In particular not one of other buckets, owners and rounds."""
     for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
-        for overlap in (False, True):
+        for overlap in get_args(Overlap):
             played = timeline(plan, machine, overlap=overlap)
             assert played.last.seconds >= played.whole * (1 - 1e-9)
             assert played.whole >= played.limit

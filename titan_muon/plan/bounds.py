@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
+from ..options import Overlap
 from .exchanges import PATTERNS
 from .patterns import Flow
 from .times import Costs
@@ -26,19 +27,20 @@ class Chain(NamedTuple):
     back: float
 
 
-def chains(buckets: Iterable[Bucket], costs: Costs, *, gathered: bool = False) -> Counter[Chain]:
+def chains(buckets: Iterable[Bucket], costs: Costs, *, overlap: Overlap = "none") -> Counter[Chain]:
     """The matrices of buckets that have owners, each with the owner that is nearest to its pieces.
 
-    With `gathered` any of them may be there before the step.
+    With `overlap` any of them may be there before the step, or return after it.
     """
     groups = Counter[tuple[int, tuple[int, ...], bool]]()
     for bucket in buckets:
         if (pattern := PATTERNS[bucket.exchange]).has_owners:
             groups.update((costs.pieces.kinds[matrix], bucket.group, pattern.spreads) for matrix in bucket.matrices)
     found = Counter[Chain]()
+    hidden: Mapping[Overlap, dict[str, float]] = {"none": {}, "backward": {"there": 0.0}, "forward": {"back": 0.0}}
     for (kind, group, spreads), count in groups.items():
         chain = _chain(kind, group, costs, spreads=spreads)
-        found[chain._replace(there=0.0) if gathered else chain] += count
+        found[chain._replace(**hidden[overlap])] += count
     return found
 
 

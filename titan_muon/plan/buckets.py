@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from itertools import accumulate, groupby, pairwise, takewhile
+from itertools import accumulate, groupby, pairwise
 
 from .owners import Groups, OwnerOf, Task
 from .schedule import Act, schedule
@@ -32,29 +32,6 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
         result[int(counts[task.group] * middle / total[task.group])].append(task)
         seen[task.group] += task.bytes
     return [chosen for chosen in result if chosen]
-
-
-def backward_rounds(tasks: Sequence[Task], count: int) -> list[list[Task]]:
-    """Tasks in at most `count` rounds, in the order in which backward comes to them: the last parameter's first."""
-    # Whoever owns them: a round can travel when the last of its gradients is there, and later ones wait for it.
-    total, seen = sum(task.bytes for task in tasks), 0
-    result: list[list[Task]] = [[] for _ in range(count)]
-    for task in sorted(tasks, key=lambda task: (-task.matrix, task.group)):
-        result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
-        seen += task.bytes
-    return [chosen for chosen in result if chosen]
-
-
-def ordered_rounds(buckets: Iterable[Bucket]) -> int:
-    """How many of the first rounds backward comes to one by one, each before all behind it; the last has none."""
-    by_round: dict[int, list[int]] = {}
-    for bucket in buckets:
-        by_round.setdefault(bucket.round, []).extend(bucket.matrices)
-    in_order = [by_round[number] for number in sorted(by_round)]
-    behind = list(accumulate(map(max, reversed(in_order)), max))[::-1]
-    # Of groups that each have the matrix, one may be in the round before the other's.
-    early = (min(matrices) >= later for matrices, later in zip(in_order, behind[1:], strict=False))
-    return sum(1 for _ in takewhile(bool, early))
 
 
 class Order(Enum):

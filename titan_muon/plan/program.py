@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from .exchanges import PATTERNS
 from .layout import Geometries
 from .legs import BucketProgram, Collective, Leg, Parcel
 from .pieces import Pieces, Ranks
-from .schedule import Turn, schedule
+from .schedule import Turn, late_rounds, schedule
 from .slices import teams_in
 from .types import Piece, Plan
 
@@ -39,6 +40,13 @@ class Program:
     slots: int
     turns: tuple[Turn, ...]
     teams: Mapping[int, tuple[int, ...]]
+
+    @cached_property
+    def late(self) -> frozenset[int]:
+        """The buckets that are applied when all are orthogonalized, see `late_rounds`."""
+        return frozenset(
+            bucket for number in late_rounds(self.slots, len(self.rounds)) for bucket in self.rounds[number]
+        )
 
     def slot(self, index: int) -> tuple[int, int]:
         """Which buffers a bucket uses: those of its round's slot, and of these the ones for its place in the round."""

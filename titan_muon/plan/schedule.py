@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+from ..options import Overlap
+
 
 class Act(Enum):
     """What a rank does in a turn."""
@@ -30,10 +32,27 @@ def prefetch(slots: int, rounds: int) -> int:
     return rounds - 1 if slots >= rounds else slots // 2
 
 
-def hidden_rounds(slots: int, rounds: int, ordered: int) -> int:
-    """How many rounds the backward before a step hides, which comes to `ordered` of them before those behind each."""
-    # Of those that the step would begin with the last has the gradients that come last: nothing is left to hide it.
-    return max(0, min(ordered, prefetch(slots, rounds)))
+def late_rounds(slots: int, rounds: int) -> range:
+    """The rounds that are applied when all are orthogonalized: those whose buffers no other round is waiting for."""
+    return range(max(0, rounds - slots), rounds)
+
+
+class Hidden(NamedTuple):
+    """How many rounds the model hides: gathers of the first ones in the backward before the step, returns and applies
+    of the last ones in the forward behind it."""
+
+    gathers: int = 0
+    returns: int = 0
+
+
+def hidden_rounds(overlap: Overlap, slots: int, rounds: int, ordered: int) -> Hidden:
+    """What is hidden of rounds of which the model comes to `ordered` in the order that `overlap` wants."""
+    if overlap == "backward":
+        # Of those that the step would begin with the last has the gradients that come last: nothing is left to hide it.
+        return Hidden(gathers=max(0, min(ordered, prefetch(slots, rounds))))
+    if overlap == "forward":
+        return Hidden(returns=min(ordered, len(late_rounds(slots, rounds))))
+    return Hidden()
 
 
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
@@ -53,5 +72,5 @@ def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
                 turns.append(Turn(Act.APPLY, coming - slots))
             turns.append(Turn(Act.GATHER, coming))
         turns.append(Turn(Act.ORTHOGONALIZE, k))
-    turns += [Turn(Act.APPLY, k) for k in range(max(0, rounds - slots), rounds)]
+    turns += [Turn(Act.APPLY, k) for k in late_rounds(slots, rounds)]
     return tuple(turns)

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ..options import MuonOptions, OptionError
-from .buckets import Cut, Dealer, Order, backward_rounds, ordered_rounds, rounds
+from ..options import MuonOptions, OptionError, Overlap
+from .buckets import Cut, Dealer, Order, rounds
+from .model_order import ModelOrder, ordered_rounds
 from .owners import OWNERS, OwnerOf, Task, among
 from .patterns import Pattern
 from .schedule import hidden_rounds
@@ -32,6 +33,8 @@ SHORT_SECONDS = 1e-4
 """Waits that are not worth a search."""
 PAYS = 1.1
 """More rounds are tried while none is slower than the best by more than this factor."""
+TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
+"""Rounds for each matrix of the busiest owner. Forward waits for the first one, which is shorter the more there are."""
 SLOTS = (3, 2, 4, 1)
 """A round that is computed, one that comes and one that returns are three; two or one save memory, four even out."""
 MOST_PLAYED = 400_000
@@ -84,13 +87,13 @@ class Draft:
 class Way:
     """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut.
 
-    With `backward` whoever owns them: in the order in which backward comes to them.
+    With `in_order` whoever owns them: in the order in which the model's backward, or its forward, comes to them.
     """
 
     owners: int = 0
     order: Order = Order.PEAKED
     cut: Cut = Cut.TIME
-    backward: bool = False
+    in_order: bool = False
 
 
 def fastest(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
@@ -128,28 +131,29 @@ class _Search:
         self._owners: dict[int, OwnerOf] = {}
         self._left = self._most = MOST_PLAYED
         self._ending = ""
-        self._overlap = problem.options.overlap == "backward"
+        self._overlap: Overlap = problem.options.overlap
+        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.able)
 
     def run(self) -> None:
         """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
         most = self._most_rounds()
-        # What backward hides may be less than what uneven rounds cost: then the step is one that hides nothing. Each
+        # What the model hides may be less than what uneven rounds cost: then the step is one that hides nothing. Each
         # search by itself, or the first one's best would keep the other from being improved.
-        for backward in (True, False) if self._overlap else (False,):
+        for in_order in (True, False) if self._overlap != "none" else (False,):
             self._left = MOST_PLAYED
             if self._ended():
                 return
-            self._double(most, Way(backward=backward))
+            self._double(most, Way(in_order=in_order))
             best = None
-            while best != self._best_played(backward):
-                best = self._best_played(backward)
-                self._vary(most, backward)
+            while best != self._best_played(in_order):
+                best = self._best_played(in_order)
+                self._vary(most, in_order)
 
     def run_near(self, count: int, way: Way) -> None:
         """Play so many rounds of a way, and what differs from that in one respect."""
         self._left = self._most = MOST_NEAR
         self._play(count, way)
-        self._vary(self._most_rounds(), way.backward)
+        self._vary(self._most_rounds(), way.in_order)
 
     def _double(self, most: int, way: Way) -> None:
         """Play twice as many rounds of a way, and again, until more do not pay."""
@@ -164,20 +168,20 @@ class _Search:
             left, count = self._left, min(2 * count, most)
             played = self._play(count, way)
 
-    def _vary(self, most: int, backward: bool) -> None:
+    def _vary(self, most: int, in_order: bool) -> None:
         """Play what differs from the best so far in one respect."""
         # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
         # in the best way so far: all combinations would be ten times as many.
-        count, way = self._best_played(backward)
-        for order, cut in () if way.backward else product(Order, Cut):
+        count, way = self._best_played(in_order)
+        for order, cut in () if way.in_order else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
-        count, way = self._best_played(backward)
+        count, way = self._best_played(in_order)
         for owners in range(1, len(OWNERS[self._problem.options.owners]) if self._problem.pattern.has_owners else 0):
             if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
                 self._play(count, replace(way, owners=owners))
-        count, way = self._best_played(backward)
+        count, way = self._best_played(in_order)
         for near in (count - 1, count + 1, 3 * count // 4, 3 * count // 2):
             if 1 <= near <= most:
                 self._play(near, way)
@@ -188,11 +192,12 @@ class _Search:
         return max(1, min(self._most_rounds(), int(taken * max(SLOTS) / (8 * FREE_BYTES))))
 
     def _most_rounds(self) -> int:
-        """So many that each round has one matrix of every owner, or several owners take turns."""
+        """So many that each round has one matrix of every owner, or several owners take turns, see TURNS."""
         owners = self._assigned(0)
         if owners is None:
             return max(1, len(self._problem.tasks))
-        return 2 * max(Counter(owners.values()).values(), default=1)
+        most = max(Counter(owners.values()).values(), default=1)
+        return min(TURNS[self._overlap] * most, max(1, len(self._problem.tasks)))
 
     def _assigned(self, number: int) -> OwnerOf | None:
         """The owners that are given or a function of OWNERS finds, or None if nobody is to own anything."""
@@ -216,8 +221,8 @@ class _Search:
     def _best(self) -> Draft:
         return min(self._drafts, key=self._worth)
 
-    def _best_played(self, backward: bool) -> tuple[int, Way]:
-        played = [key for key in self._played if key[1].backward == backward]
+    def _best_played(self, in_order: bool) -> tuple[int, Way]:
+        played = [key for key in self._played if key[1].in_order == in_order]
         return min(played, key=lambda key: self._worth(self._played[key]))
 
     def _ended(self) -> bool:
@@ -239,18 +244,20 @@ class _Search:
         if self._ended():
             return None
         owners = self._assigned(way.owners)
-        if owners is None or way.backward:
+        if owners is None or way.in_order:
             grouped = self._following(count)
         else:
             grouped = self._dealer.rounds(owners, count, way.order, way.cut)
+            # What the user wants together stays so.
+            if self._overlap != "none" and self._problem.options.owners == "balanced":
+                grouped, owners = self._model_order.exchanged(grouped, owners)
         best = self._played[count, way] = self._add(grouped, owners)
         return best
 
     def _following(self, count: int) -> list[list[Task]]:
-        """The tasks in at most so many rounds of matrices that follow each other, or come after each other in
-        backward."""
-        problem = self._problem
-        return backward_rounds(problem.tasks, count) if self._overlap else rounds(problem.tasks, problem.groups, count)
+        """The tasks in at most so many rounds, as they follow each other, or as the model comes to them."""
+        tasks, groups = self._problem.tasks, self._problem.groups
+        return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
@@ -265,13 +272,13 @@ class _Search:
         numbers, work = [bucket.round for bucket in buckets], self._work(times)
         busiest = max(self._busy(times), default=0.0)
         added = []
-        ordered = ordered_rounds(buckets) if self._overlap else 0
-        # In backward all gathers can travel that have buffers of their own.
+        ordered = ordered_rounds(buckets, self._overlap)
+        # In backward and in forward all can travel that have buffers of their own.
         more = (len(grouped),) if ordered else ()
         for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in (*SLOTS, *more)):
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            ahead = hidden_rounds(slots, len(grouped), ordered)
-            seconds = max(play(times, numbers, self._home, slots, ahead), default=0.0)
+            hidden = hidden_rounds(self._overlap, slots, len(grouped), ordered)
+            seconds = max(play(times, numbers, self._home, slots, hidden), default=0.0)
             buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
             taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
             added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
 
+from ..options import Overlap
 from .bounds import chains, least_whole
-from .buckets import ordered_rounds
 from .layout import Geometries
 from .machine import Machine
+from .model_order import ordered_rounds
 from .patterns import BucketTotals, Flow
 from .pieces import Pieces
-from .schedule import Act, hidden_rounds, schedule
+from .schedule import Act, Hidden, hidden_rounds, schedule
 from .times import BucketTimes, Costs, bucket_times
 from .totals import Totals, home_counts
 from .types import Plan
@@ -23,7 +24,7 @@ from .types import Plan
 class RankTime:
     """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link.
 
-    What is gathered in the backward before is not of the step.
+    What is gathered in the backward before, or returned and applied in the forward behind, is not of the step.
     """
 
     rank: int
@@ -44,19 +45,21 @@ class Timeline:
 
     Attributes:
         machine: its name.
+        overlap: which of the model's passes hides a part of the exchange.
         ranks: what each rank does.
         least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
         whole: seconds that no plan can be below if each matrix, or each slice of one, is whole on one rank: with
             passes, and with the first way to an owner and the last way back, behind which nothing is left to compute.
         exposed: seconds by which the step would be shorter if links took no time.
-        hidden: seconds of gathers in the backward before, on the rank that has most of them; None if all are in the
-            step.
+        hidden: seconds of gathers in the backward before, on the rank that has most of them; or from the end of the
+            step until the forward behind it has all results. None if all are in the step.
         tail: seconds between the last Newton-Schulz of any rank and the end of the step: the last way back, and apply.
             Nothing that waits for a return later, such as the layers of the next forward, can save more: the rank that
             orthogonalizes last has all of its forward before it.
     """
 
     machine: str
+    overlap: Overlap
     ranks: tuple[RankTime, ...]
     least: float
     whole: float
@@ -80,10 +83,11 @@ class Timeline:
         return max(self.least, self.link)
 
 
-def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline:
+def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Timeline:
     """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
 
-    With `overlap` the first gathers travel in the backward before the step, which is taken to be long enough.
+    With `overlap` the first gathers travel in the backward before the step, or the last results in the forward behind
+    it, which is taken to be long enough.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
@@ -95,43 +99,53 @@ def timeline(plan: Plan, machine: Machine, *, overlap: bool = False) -> Timeline
     newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
     home = [sum(pair) for pair in zip(newton, passes, strict=True)]
     rounds = [bucket.round for bucket in plan.buckets]
-    ahead = hidden_rounds(plan.slots, plan.rounds, ordered_rounds(plan.buckets)) if overlap else 0
-    clock = _played(times, rounds, home, plan.slots, ahead)
+    hidden = hidden_rounds(overlap, plan.slots, plan.rounds, ordered_rounds(plan.buckets, overlap))
+    clock = _played(times, rounds, home, plan.slots, hidden)
     ends = clock.now
-    free = play([_with_free_links(one) for one in times], rounds, home, plan.slots)
-    before = [number < ahead for number in rounds]
-    for one in times:
-        for index, mine, *others in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
+    # What is gathered before takes no time in either; what is applied later is left out of both.
+    free = play([_with_free_links(one) for one in times], rounds, home, plan.slots, Hidden(returns=hidden.returns))
+    before = [number < hidden.gathers for number in rounds]
+    behind = [number >= plan.rounds - hidden.returns for number in rounds]
+    for one, late in zip(times, behind, strict=True):
+        for index, mine, pack, copies, apply in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
             newton[index] += mine.seconds
-            passes[index] += sum(others)
-            home[index] += sum(others) - others[1]
-    links = _links(totals, before, ranks, plan.wire_bytes, machine)
+            passes[index] += pack + copies + (0.0 if late else apply)
+            home[index] += pack + (0.0 if overlap == "forward" else apply)
+    links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
     found = zip(ranks, newton, passes, ends, links, strict=True)
     least = _least(plan, costs, len(ranks))
-    whole = least_whole(chains(plan.buckets, costs, gathered=overlap), home, max(ends)) if home else 0.0
+    whole = least_whole(chains(plan.buckets, costs, overlap=overlap), home, max(ends)) if home else 0.0
+    outside = {
+        "none": None,
+        "backward": _gathered(compress(times, before), len(ranks)),
+        "forward": max(0.0, clock.late - max(ends, default=0.0)),
+    }
     return Timeline(
         machine.name,
+        overlap,
         tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
         least,
         max([whole, least, *links]),
         max(ends, default=0.0) - max(free, default=0.0),
-        _gathered(compress(times, before), len(ranks)) if overlap else None,
+        outside[overlap],
         max(ends, default=0.0) - clock.computed,
     )
 
 
 def play(
-    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, ahead: int = 0
+    times: Sequence[BucketTimes],
+    rounds: Sequence[int],
+    home: Sequence[float],
+    slots: int,
+    hidden: Hidden,
 ) -> list[float]:
-    """When each rank is done. `rounds` are of the buckets, `home` the seconds of what each rank stores whole.
-
-    The first `ahead` rounds are gathered before the step.
-    """
-    return _played(times, rounds, home, slots, ahead).now
+    """When each rank is done but for what is `hidden`. `rounds` are of the buckets, `home` the seconds of what each
+    rank stores whole."""
+    return _played(times, rounds, home, slots, hidden).now
 
 
 def _played(
-    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, ahead: int
+    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, hidden: Hidden
 ) -> _Clock:
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
@@ -145,11 +159,11 @@ def _played(
             continue
         for bucket in by_round[number]:
             if act is Act.GATHER:
-                clock.gather(bucket, travels=number >= ahead)
+                clock.gather(bucket, travels=number >= hidden.gathers)
             elif act is Act.ORTHOGONALIZE:
                 clock.orthogonalize(bucket)
             else:
-                clock.apply(bucket)
+                clock.apply(bucket, late=number >= count - hidden.returns)
     return clock
 
 
@@ -164,7 +178,7 @@ class _Clock:
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
         self.now = [0.0] * ranks
-        self.computed = 0.0
+        self.computed = self.late = 0.0
         self._wires = [0.0] * ranks
         self._streams: dict[tuple[int, ...], float] = {}
         self._over = [0.0] * len(times)
@@ -200,10 +214,14 @@ class _Clock:
         if len(one.legs) > 1:
             self._launch(bucket, one.legs[1])
 
-    def apply(self, bucket: int) -> None:
+    def apply(self, bucket: int, *, late: bool) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]
         for index, taken in zip(one.group, one.apply, strict=True):
-            now[index] = max(now[index], over) + taken
+            done = max(now[index], over) + taken
+            if late:
+                self.late = max(self.late, done)
+            else:
+                now[index] = done
 
     def _launch(self, bucket: int, leg: Sequence[float]) -> None:
         # Where whole copies have nothing to gather no rank waits for another.
@@ -236,15 +254,17 @@ def _gathered(times: Iterable[BucketTimes], ranks: int) -> float:
 def _links(
     totals: Iterable[Mapping[int, BucketTotals]],
     gathered: Iterable[bool],
+    late: Iterable[bool],
     ranks: Sequence[int],
     wire_bytes: int,
     machine: Machine,
 ) -> list[float]:
-    """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered."""
+    """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered, and whose
+    end others return after."""
     sums = {rank: [0, 0, 0, 0] for rank in ranks}
-    for bucket, before in zip(totals, gathered, strict=True):
+    for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, found in bucket.items():
-            for flow in found.legs[before:]:
+            for flow in found.legs[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 

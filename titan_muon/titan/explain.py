@@ -26,6 +26,8 @@ from titan_muon.plan.types import MatrixStack
 from titan_muon.titan.doubts import doubts, family, matrix_shapes, split_lines
 from titan_muon.titan.rules import Assignment, splits_with
 
+LONG_TAIL = 0.1
+"""Part of a step behind all Newton-Schulz that is worth a line."""
 OWNERS_SHOWN = 16
 """Lines of the owners' table unless all are asked for."""
 
@@ -233,11 +235,15 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
     yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
+    hidden = {
+        "none": "",
+        "backward": "  in backward     {} of gathers are hidden before the step if backward is as long; ",
+        "forward": "  in forward      {} of results and updates are hidden behind the step if forward is as long; ",
+    }[timeline.overlap]
     if timeline.hidden is not None:
-        yield (
-            f"  in backward     {_ms(timeline.hidden)} of gathers are hidden before the step if backward is as long; "
-            f"in the step {_ms(timeline.exposed)} of the exchange stay exposed"
-        )
+        yield hidden.format(_ms(timeline.hidden)) + f"in the step {_ms(timeline.exposed)} of the exchange stay exposed"
+    elif timeline.tail > LONG_TAIL * last.seconds:
+        yield f"  way back        {_ms(timeline.tail)} of results and updates behind all Newton-Schulz (muon.overlap)"
 
 
 def _ms(seconds: float) -> str:

@@ -95,8 +95,8 @@ class Part:
 
 def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
-    machine, overlap = planning_machine(recipe.machine, kind), recipe.muon.overlap == "backward"
-    played = None if meta.plan is None else timeline(meta.plan, machine, overlap=overlap)
+    machine = planning_machine(recipe.machine, kind)
+    played = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     itemsize = _pass_itemsizes(recipe)[1]
     # Owned parameters are reduced by their own hooks.
     replicas = None if meta.plan is None or owns(recipe) else replica_traffic(meta.plan, itemsize, machine)
