@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +47,20 @@ class Stream:
 
     def wait_stream(self, stream: Stream) -> None:
         self.wait_event(stream.record_event())
+
+
+class Event(dict[str, int]):
+    """An event of torch.cpu: the operations that are over when it is recorded."""
+
+    def __init__(self, order: StreamOrder) -> None:
+        super().__init__()
+        self._order = order
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.update((self._order.current if stream is None else stream).clock)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (self._order.current if stream is None else stream).wait_event(self)
 
 
 @dataclass
@@ -167,6 +182,7 @@ def stream_order(monkeypatch: pytest.MonkeyPatch) -> StreamOrder:
 
     monkeypatch.setattr(torch.UntypedStorage, "resize_", resize_)
     monkeypatch.setattr(torch.cpu, "Stream", Stream)
+    monkeypatch.setattr(torch.cpu, "Event", partial(Event, order))
     monkeypatch.setattr(torch.cpu, "stream", order.within)
     monkeypatch.setattr(torch.cpu, "current_stream", lambda: order.current)
     return order

@@ -4,16 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .forward import apply_in_forward
     from .hsdp import reduce_scatter_replicas
     from .muon import Muon
     from .owned import Owners, own
 
-__all__ = ["Muon", "Owners", "own", "reduce_scatter_replicas"]
+__all__ = ["Muon", "Owners", "apply_in_forward", "own", "reduce_scatter_replicas"]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = {"Muon": "muon", "reduce_scatter_replicas": "hsdp"}.get(name, "owned")
+        home = {"Muon": "muon", "apply_in_forward": "forward", "reduce_scatter_replicas": "hsdp"}.get(name, "owned")
         return getattr(import_module(f"titan_muon.{home}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

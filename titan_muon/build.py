@@ -25,6 +25,7 @@ from .momentum import check_not_owned, kept_by
 from .offload import check_offload, resolved
 from .options import Hyperparameters, MuonOptions, OptionError, check
 from .options import Machine as MachineOptions
+from .options import Overlap as OverlapOption
 from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
 from .overlap import Overlap
 from .params import TrainedParam, storage_fault
@@ -106,8 +107,8 @@ def plan_step(
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept)
-    if options.overlap == "backward":
-        _check_overlap(plan, [fqn for fqn, tensor in named if without_groups(tensor)])
+    if options.overlap != "none":
+        _check_overlap(plan, [fqn for fqn, tensor in named if without_groups(tensor)], options.overlap)
     if said := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
     return plan
@@ -258,16 +259,17 @@ def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[
     )
 
 
-def _check_overlap(plan: Plan, owned: Sequence[str]) -> None:
+def _check_overlap(plan: Plan, owned: Sequence[str], overlap: OverlapOption) -> None:
     """Raise OptionError for gradients of which nothing tells in backward that they are reduced, and where owned
     parameters, by their names, leave nothing to be gathered."""
     if owned and not plan.buckets:
         raise OptionError(
             "overlap",
-            "= 'backward' has nothing to gather in backward: owned parameters are whole where they are orthogonalized "
-            f"({', '.join(owned[:5])}), and no other matrix travels; set 'none'",
+            f"= {overlap!r} has nothing to {'gather' if overlap == 'backward' else 'return'} in {overlap}: owned "
+            f"parameters are whole where they are orthogonalized ({', '.join(owned[:5])}), and no other matrix "
+            "travels; set 'none'",
         )
-    plain = [plan.parameters[index].fqn for index in copied(plan)]
+    plain = [plan.parameters[index].fqn for index in copied(plan)] if overlap == "backward" else []
     if plain:
         raise OptionError(
             "overlap",

@@ -14,7 +14,7 @@ from . import update
 from .batch import Batch, assembling, parting
 from .exchange import BucketBuffers, Exchange
 from .faults import Fault, FaultReport
-from .foreach import Advance, Apply, Copies, Piece, advances, applies, call_bytes, scratch_bytes
+from .foreach import Advance, Apply, Copies, Piece, advances, applies, but_for, call_bytes, scratch_bytes
 from .offload import Window
 from .options import Offload
 from .orthogonalize import Iteration, Method, Slice, zero_nonfinite_
@@ -252,6 +252,15 @@ class Executor:
         """Stage 6: decay each stored piece and add its update."""
         self._apply(self._buckets[bucket].applies, gradients)
 
+    def applies_of_now(self, bucket: int, gradients: Gradients) -> tuple[Apply, ...]:
+        """Stage 6 with the hyperparameters of now, for `update` at any time before the next step."""
+        return tuple(run.of_now() for run in but_for(self._buckets[bucket].applies, gradients.left))
+
+    def update(self, applies: Iterable[Apply]) -> None:
+        """Decay pieces and add their updates."""
+        for run in applies:
+            self._update(run, run.params, None)
+
     def step_home(self, gradients: Gradients) -> None:
         """Stages 2, 4 and 6 of the matrices that are whole on this rank."""
         for run in self._home:
@@ -261,14 +270,13 @@ class Executor:
         self._release(HOME, gradients)
 
     def finish(self) -> None:
-        """Stage 7: start telling all ranks what was wrong, behind what goes back to the host last.
+        """Stage 7: start telling all ranks what was wrong, behind what goes back to the host last. Buffers are kept.
 
         Raises RuntimeError if not as many matrices were orthogonalized as planned.
         """
         self.residence.end()
         self._report.send()
         self._memory.free()
-        self._buffers.free()
         if self.orthogonalized != self.planned:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {self.planned} planned on this rank")
 
@@ -306,10 +314,8 @@ class Executor:
 
     def _apply(self, chosen: Iterable[Apply], gradients: Gradients) -> None:
         with self.residence.there("apply"):
-            for each in chosen:
-                run = each.without(gradients.left) if gradients.left else each
-                if run.params:
-                    self._update(run, self.residence.params(run), gradients.scaling)
+            for run in but_for(chosen, gradients.left):
+                self._update(run, self.residence.params(run), gradients.scaling)
 
     def _update(self, run: Apply, params: Tensors, scaling: Scaling | None) -> None:
         # Taken for the call alone, by views that are always there: it may be as large as a parameter.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,12 +117,27 @@ class Apply:
         for chunk in self.chunks:
             chunk.update(params, self.updates, 1 - lr * decay, -lr * scale, self.group[STEP])
 
+    def of_now(self) -> Apply:
+        """The same with the hyperparameters that the group has now."""
+        # A learning rate in a tensor is changed in place.
+        kept = {name: self.group[name] for name in ("lr", "weight_decay", "lr_scale", STEP) if name in self.group}
+        copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
+        return replace(self, group=copied)
+
     def without(self, parameters: Collection[int]) -> Apply:
         """The same but for these parameters."""
         kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
         parts, chunks = _those(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
         return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunks)
+
+
+def but_for(chosen: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
+    """What is left of these without some parameters."""
+    for each in chosen:
+        run = each.without(parameters) if parameters else each
+        if run.params:
+            yield run
 
 
 @dataclass(frozen=True)

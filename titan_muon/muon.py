@@ -6,7 +6,7 @@ The plan is made once, at construction (`build.py`). A step runs it, in the stag
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from datetime import timedelta
@@ -14,20 +14,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
 from .agreement import Agreement
 from .build import Built, build, checked, faults_here, plan_changed, plan_rank, rebuild, report_of
 from .copies import not_copies
-from .dtensor import layout_of, mesh_groups
+from .deferred import Deferred
+from .dtensor import mesh_groups
 from .exchange import Exchange
 from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .momentum import copy_average, moved, with_states
 from .offload import moves, with_offload
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
-from .params import Gradients, TrainedParam, gradients, placement_key, with_average
+from .params import Gradients, TrainedParam, gradients, trained_params
 from .plan.schedule import Act
 from .plan.types import Plan
 from .rounding import STEP
@@ -101,6 +101,7 @@ class Muon(Optimizer):
         self._collectives = registry.exchange_entry(options.exchange).collectives
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._agreement = Agreement()
+        self.deferred = Deferred(active=options.overlap == "forward")
         self._build: Built | None = None
         # A rank may have no matrix where others have some; torch refuses an empty list, but not an empty group.
         given_params = list(params) or [{"params": [], "param_names": []}]
@@ -141,6 +142,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.finish_step()
         # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
         grads = self._check_gradients()
         built = self._built
@@ -164,12 +166,12 @@ class Muon(Optimizer):
                     executor.orthogonalize(bucket, grads)
                     exchange.return_results(bucket)
                 else:
-                    # Stage 6, apply: decay and update, on the parameter's own storage.
-                    exchange.wait(bucket)
-                    executor.apply(bucket, grads)
+                    # Stage 6, apply: decay and update, on the parameter's own storage; or in the next forward.
+                    self.deferred.apply(bucket, built, grads)
         # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
         executor.finish()
         overlap.finish()
+        self.deferred.end(built)
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
@@ -183,10 +185,18 @@ class Muon(Optimizer):
         built = self._built
         return built.overlap.backward(built.planned, built.executor)
 
+    def finish_step(self) -> None:
+        """Apply what the last step has left to the next forward, by `overlap = "forward"`. Otherwise nothing happens.
+
+        For whoever reads or writes weights in between, but for state dicts, which do so by themselves.
+        """
+        self.deferred.finish_all()
+
     def _check_gradients(self) -> Gradients:
         """The gradients of this step, without those that are left alone. Raises ValueError on all ranks alike."""
         built, params = self._built, self._built.planned.params
         scaling = Scaling.asked_of(self, built.planned.device)
+        self.deferred.check(built, scaling)
         built.overlap.settle()
         found, elsewhere = faults_here(built, self.param_groups, self.state)
         found = built.overlap.checked(found, params, scaling)
@@ -218,8 +228,9 @@ class Muon(Optimizer):
         """Raise ValueError for what was missing or not finite in the last step, as the next step would.
 
         All ranks call it together, and wait for the device: before weights are saved, and at the end of training.
-        `state_dict` calls it.
+        `state_dict` calls it. It also does what `finish_step` does.
         """
+        self.finish_step()
         if self._build is not None:
             self._raise_faults(self._build.faults.read())
 
@@ -254,11 +265,11 @@ class Muon(Optimizer):
             copy_average(each.average, current[each.param], each.param)
             self.state[each.param]["momentum_buffer"] = current[each.param]
         if not self._replanned():
-            self._build = rebuild(self._built, tuple(self._trained_params()), self._options)
+            self._build = rebuild(self._built, self._trained_params(), self._options)
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
-        changed = plan_changed(self._built.planned, tuple(self._trained_params()))
+        changed = plan_changed(self._built.planned, self._trained_params())
         if again := self._agreement.any_rank(changed):
             self._plan_and_build()
         return again
@@ -291,6 +302,7 @@ class Muon(Optimizer):
 
     def _synchronize(self) -> None:
         """Have the host wait for the momentum that is on its way to it; gathers that backward launched are dropped."""
+        self.finish_step()
         if self._build is not None:
             self._build.overlap.cancel()
             self._build.executor.residence.synchronize()
@@ -301,6 +313,7 @@ class Muon(Optimizer):
 
     def close(self) -> None:
         """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
+        self.finish_step()
         self._build = None
         self._agreement.close()
 
@@ -312,10 +325,11 @@ class Muon(Optimizer):
 
     def _plan_and_build(self) -> None:
         """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
+        self.finish_step()
         # A new plan's buffers must not have to fit beside the old one's.
         self._build = None
         self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
-        params = self._agreement.together(lambda: tuple(self._trained_params()))
+        params = self._agreement.together(self._trained_params)
         own = not_copies(params, self._agreement)
         planned = self._agreement.together(lambda: plan_rank(params, self._options, self._rank, own))
         planned = replace(planned, params=with_states(params, planned.plan.parameters, self.state, self._options))
@@ -328,23 +342,6 @@ class Muon(Optimizer):
         self._agreement.open(report, known, planned.device)
         self._build = build(planned, self._options, self._collectives(), self._agreement)
 
-    def _trained_params(self) -> Iterator[TrainedParam]:
-        seen: set[str] = set()
-        for group in self.param_groups:
-            for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
-                if fqn in seen:
-                    raise ValueError(f"{fqn}: given to Muon twice; give every parameter once")
-                seen.add(fqn)
-                if parameter.requires_grad:
-                    yield self._trained_param(fqn, parameter, group)
-
-    def _trained_param(self, fqn: str, parameter: Tensor, group: dict[str, Any]) -> TrainedParam:
-        if parameter.is_meta:
-            raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
-        if self._options.rounding == "stochastic" and parameter.dtype == torch.bfloat16:
-            # Only there, so that checkpoints of other weights have no more keys than they had.
-            group.setdefault(STEP, 0)
-        here = self._rank in layout_of(fqn, parameter).mesh.ranks
-        trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), here)
-        average = self.state[parameter].get("momentum_buffer")
-        return trained if average is None else with_average(trained, average)
+    def _trained_params(self) -> tuple[TrainedParam, ...]:
+        stochastic = self._options.rounding == "stochastic"
+        return tuple(trained_params(self.param_groups, self.state, self._rank, stochastic=stochastic))

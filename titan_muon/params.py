@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
-from .dtensor import held_indices, local
+from .dtensor import held_indices, layout_of, local
 from .plan.layout import Geometry
 from .plan.types import Parameter
+from .rounding import STEP
 from .scaling import Scaling
 
 
@@ -51,6 +52,33 @@ def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
     return replace(trained, average=average, average_device=local(average).device.type)
 
 
+def trained_params(
+    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, *, stochastic: bool
+) -> Iterator[TrainedParam]:
+    """The trained parameters of an optimizer's groups, with the momentum that is in its state.
+
+    With `stochastic` a group of bfloat16 weights counts its steps. Raises ValueError for a parameter that is given
+    twice, or has no storage.
+    """
+    seen: set[str] = set()
+    for group in groups:
+        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+            if fqn in seen:
+                raise ValueError(f"{fqn}: given to Muon twice; give every parameter once")
+            seen.add(fqn)
+            if not parameter.requires_grad:
+                continue
+            if parameter.is_meta:
+                raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
+            if stochastic and parameter.dtype == torch.bfloat16:
+                # Only there, so that checkpoints of other weights have no more keys than they had.
+                group.setdefault(STEP, 0)
+            here = rank in layout_of(fqn, parameter).mesh.ranks
+            trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), here)
+            average = state.get(parameter, {}).get("momentum_buffer")
+            yield trained if average is None else with_average(trained, average)
+
+
 @dataclass(frozen=True)
 class Storage:
     """This rank's storage of a parameter and its momentum as (rows, cols) views, which are made once.
@@ -68,13 +96,14 @@ class Storage:
 
     def is_of(self, trained: TrainedParam) -> bool:
         """Whether the parameter and its momentum are still stored there."""
+        there = local(trained.momentum).untyped_storage() is self.average_storage
+        return there and self.is_of_weights(trained)
+
+    def is_of_weights(self, trained: TrainedParam) -> bool:
+        """Whether the parameter is still stored there, wherever its momentum is."""
         stored = local(trained.param)
         # `param.data = ...` gives the same tensor another storage. A storage that is referred to is one object.
-        return (
-            stored is self.local
-            and stored.untyped_storage() is self.param_storage
-            and local(trained.momentum).untyped_storage() is self.average_storage
-        )
+        return stored is self.local and stored.untyped_storage() is self.param_storage
 
 
 def storage_of(trained: TrainedParam, planned: Parameter) -> Storage:

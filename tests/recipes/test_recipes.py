@@ -222,6 +222,32 @@ def test_what_backward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pyt
     assert 0 < exposed <= float(waits)
 
 
+HSDP = ("--parallelism.data_parallel_replicate_degree", "8")
+
+
+def test_what_forward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = (
+        r"in forward +([\d.,]+) ms of results .* are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
+    )
+    step, tail = (
+        r"modelled time +([\d.,]+) ms",
+        r"way back +([\d.,]+) ms of results and updates behind all Newton-Schulz",
+    )
+    dry_run("llama3_8b_muon", 64, tmp_path, *HSDP)
+    without = capsys.readouterr().out
+    assert not re.search(said, without)
+    (behind,) = map(float, re.findall(tail, without))
+    dry_run("llama3_8b_muon", 64, tmp_path, *HSDP, "--muon.overlap", "forward")
+    printed = capsys.readouterr().out
+    (found,) = re.findall(said, printed)
+    hidden, exposed = map(float, found)
+    assert hidden > 0.9 * behind, "results to eight replicas"
+    assert not re.search(tail, printed)
+    before, after = (float(re.findall(step, text)[0]) for text in (without, printed))
+    assert before - after > 0.9 * behind
+    assert exposed < 0.05 * after
+
+
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry.placements, "_values", dict(registry.placements._values))
     placed = []

@@ -73,10 +73,10 @@ def test_a_run_sends_the_same_with_gathers_in_backward_and_comes_to_the_same_bit
 ) -> None:
     keys = ("--training.seq_len", "32")
     rows = bench_training.main(Arguments(nproc=2, config=tiny.write_recipe(tmp_path), steps=2), keys)
-    none, backward, control = rows
-    assert [row.overlap for row in rows] == ["none", "backward", "none"]
+    none, backward, forward, control = rows
+    assert [row.overlap for row in rows] == ["none", "backward", "forward", "none"]
     assert none.sent == control.sent
-    assert none.sent.bytes_sent == backward.sent.bytes_sent > 0
+    assert none.sent.bytes_sent == backward.sent.bytes_sent == forward.sent.bytes_sent > 0
     assert none.sent.in_backward == 0 < backward.sent.in_backward < backward.sent.calls
     assert all(row.bitwise for row in rows)
     assert all(len(row.taken) == 2 for row in rows)

@@ -1,4 +1,4 @@
-"""The private parts of FSDP2 that sums over replicas use are there and do what these need of them."""
+"""The private parts of FSDP2 are there and do what sums over replicas and updates in forward need of them."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.c10d_counter import CollectiveCounter
-from titan_muon.fsdp_private import HSDPGroup, hsdp_groups
+from tests.stream_order import StreamOrder, stream_order
+from titan_muon.fsdp_private import HSDPGroup, hsdp_groups, own_groups, prefetched_groups
+
+__all__ = ["stream_order"]
 
 
 @pytest.fixture
@@ -122,3 +125,46 @@ def test_settings_are_read_as_they_are_made() -> None:
     net.set_all_reduce_hook(lambda flat: None)  # type: ignore[operator]
     with pytest.raises(ValueError, match="set_all_reduce_hook has been called"):
         group.replace_all_reduce(lambda flat: None)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_groups_tell_what_a_forward_gathers_and_when() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    first, second = (fully_shard(module, mesh=mesh) for module in net)
+    fully_shard(net, mesh=mesh)
+    ((one,), (other,)), root = (own_groups(module) for module in (first, second)), own_groups(net)  # type: ignore[arg-type]
+    assert one.params() == [net[0].weight]
+    assert other.params() == [net[1].weight]
+    assert not any(group.params() for group in root)
+    first.set_modules_to_forward_prefetch([second])
+    (ahead,) = prefetched_groups(first)
+    assert ahead.params() == other.params()
+    assert not prefetched_groups(second)
+    seen = []
+    net[0].register_forward_pre_hook(lambda *_: seen.append((one.is_gathered, other.is_gathered)))
+    net[1].register_forward_hook(lambda *_: seen.append((one.is_gathered, other.is_gathered)))
+    assert not one.is_gathered
+    net(torch.ones(1, 8))
+    assert seen == [(True, True), (False, False)], "the second is prefetched, and each is resharded behind its forward"
+    second.unshard()
+    assert (one.is_gathered, other.is_gathered) == (False, True)
+    assert one.params() == [net[0].weight], "sharded parameters, whatever the module has now"
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=["shards", "copies"])
+def test_weights_are_read_on_the_stream_of_the_copy_in(
+    four_ranks: None, shape: tuple[int, ...], stream_order: StreamOrder
+) -> None:
+    """Or on the computing one, before FSDP2 has others, and where nothing is gathered."""
+    net = nn.Linear(8, 8)
+    fully_shard(net, mesh=init_device_mesh("cpu", shape, mesh_dim_names=("dp_replicate", "dp_shard")[-len(shape) :]))
+    (group,) = own_groups(net)  # type: ignore[arg-type]
+    assert group.reading_stream() is group.computing_stream() is stream_order.compute
+    with stream_order:
+        net(torch.ones(1, 8))
+        net(torch.ones(1, 8))
+    copies = ("fsdp::all_gather_copy_in", "aten::copy_")
+    (read,) = {stream for stream, name in stream_order.log if name in copies}
+    assert group.reading_stream() is read
+    assert (read is stream_order.compute) == (shape == (4, 1))

@@ -186,14 +186,24 @@ BAD_VALUES = [
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
     ("[muon]\nexchange = ''", 'muon.exchange = ""', "not empty"),
     *[
-        (f"muon.overlap = 'backward'\n{line}", 'muon.overlap = "backward"', accepted)
+        (f"muon.overlap = '{overlap}'\n{line}", f'muon.overlap = "{overlap}"', accepted)
+        for overlap in ("backward", "forward")
         for line, accepted in (
             ("placement.muon = 'owned'", '"none" with placement.muon = "owned"'),
-            ("optimizer.clip = 'all'", '"none" with optimizer.clip = "all"'),
             ("parallelism.pipeline_parallel_degree = 2", '"none" with pipeline parallelism'),
             ("training.disable_cuda_graphs = false", '"none" with training.disable_cuda_graphs = false'),
         )
     ],
+    (
+        "muon.overlap = 'backward'\noptimizer.clip = 'all'",
+        'muon.overlap = "backward"',
+        '"none" or "forward" with optimizer.clip = "all"',
+    ),
+    (
+        "muon.overlap = 'forward'\nqk_clip.mode = 'clip'",
+        'muon.overlap = "forward"',
+        '"none" or "backward" with qk_clip.mode = "clip"',
+    ),
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
     ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
     ("[muon]\ntensor_parallel = 'all'", 'muon.tensor_parallel = "all"', "blockwise"),

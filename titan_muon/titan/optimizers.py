@@ -16,6 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
 from titan_muon.adam import Adam, AdamW
+from titan_muon.forward import apply_in_forward
 from titan_muon.hsdp import reduce_scatter_replicas
 from titan_muon.matrices import check_splits
 from titan_muon.muon import Muon
@@ -24,7 +25,7 @@ from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 from titan_muon.titan.recipe.sections import Optimizer as OptimizerSection
 from titan_muon.titan.recipe.sections import Rule
-from titan_muon.titan.rules import Assignment, Default, assign, default_rules, splits_with
+from titan_muon.titan.rules import Assignment, Default, assign, default_rules, shared_options, splits_with
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 _ADAM = ("foreach", "fused", "state_dtype", "offload")
@@ -104,17 +105,30 @@ class HybridOptimizers(OptimizersContainer):
             for name, groups in self.groups.items()
         ]
         self.scattered = self._scatter() if config.replica_gradients == "reduce_scatter" else {}
+        self._apply_in_forward()
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
         self._post_init(taken)
 
     def _scatter(self) -> dict[Tensor, int]:
         """Have gradients of Muon's parameters summed over replicas where their momentum is."""
-        muons = (optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon))
         # A pipeline stage may have no matrix.
-        held = (muon for muon in muons if muon.plan.parameters)
+        held = (muon for muon in self._muons if muon.plan.parameters)
         found = [reduce_scatter_replicas(nn.ModuleList(self.model_parts), muon) for muon in held]
         return {parameter: replicas for each in found for parameter, replicas in each.items()}
+
+    def _apply_in_forward(self) -> None:
+        """Have the model's forward apply what Muon's steps leave to it, if the recipe says so."""
+        for muon in self._muons:
+            if muon.deferred.active:
+                try:
+                    apply_in_forward(nn.ModuleList(self.model_parts), muon)
+                except ValueError as error:
+                    raise recipe_error(error, "muon") from error
+
+    @property
+    def _muons(self) -> list[Muon]:
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, Muon)]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` says which that changes."""
@@ -163,22 +177,19 @@ class HybridOptimizers(OptimizersContainer):
     def overlap(self) -> Iterator[None]:
         """Around the last backward before a step: Muon's gathers start in it, if the recipe says so."""
         with ExitStack() as each:
-            for optimizer in self.optimizers:
-                if isinstance(optimizer, Muon):
-                    each.enter_context(optimizer.overlap())
+            for muon in self._muons:
+                each.enter_context(muon.overlap())
             yield
 
     def check_last_step(self) -> None:
         """Raise ValueError on all ranks for what was missing or not finite in the last step of Muon."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):
-                optimizer.check_last_step()
+        for muon in self._muons:
+            muon.check_last_step()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of an optimizer's own process groups fail after `timeout`."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, Muon):
-                optimizer.set_timeout(timeout)
+        for muon in self._muons:
+            muon.set_timeout(timeout)
 
     def learning_rates(self) -> dict[str, float]:
         """The learning rate of each group now, by its tag."""
@@ -204,7 +215,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
         replica_gradients=recipe.muon.replica_gradients,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
-        tables=tables | _shared_options(section.rule, tables),
+        tables=tables | shared_options(section.rule, tables),
         model=model,
     )
 
@@ -230,27 +241,6 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     if recipe.muon.replicas is None:
         table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}
-
-
-def _shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What holds for all of each optimizer that has no table in the recipe; its rules must agree on that."""
-    agreed: dict[str, dict[str, Any]] = {}
-    for index, rule in enumerate(rules):
-        name, place = rule.optimizer, f"optimizer.rule[{index}]"
-        try:
-            shared = registry.optimizers.get(name).shared
-        except ValueError as error:
-            raise RecipeError(f"{place}.{error}") from error
-        for key, value in rule.options.items():
-            # What the recipe alone has in Muon's table the registry does not know.
-            if key not in shared and (name != "muon" or key not in ("buffer_gib", "replica_gradients")):
-                continue
-            said = f"{place}.options.{key}: {key} holds for all of {name}"
-            if name in tables:
-                raise RecipeError(f"{said}; set {name}.{key}")
-            if agreed.setdefault(name, {}).setdefault(key, value) != value:
-                raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
-    return agreed
 
 
 def assignments(config: HybridOptimizers.Config, seen: Mapping[str, Seen]) -> tuple[Assignment, ...]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
+from titan_muon import registry
 from titan_muon.matrices import split_of
 from titan_muon.options import Split
 from titan_muon.titan.reading.roles import Role, Seen
@@ -137,3 +139,24 @@ def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
     if len(shape) == 3 and (seen.role == "experts" or "expert" in fqn):
         return "muon", "stack of expert matrices"
     return "adamw", f"{len(shape)}D and not a stack of experts"
+
+
+def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What holds for all of each optimizer that has no table in the recipe; its rules must agree on that."""
+    agreed: dict[str, dict[str, Any]] = {}
+    for index, rule in enumerate(rules):
+        name, place = rule.optimizer, f"optimizer.rule[{index}]"
+        try:
+            shared = registry.optimizers.get(name).shared
+        except ValueError as error:
+            raise RecipeError(f"{place}.{error}") from error
+        for key, value in rule.options.items():
+            # What the recipe alone has in Muon's table the registry does not know.
+            if key not in shared and (name != "muon" or key not in ("buffer_gib", "replica_gradients")):
+                continue
+            said = f"{place}.options.{key}: {key} holds for all of {name}"
+            if name in tables:
+                raise RecipeError(f"{said}; set {name}.{key}")
+            if agreed.setdefault(name, {}).setdefault(key, value) != value:
+                raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
+    return agreed

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
-from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, PlacementRule, constraints
+from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, Overlap, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
@@ -38,11 +38,14 @@ def _held_by_bfloat16(name: str) -> Relation:
     return Relation(f"{name}.betas", f'{accepted} ({name}.state_dtype = "bfloat16")', holds)
 
 
-def _overlaps(what: str, without: Callable[[Recipe], bool]) -> Relation:
-    def holds(recipe: Recipe) -> bool:
-        return recipe.muon.overlap == "none" or without(recipe)
+def _overlaps(what: str, without: Callable[[Recipe], bool], only: str = "") -> Relation:
+    refused = [choice for choice in get_args(Overlap) if choice != "none" and only in ("", choice)]
 
-    return Relation("muon.overlap", f'"none" with {what}', holds)
+    def holds(recipe: Recipe) -> bool:
+        return recipe.muon.overlap not in refused or without(recipe)
+
+    accepted = " or ".join(f'"{choice}"' for choice in get_args(Overlap) if choice not in refused)
+    return Relation("muon.overlap", f"{accepted} with {what}", holds)
 
 
 def _compiles_the_model(recipe: Recipe) -> bool:
@@ -164,7 +167,8 @@ RELATIONS = (
         lambda r: isinstance(r.muon.ns_coefficients, str) or len(r.muon.ns_coefficients) == r.muon.ns_steps,
     ),
     _overlaps('placement.muon = "owned", whose steps exchange nothing', lambda r: r.placement.muon != "owned"),
-    _overlaps('optimizer.clip = "all", which scales gradients after backward', lambda r: r.optimizer.clip != "all"),
+    _overlaps('optimizer.clip = "all", which scales gradients', lambda r: r.optimizer.clip != "all", "backward"),
+    _overlaps('qk_clip.mode = "clip", which scales weights', lambda r: r.qk_clip.mode != "clip", "forward"),
     _overlaps("pipeline parallelism", lambda recipe: recipe.parallelism.pipeline_parallel_degree == 1),
     # A graph that is replayed calls no hooks.
     _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
