@@ -33,7 +33,7 @@ from benchmarks.bench_step import barrier, start
 from titan_muon.muon import Muon
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
 
-OVERLAPS = ("none", "backward", "none")
+OVERLAPS = ("none", "backward", "forward", "none")
 """Of the trainings that are compared. The first is what others are compared with, the last a control."""
 QUIET = ("--validator.enable", "false", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false")
 WARM_UP = 2
@@ -114,6 +114,7 @@ class Trainee:
 
     def trained(self) -> list[torch.Tensor]:
         """What this rank has of all parameters and of Muon's momentum."""
+        self.muon.finish_step()
         parameters = [parameter for part in self.trainer.model_parts for parameter in part.parameters()]
         momentum = [self.muon.state[p]["momentum_buffer"] for group in self.muon.param_groups for p in group["params"]]
         return [getattr(each, "to_local", each.detach)() for each in (*parameters, *momentum)]

@@ -55,7 +55,12 @@ class _Rehearsal:
         made = len(dist.distributed_c10d._world.pg_map)
         self.memory.reset()
         constant = _bytes(self.memory.largest(), self._held()).rest
-        first, second = self._train(), self._train()
+        # What a step leaves to a forward the second training's has; buffers are there until it is done.
+        first = self._train()
+        self._train()
+        if self.muon is not None:
+            self.muon.finish_step()
+        second = self.memory.alive
         # Before another optimizer is built for `growing`, with groups of its own.
         made = len(dist.distributed_c10d._world.pg_map) - made
         return Seen(
@@ -160,6 +165,9 @@ def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
 def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
     """Operators of Muon's step whose number grows with that of its matrices: half of them need clearly fewer."""
     options = {field.name: getattr(muon._options, field.name) for field in fields(muon._options)}
+    if muon.deferred.active:
+        # No forward comes behind the steps of the half, which would refuse to leave anything to one.
+        options["overlap"] = "none"
     named = [pair for group in muon.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
     whole = _operations_of_a_step(muon, gpu)
     half = _operations_of_a_step(Muon(named[: len(named) // 2], **options), gpu)
