@@ -58,10 +58,11 @@ class Deferred:
 
     Attributes:
         attached: whether the forward of a model has them applied.
+        steps: how many steps have left some.
     """
 
     def __init__(self, *, active: bool) -> None:
-        self.active, self.attached = active, False
+        self.active, self.attached, self.steps = active, False, 0
         self._updates: list[Update] = []
         # Of its own, and the one that steps compute on, of which the buffers are memory.
         self._stream: Any = None
@@ -91,8 +92,10 @@ class Deferred:
             exchange.wait(bucket)
             executor.apply(bucket, gradients)
             return
+        module = torch.get_device_module(planned.device)
+        self._computing = module.current_stream()
         if self._stream is None:
-            self._stream = torch.get_device_module(planned.device).Stream()
+            self._stream = module.Stream()
         stored = {planned.plan.matrices[piece.matrix].parameter for piece in exchange.buckets[bucket].stored}
         params = frozenset(planned.params[index].param for index in stored)
         self._updates.append(Update(built, bucket, executor.applies_of_now(bucket, gradients), params))
@@ -102,7 +105,7 @@ class Deferred:
         if not self._updates:
             built.overlap.memory.free()
             return
-        self._computing = torch.get_device_module(built.planned.device).current_stream()
+        self.steps += 1
         self._stream.wait_stream(self._computing)
 
     def waits(self, params: Collection[Tensor]) -> bool:
@@ -113,16 +116,20 @@ class Deferred:
     def finish(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
         """Apply what is left of these parameters, before what comes next on `streams`."""
         # Where a rank stores nothing of a bucket its results are waited for with the first that comes.
-        self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)], streams)
+        self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
+        # Also for what was applied before: a bucket has matrices of several modules, which read them on other streams.
+        for stream in streams:
+            stream.wait_stream(self._stream)
 
     @torch.no_grad()
     def finish_all(self) -> None:
         """Apply all that is left, before what comes next on the current stream."""
         if self._updates:
-            device = self._updates[0].built.planned.device
-            self._finish(list(self._updates), [torch.get_device_module(device).current_stream()])
+            module = torch.get_device_module(self._updates[0].built.planned.device)
+            self._finish(list(self._updates))
+            module.current_stream().wait_stream(self._stream)
 
-    def _finish(self, chosen: list[Update], streams: Iterable[Any]) -> None:
+    def _finish(self, chosen: list[Update]) -> None:
         if not chosen:
             return
         built = chosen[0].built
@@ -132,8 +139,6 @@ class Deferred:
         with module.stream(self._stream):
             for update in chosen:
                 update.run()
-        for stream in streams:
-            stream.wait_stream(self._stream)
         if not self._updates:
             # What is given back is used again on the stream that it is memory of.
             self._computing.wait_stream(self._stream)

@@ -26,11 +26,13 @@ class _Layer:
 
     def __init__(self, name: str, module: FSDPModule, outer: Mapping[str, FSDPModule], muon: Muon) -> None:
         self._name, self._module, self._outer, self._deferred = name, module, outer, muon.deferred
+        self._steps = 0
 
     def update(self, *_: Any) -> None:
         """Have the weights updated that FSDP2 reads next."""
-        if not self._deferred.left:
+        if self._steps == self._deferred.steps and not self._deferred.left:
             return
+        self._steps = self._deferred.steps
         own = own_groups(self._module)
         self._check(self._name, own)
         for name, module in self._outer.items():

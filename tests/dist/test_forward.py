@@ -31,7 +31,8 @@ STEPS = 3
 class Sharding:
     """How a model is sharded, by a mesh of shards, of replicas and shards, or of these and tensor parallelism.
 
-    The first `layers` of it are modules of FSDP2; with `apart` their linear layers too.
+    The first `layers` of it are modules of FSDP2; with `apart` their linear layers too, of which with `mixed` each
+    layer's first is replicated.
     """
 
     mesh: tuple[int, ...] = (2,)
@@ -39,6 +40,7 @@ class Sharding:
     apart: bool = False
     reshards: bool = True
     prefetches: bool = False
+    mixed: bool = False
     compiled: bool = False
     scatters: bool = False
     dtype: torch.dtype = torch.float32
@@ -58,6 +60,8 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
     "bfloat16": (Sharding(dtype=torch.bfloat16), {}),
     "copies": (Sharding((2, 1), prefetches=True), {}),
     "tensor parallelism alone": (Sharding((1, 1, 2)), {}),
+    "shards and copies": (Sharding(apart=True, mixed=True), {}),
+    "shards and copies, prefetched": (Sharding(apart=True, mixed=True, prefetches=True), {}),
     "small buffers": (Sharding(), {"buffer_bytes": 4096}),
     "float32 on the wire": (Sharding(), {"wire_dtype": "float32"}),
     "replicas": (Sharding((2, 2)), {}),
@@ -90,13 +94,14 @@ class Run:
 
     def _shard(self, data: DeviceMesh) -> None:
         sharding, policy = self.sharding, MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        copies = init_device_mesh("cpu", (self.mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
         for number, layer in enumerate(self.net.layers):
             if "tp" in sharding.axes:
                 parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if sharding.compiled:
                 layer.compile(backend="eager", fullgraph=True)
-            for linear in layer.children() if sharding.apart else ():
-                fully_shard(linear, mesh=data, mp_policy=policy)
+            for place, linear in enumerate(layer.children() if sharding.apart else ()):
+                fully_shard(linear, mesh=copies if sharding.mixed and place == 0 else data, mp_policy=policy)
             if number < sharding.layers:
                 fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=sharding.reshards)
         fully_shard(self.net, mesh=data, mp_policy=policy)

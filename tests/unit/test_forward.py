@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.dist.test_forward import Run, Sharding
+from tests.dist.test_forward import Run, Sharding, evaluate
 from tests.dist.test_overlap import SLOW
 from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.test_overlap import LAYERS, planned
@@ -21,10 +23,15 @@ from titan_muon.titan import compat
 __all__ = ["stream_order"]
 
 
-SHARDINGS = {"layers": Sharding(), "prefetched": Sharding(prefetches=True), "the root too": Sharding(layers=2)}
+SHARDINGS = {
+    "layers": Sharding(),
+    "prefetched": Sharding(prefetches=True),
+    "the root too": Sharding(layers=2),
+    "linear layers": Sharding(apart=True),
+}
 
 
-@pytest.fixture(params=SHARDINGS.values(), ids=SHARDINGS)
+@pytest.fixture(params=list(SHARDINGS.values()), ids=list(SHARDINGS))
 def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterator[tuple[Run, StreamOrder]]:
     """On rank 0 of two, of which the other is not there. Streams are watched from before there are any."""
     compat.forget_meshes()
@@ -79,6 +86,34 @@ def test_buffers_are_given_back_when_the_update_is_done(
         monkeypatch.setattr(order.compute, "wait_stream", lambda other: None if other is own else wait(other))
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)
+
+
+class Reading:
+    """The stream on which a group's weights are read, which notes that it waits for updates."""
+
+    def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
+        self.group, self.stream, self.waited = group, stream, waited
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited += self.group.params()
+        self.stream.wait_stream(other)
+
+
+@pytest.mark.parametrize("ordered", [SHARDINGS["linear layers"]], indirect=True)
+def test_a_module_waits_for_what_was_applied_with_anothers(
+    ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket has matrices of both, and the other may have been read on another stream."""
+    run, waited = ordered[0], list[Tensor]()
+    real = GatheredGroup.reading_stream
+    monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Reading(group, real(group), waited))
+    run.step(0)
+    waited.clear()
+    evaluate(run)
+    assert sorted(map(id, waited)) == sorted(id(param) for _, param in run.named), "each, and once"
+    waited.clear()
+    evaluate(run)
+    assert not waited, "in the first forward behind a step"
 
 
 def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
