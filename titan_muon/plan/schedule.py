@@ -45,6 +45,9 @@ class Hidden(NamedTuple):
     returns: int = 0
 
 
+NOTHING = Hidden()
+
+
 def hidden_rounds(overlap: Overlap, slots: int, rounds: int, ordered: int) -> Hidden:
     """What is hidden of rounds of which the model comes to `ordered` in the order that `overlap` wants."""
     if overlap == "backward":
@@ -52,7 +55,7 @@ def hidden_rounds(overlap: Overlap, slots: int, rounds: int, ordered: int) -> Hi
         return Hidden(gathers=max(0, min(ordered, prefetch(slots, rounds))))
     if overlap == "forward":
         return Hidden(returns=min(ordered, len(late_rounds(slots, rounds))))
-    return Hidden()
+    return NOTHING
 
 
 def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:

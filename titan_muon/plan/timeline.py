@@ -14,7 +14,7 @@ from .machine import Machine
 from .model_order import ordered_rounds
 from .patterns import BucketTotals, Flow
 from .pieces import Pieces
-from .schedule import Act, Hidden, hidden_rounds, schedule
+from .schedule import NOTHING, Act, Hidden, hidden_rounds, schedule
 from .times import BucketTimes, Costs, bucket_times
 from .totals import Totals, home_counts
 from .types import Plan
@@ -137,7 +137,7 @@ def play(
     rounds: Sequence[int],
     home: Sequence[float],
     slots: int,
-    hidden: Hidden,
+    hidden: Hidden = NOTHING,
 ) -> list[float]:
     """When each rank is done but for what is `hidden`. `rounds` are of the buckets, `home` the seconds of what each
     rank stores whole."""
