@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .build import Built
-from .foreach import Apply
+from .foreach import Apply, but_for
 from .options import OptionError
 from .params import Gradients
 from .scaling import Scaling
@@ -36,18 +36,15 @@ class Update:
     applies: tuple[Apply, ...]
     params: frozenset[Tensor]
 
-    def run(self) -> None:
-        """Wait for the results and apply them. Raises ValueError for a parameter that is stored elsewhere by now."""
-        params, storage = self.built.planned.params, self.built.executor.storage
-        for index in sorted({part.parameter for apply in self.applies for part in apply.parts}):
-            trained = params[index]
-            if not storage[index].is_of_weights(trained):
-                raise ValueError(
-                    f"{trained.fqn}: was given other storage before its update was applied, which is lost; call "
-                    "finish_step() of Muon before weights are replaced, or set overlap = 'none'"
-                )
+    def run(self) -> list[str]:
+        """Wait for the results and apply them. Returns the parameters that are stored elsewhere by now, by their names:
+        their update is lost."""
         self.built.exchange.wait(self.bucket)
-        self.built.executor.update(self.applies)
+        params, executor = self.built.planned.params, self.built.executor
+        stored = {part.parameter for apply in self.applies for part in apply.parts}
+        moved = {index for index in stored if not executor.storage[index].is_of_weights(params[index])}
+        executor.update(but_for(self.applies, moved))
+        return [params[index].fqn for index in sorted(moved)]
 
 
 class Deferred:
@@ -58,11 +55,11 @@ class Deferred:
 
     Attributes:
         attached: whether the forward of a model has them applied.
-        steps: how many steps have left some.
+        count: how many were left so far.
     """
 
     def __init__(self, *, active: bool) -> None:
-        self.active, self.attached, self.steps = active, False, 0
+        self.active, self.attached, self.count = active, False, 0
         self._updates: list[Update] = []
         # Of its own, and the one that steps compute on, of which the buffers are memory.
         self._stream: Any = None
@@ -96,6 +93,8 @@ class Deferred:
         self._computing = module.current_stream()
         if self._stream is None:
             self._stream = module.Stream()
+        self._stream.wait_stream(self._computing)
+        self.count += 1
         stored = {planned.plan.matrices[piece.matrix].parameter for piece in exchange.buckets[bucket].stored}
         params = frozenset(planned.params[index].param for index in stored)
         self._updates.append(Update(built, bucket, executor.applies_of_now(bucket, gradients), params))
@@ -104,9 +103,6 @@ class Deferred:
         """The step is over, and so are the buffers' uses unless results are on their way to them."""
         if not self._updates:
             built.overlap.memory.free()
-            return
-        self.steps += 1
-        self._stream.wait_stream(self._computing)
 
     def waits(self, params: Collection[Tensor]) -> bool:
         """Whether the update of one of these parameters is left."""
@@ -134,12 +130,15 @@ class Deferred:
             return
         built = chosen[0].built
         module = torch.get_device_module(built.planned.device)
-        # Before any of it: what raises is not to be tried again by whoever tidies up behind the error.
         self._updates = [update for update in self._updates if update not in chosen]
         with module.stream(self._stream):
-            for update in chosen:
-                update.run()
+            lost = [fqn for update in chosen for fqn in update.run()]
         if not self._updates:
             # What is given back is used again on the stream that it is memory of.
             self._computing.wait_stream(self._stream)
             built.overlap.memory.free()
+        if lost:
+            raise ValueError(
+                f"{', '.join(lost)}: given other storage before their update was applied, which is lost; call "
+                "finish_step() of Muon before weights are replaced, or set overlap = 'none'"
+            )

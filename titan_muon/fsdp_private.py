@@ -96,6 +96,11 @@ class GatheredGroup:
     def __init__(self, group: Any) -> None:
         self._group = group
 
+    @property
+    def name(self) -> str:
+        """The module's name, once a forward has told FSDP2."""
+        return self._group._module_fqn or "the root module"
+
     def params(self) -> list[DTensor]:
         """Its sharded parameters."""
         return [param.sharded_param for param in self._group.fsdp_params]

@@ -1,7 +1,9 @@
 """Updates that the next forward applies: the numbers of steps that leave none, each layer's before it is gathered."""
 
+import gc
 import io
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -427,7 +429,7 @@ def in_order(run: Run) -> None:
     unsharded_early(run)
 
 
-GATHERED, REPLACED = "was all-gathered before its update was applied", "was given other storage before its update"
+GATHERED, REPLACED = "was all-gathered before its update was applied", "given other storage before their update"
 MISUSE: dict[str, tuple[Callable[[Run], None], Sharding, str]] = {
     "unsharded": (unsharded_early, Sharding(), f"layers.3: {GATHERED}"),
     "method": (
@@ -467,6 +469,39 @@ def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -
             assert not message or "finish_step()" in message
 
 
+def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
+    """Weights of a layer are replaced: the error, whether the others are as without, bytes held, and what is left."""
+    ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+    for run in (ours, theirs):
+        run.step(0)
+    ours.net.layers[1]._apply(torch.clone)
+    message = raised(ours.muon.finish_step)
+    pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
+    others = all(torch.equal(a, b) for (name, _), a, b in pairs if not name.startswith("layers.1."))
+    return message, others, buffers(ours), ours.muon.deferred.left
+
+
+def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
+    for message, others, held, left in run_ranks(part_replaced, 2):
+        assert message.startswith("layers.1.up.weight, layers.1.down.weight: given other storage")
+        assert (others, held, left) == (True, 0, False)
+
+
+def forgotten(rank: int, world_size: int) -> bool:
+    """Whether a model keeps a Muon that was closed."""
+    run = Run(Sharding())
+    run.step(0)
+    run.muon.close()
+    muon = weakref.ref(run.muon)
+    del run.muon
+    gc.collect()
+    return muon() is None
+
+
+def test_a_model_does_not_keep_a_muon_that_was_closed() -> None:
+    assert run_ranks(forgotten, 2) == [True, True]
+
+
 class Bare(nn.Module):
     """Matrices that no module of FSDP2 has."""
 
@@ -498,11 +533,13 @@ def refusals(rank: int, world_size: int) -> list[str]:
         raised(unattached.step),
         raised(scaled.step),
         raised(lambda: apply_in_forward(half.inner, unattached)),
+        raised(lambda: apply_in_forward(run.net, run.muon)),
     ]
 
 
 def test_what_cannot_be_left_is_refused_before_anything_is() -> None:
-    for bare, none, unattached, scaled, part in run_ranks(refusals, 2):
+    for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
+        assert twice == "apply_in_forward: was called for this Muon before; call it once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare
         assert "build it with overlap = 'forward'" in none
         assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached

@@ -16,7 +16,7 @@ from tests.stream_order import Stream, StreamOrder, stream_order
 from tests.unit.test_overlap import LAYERS, planned
 from tests.unit.test_plan_timeline import four_rounds
 from titan_muon.fsdp_private import GatheredGroup
-from titan_muon.plan.machine import machine_of
+from titan_muon.plan.machine import Link, machine_of
 from titan_muon.plan.timeline import timeline
 from titan_muon.titan import compat
 
@@ -139,3 +139,12 @@ def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_fi
     # With one set of buffers each round but the last is back before the next can come.
     assert played[1].last.seconds == pytest.approx(3 * 1.8 + 1.4)
     assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
+
+
+def test_updates_come_one_after_the_other_behind_the_step() -> None:
+    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
+    plan, machine = four_rounds(backward=False)
+    # A rank updates a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are moved.
+    machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 10)
+    played = timeline(replace(plan, slots=4), machine, overlap="forward")
+    assert played.hidden == pytest.approx(3.0)

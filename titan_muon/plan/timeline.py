@@ -118,7 +118,7 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
     outside = {
         "none": None,
         "backward": _gathered(compress(times, before), len(ranks)),
-        "forward": max(0.0, clock.late - max(ends, default=0.0)),
+        "forward": max(0.0, max(clock.behind, default=0.0) - max(ends, default=0.0)),
     }
     return Timeline(
         machine.name,
@@ -178,7 +178,8 @@ class _Clock:
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
         self.now = [0.0] * ranks
-        self.computed = self.late = 0.0
+        self.computed = 0.0
+        self.behind = [0.0] * ranks
         self._wires = [0.0] * ranks
         self._streams: dict[tuple[int, ...], float] = {}
         self._over = [0.0] * len(times)
@@ -217,11 +218,11 @@ class _Clock:
     def apply(self, bucket: int, *, late: bool) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]
         for index, taken in zip(one.group, one.apply, strict=True):
-            done = max(now[index], over) + taken
             if late:
-                self.late = max(self.late, done)
+                # One after the other, on the stream of updates.
+                self.behind[index] = max(self.behind[index], now[index], over) + taken
             else:
-                now[index] = done
+                now[index] = max(now[index], over) + taken
 
     def _launch(self, bucket: int, leg: Sequence[float]) -> None:
         # Where whole copies have nothing to gather no rank waits for another.
