@@ -1,11 +1,11 @@
-"""Whether gathers in backward cost a training step anything: a recipe with and without, in CPU time of all ranks.
+"""What gathers in backward, or updates in forward, cost a training step: a recipe with and without, in CPU time.
 
     python benchmarks/bench_training.py --nproc 4 --config configs/qwen_moe_muon.toml --steps 24
 
 Further keys are the recipe's, as train.py takes them. Each process has one thread, talks over gloo, and trains the
-recipe from the same weights on the same batches: without, with, and once more without, which shows what two equal
-trainings differ by here. A step goes from the batch to the applied update; steps take turns, so that whatever else the
-machine does hits all alike. What waits takes no CPU time.
+recipe from the same weights on the same batches: without, with either, and once more without, which shows what two
+equal trainings differ by here. A step goes from the batch to the applied update; steps take turns, so that whatever
+else the machine does hits all alike. What waits takes no CPU time.
 """
 
 import json
