@@ -72,7 +72,8 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         muon: built with `overlap = "forward"`.
 
     Raises:
-        ValueError: if Muon leaves nothing to a forward, or this was called for it, and as `check_gathered`.
+        ValueError: if Muon leaves nothing to a forward, or this was called for it, and for parameters that are in no
+            module of `fully_shard`.
     """
     deferred = muon.deferred
     if not deferred.active:
@@ -81,7 +82,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         raise ValueError("apply_in_forward: was called for this Muon before; call it once")
     trained = {param: fqn for group in muon.param_groups for fqn, param in _named(group)}
     if muon.plan.buckets:
-        check_gathered(model, trained)
+        _check_gathered(model, trained)
     modules = _sharded(model)
     for name, module in modules.items():
         outer = [modules[other] for other in modules if other != name and _is_within(name, other)]
@@ -96,7 +97,7 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     deferred.attached = True
 
 
-def check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:
+def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:
     """Raise OptionError for the first parameters, by their names, that are in no FSDP module of the model."""
     gathered = {param for module in _sharded(model).values() for param in _params(own_groups(module))}
     if outside := [fqn for param, fqn in trained.items() if param not in gathered]:

@@ -8,14 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.dist.test_overlap import SLOW
 from tests.unit.plans import PROPERTY, plan_of, plans
-from tests.unit.test_plan_timeline import parameters
+from tests.unit.test_plan_timeline import STACK, parameters
 from titan_muon.options import Overlap
 from titan_muon.plan.layout import Geometries
 from titan_muon.plan.model_order import EARLY, ModelOrder, ordered_rounds
 from titan_muon.plan.owners import Task
 from titan_muon.plan.pieces import Pieces
-from titan_muon.plan.types import Bucket, Plan
+from titan_muon.plan.types import Bucket, Layout, Mesh, Parameter, Plan, Shard
 
 
 def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
@@ -31,11 +32,14 @@ def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
     return rounds, owners
 
 
+def pieces_of(plan: Plan) -> Pieces:
+    return Pieces(plan.matrices, Geometries(plan.parameters))
+
+
 @settings(PROPERTY, max_examples=200)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_what_takes_anothers_place_costs_its_owner_the_same(plan: Plan, overlap: Overlap) -> None:
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
-    rounds, owners = tasks_of(plan)
+    pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
     found, owned = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
     assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)
     assert owned.keys() == owners.keys()
@@ -52,8 +56,7 @@ def test_what_takes_anothers_place_costs_its_owner_the_same(plan: Plan, overlap:
 @settings(PROPERTY, max_examples=100)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
-    rounds, owners = tasks_of(plan)
+    pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
     found, _ = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
     kinds: dict[tuple[int, int], list[int]] = {}
     for tasks in found:
@@ -66,7 +69,7 @@ def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Over
 
 def test_a_matrix_stays_with_those_that_can_own_it() -> None:
     plan = plan_of(parameters(4, 4))
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    pieces = pieces_of(plan)
     rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
     owners = {(number, 0): number for number in range(4)}
     able = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
@@ -98,10 +101,16 @@ def test_what_has_no_early_matrix_is_hidden(matrices: list[tuple[int, int]], bac
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
 def test_what_the_user_wants_together_stays_together(overlap: Overlap) -> None:
     """All matrices of a layer with one owner."""
-    found = plan_of(parameters(16, 4), overlap=overlap, owners="per_layer")
-    taken = plan_of(parameters(16, 4), owners="per_layer")
-    by_matrix = [
-        {matrix: owner for b in plan.buckets for matrix, owner in zip(b.matrices, b.owners, strict=True)}
-        for plan in (found, taken)
+    layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
+    wide = Layout((64, 192), layout.mesh, layout.placements)
+    found = [
+        Parameter(f"layers.{number}.{name}", f"layers.{number}", of, STACK)
+        for number in range(10)
+        for name, of in (("q", layout), ("up", wide))[: 1 + (number % 3 > 0)]
     ]
-    assert by_matrix[0] == by_matrix[1]
+    plan = plan_of(found, overlap=overlap, owners="per_layer", machine=SLOW)
+    owners: dict[str, set[int]] = {}
+    for bucket in plan.buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            owners.setdefault(found[plan.matrices[matrix].parameter].layer, set()).add(owner)
+    assert {layer: len(taken) for layer, taken in owners.items()} == dict.fromkeys(owners, 1)
