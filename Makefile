@@ -67,7 +67,7 @@ gpu: $(if $(PYTHON_GPU),,$(NEWEST_STAMP))
 
 kernels: venv
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(TRITON_FOLDER) $(TRITON)
-	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/test_symmetric.py tests/unit/test_compile_kernels.py
+	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python -m pytest tests/unit/orthogonalize/test_symmetric.py tests/unit/benchmarks/test_compile_kernels.py
 	PYTHONPATH=$(TRITON_FOLDER) $(BIN)/python benchmarks/compile_kernels.py
 
 # Every package of the environment at the version it has now. Run it only to move the lock on purpose.

@@ -32,8 +32,8 @@ from benchmarks.contenders import MODELS, Model, ours, sharded
 from benchmarks.gpu.links import link_of, measure_links, memory_rate
 from titan_muon import Muon
 from titan_muon.orthogonalize import Dispatch, iteration, orthogonalize
-from titan_muon.plan.machine import LARGE_SIDE, MACHINES, Link, Machine
-from titan_muon.plan.timeline import timeline
+from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.terms.machine import LARGE_SIDE, MACHINES, Link, Machine
 
 LARGEST_MESSAGE = 2**22
 CPU = torch.device("cpu")

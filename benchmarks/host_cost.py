@@ -40,8 +40,8 @@ compat.install()
 
 from titan_muon import Muon
 from titan_muon.plan import Plan
-from titan_muon.plan.layout import Geometries
-from titan_muon.plan.types import Parameter
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.types import Parameter
 from titan_muon.titan.dry_run.meta_model import build_meta_model
 from titan_muon.titan.recipe import load
 
@@ -130,7 +130,7 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
             mock.patch("titan_muon.build.make_plan", return_value=plan),
-            mock.patch("titan_muon.executor.orthogonalize", lambda stack, *_, **__: stack),
+            mock.patch("titan_muon.step.executor.orthogonalize", lambda stack, *_, **__: stack),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)
     finally:

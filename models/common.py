@@ -7,7 +7,7 @@ from torchtitan.models.common import Embedding, Linear
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.common.param_init import skip_param_init
 
-from titan_muon.dtensor import held_indices, local, storage_device
+from titan_muon.tensors.dtensor import held_indices, local, storage_device
 
 Init = Callable[[torch.Tensor], object]
 

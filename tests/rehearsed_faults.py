@@ -31,9 +31,9 @@ def main(folder: Path) -> dict[str, list[str]]:
 
         from benchmarks.rehearsal.checks import Expected, collective_faults, faults
         from benchmarks.rehearsal.training import rehearse
-        from titan_muon.exchange import Exchange
-        from titan_muon.executor import Executor
-        from titan_muon.offload import Window
+        from titan_muon.comm.exchange import Exchange
+        from titan_muon.state.host import Window
+        from titan_muon.step.executor import Executor
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []

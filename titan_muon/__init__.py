@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .forward import apply_in_forward
-    from .hsdp import reduce_scatter_replicas
+    from .fsdp.forward_hooks import apply_in_forward
+    from .fsdp.replica_gradients import reduce_scatter_replicas
     from .muon import Muon
     from .owned import Owners, own
 
@@ -15,6 +15,10 @@ __all__ = ["Muon", "Owners", "apply_in_forward", "own", "reduce_scatter_replicas
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        home = {"Muon": "muon", "apply_in_forward": "forward", "reduce_scatter_replicas": "hsdp"}.get(name, "owned")
+        home = {
+            "Muon": "muon",
+            "apply_in_forward": "fsdp.forward_hooks",
+            "reduce_scatter_replicas": "fsdp.replica_gradients",
+        }.get(name, "owned")
         return getattr(import_module(f"titan_muon.{home}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

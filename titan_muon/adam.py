@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim.adam import adam
 
-from .dtensor import local, step_device
-from .offload import Transfer, Window, moved_state, moves, new_state, resolved
 from .options import SLOWEST_IN_BFLOAT16, Offload, OptionError, StateDtype
-from .params import placement_key
+from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .tensors.dtensor import local, step_device
+from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
 """Most bytes that come to the device together, or of states that have copies in the parameters' dtype at one time."""

@@ -14,31 +14,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import registry
-from .agreement import Agreement, PlanReport
-from .dtensor import mesh_axes, step_device, storage_device
-from .exchange import Collectives, Exchange
-from .executor import Executor, RankPlan
-from .faults import Fault, FaultReport, fault_of
-from .matrices import check_splits, planned
-from .mesh import without_groups
-from .momentum import check_not_owned, kept_by
-from .offload import check_offload, resolved
-from .options import Hyperparameters, MuonOptions, OptionError, check
+from .comm.agreement import Agreement, PlanReport
+from .comm.exchange import Collectives, Exchange
+from .comm.faults import Fault, FaultReport, fault_of
+from .features.early import Overlap
 from .options import Machine as MachineOptions
+from .options import MuonOptions, OptionError
 from .options import Overlap as OverlapOption
-from .orthogonalize import DTYPES, Dispatch, Iteration, Method, iteration, kernels_for
-from .overlap import Overlap
-from .params import TrainedParam, storage_fault
-from .plan.blocks import blocks_reason
-from .plan.cost import Work, WorkOf
-from .plan.groups import components
-from .plan.layout import Geometries
-from .plan.machine import Machine, machine_of
+from .orthogonalize import DTYPES, Dispatch, Iteration, Method, kernels_for
 from .plan.planner import make_plan
 from .plan.program import collective_ranks, make_program
-from .plan.slices import teams_in
-from .plan.state_ranks import with_state_ranks
-from .plan.types import Matrix, Parameter, Plan
+from .plan.search.state import with_state_ranks
+from .plan.terms.blocks import blocks_reason
+from .plan.terms.groups import components
+from .plan.terms.layout import Geometries
+from .plan.terms.machine import Machine, machine_of
+from .plan.terms.slices import teams_in
+from .plan.terms.types import Matrix, Parameter, Plan
+from .plan.terms.work import Work, WorkOf
+from .state.groups import iteration_changed, iteration_of
+from .state.host import check_offload
+from .state.momentum import check_not_owned, kept_by
+from .step.executor import Executor, RankPlan
+from .tensors.dtensor import mesh_axes, step_device, storage_device
+from .tensors.matrices import check_splits, planned
+from .tensors.mesh import without_groups
+from .tensors.storage import TrainedParam, storage_fault
 
 
 @dataclass(frozen=True)
@@ -167,19 +168,6 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
     return work
 
 
-def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """The Newton-Schulz iteration of a parameter group. Raises ValueError for coefficients that are none."""
-    return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
-
-
-def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
-    try:
-        return iteration_of(group) != planned
-    except ValueError:
-        return True
-
-
 def plan_changed(planned: RankPlan, params: Sequence[TrainedParam]) -> bool:
     """Whether the step of these parameters is another one than was planned."""
     # What is trained may have changed too: parameters are frozen and thawed between checkpoints.
@@ -210,24 +198,6 @@ def faults_here(
         found.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
         moved = moved or not there
     return found, moved
-
-
-def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:
-    """The options as the parameters in these groups have them. Raises ValueError as `check_group`."""
-    for group in groups:
-        check_group(group)
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    return replace(options, offload=resolved(options.offload, parameters))
-
-
-def check_group(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a group has names and hyperparameters in range."""
-    if "param_names" not in group:
-        raise ValueError(
-            "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
-        )
-    check(Hyperparameters, group)
-    iteration_of(group)
 
 
 def report_of(planned: RankPlan, options: MuonOptions, groups: Sequence[Mapping[str, Any]]) -> PlanReport:

@@ -17,22 +17,23 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import registry
-from .agreement import Agreement
-from .build import Built, build, checked, faults_here, plan_changed, plan_rank, rebuild, report_of
-from .copies import not_copies
-from .deferred import Deferred
-from .dtensor import mesh_groups
-from .exchange import Exchange
-from .faults import STORAGE_FAULTS, Fault, check_faults, names_with
-from .momentum import copy_average, moved, with_states
-from .offload import moves, with_offload
+from .build import Built, build, faults_here, plan_changed, plan_rank, rebuild, report_of
+from .comm.agreement import Agreement
+from .comm.exchange import Exchange
+from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
+from .comm.replicas import not_copies
+from .features.late import Deferred
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
-from .params import Gradients, TrainedParam, gradients, trained_params
-from .plan.schedule import Act
-from .plan.types import Plan
-from .rounding import STEP
-from .saved import saved_averages
-from .scaling import Scaling
+from .plan.terms.schedule import Act
+from .plan.terms.types import Plan
+from .state.groups import checked
+from .state.host import moves, with_offload
+from .state.momentum import copy_average, moved, with_states
+from .state.saved import saved_averages
+from .step.gradients import Gradients, gradients
+from .step.scaling import Scaling
+from .tensors.dtensor import mesh_groups
+from .tensors.storage import STEP, TrainedParam, trained_params
 
 
 class Muon(Optimizer):

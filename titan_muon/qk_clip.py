@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import start_max
-from .dtensor import held_indices, local, storage_device
+from .comm.agreement import start_max
+from .tensors.dtensor import held_indices, local, storage_device
 
 
 @dataclass(frozen=True)

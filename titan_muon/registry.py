@@ -93,7 +93,7 @@ class ExchangeEntry:
 
 
 def _collectives() -> Any:
-    from .exchange import Collectives
+    from .comm.exchange import Collectives
 
     return Collectives()
 

@@ -21,8 +21,8 @@ from benchmarks.rehearsal.recorder import LiveMemory, Operations, storages
 from benchmarks.rehearsal.seen import UNEQUAL, Bytes, Collective, Seen
 from benchmarks.rehearsal.subject import build_trainer, without_files
 from titan_muon.muon import Muon
-from titan_muon.offload import Transfer, Window
 from titan_muon.owned import private
+from titan_muon.state.host import Transfer, Window
 from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.run.trainer import MuonTrainer
 

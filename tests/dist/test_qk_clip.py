@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from benchmarks.c10d_counter import Call, CollectiveCounter
 from tests import tiny
 from tests.dist.harness import run_ranks
-from tests.dist.test_training_layouts import train
+from tests.dist.titan.test_training_layouts import train
 from tests.reference_qk_clip import HEADS, clipped, layer, whole_weights
 from titan_muon.owned.param import place_on_owners
 from titan_muon.owned.state_dict import gather

@@ -10,7 +10,7 @@ from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
-from titan_muon.executor import Executor
+from titan_muon.step.executor import Executor
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_muon.matrices import stack_of
 from titan_muon.options import Machine, MuonOptions, Overlap, Split
-from titan_muon.plan.cost import Work, sliced_elements, standard_elements, standard_flops, team_cost
-from titan_muon.plan.layout import Geometries
 from titan_muon.plan.planner import make_plan
-from titan_muon.plan.types import (
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.types import (
     Bucket,
     Interval,
     Layout,
@@ -33,6 +31,8 @@ from titan_muon.plan.types import (
     Shard,
     StridedShard,
 )
+from titan_muon.plan.terms.work import Work, sliced_elements, standard_elements, standard_flops, team_cost
+from titan_muon.tensors.matrices import stack_of
 
 # The same examples in every run: a failure is never a matter of luck.
 PROPERTY = settings(

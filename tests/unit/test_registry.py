@@ -16,7 +16,7 @@ from titan_muon.titan import compat
 compat.install()
 
 # Registers the optimizers of this package.
-import titan_muon.titan.optimizers  # noqa: E402, F401
+import titan_muon.titan.assign.container  # noqa: E402, F401
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from titan_muon.options import OptionError, StepOptions, check
-from titan_muon.plan.cost import (
+from titan_muon.plan.terms.work import (
     TeamCost,
     gram_elements,
     gram_flops,

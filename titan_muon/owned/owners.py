@@ -3,20 +3,137 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from functools import partial
+from math import prod
 from typing import Literal, get_args
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
-from ..options import Owner, PlacementRule, Split
-from ..plan.ownership import Ownership, assign_owners, load_lines
+from ..options import OptionError, Owner, PlacementRule, Split, check
+from ..plan.owned.ownership import OwnedItem, Ownership, assign_owners, load_lines
+from ..plan.terms.types import MatrixStack
+from ..plan.terms.work import standard_flops
+from ..tensors.dtensor import layer_of
+from ..tensors.matrices import stack_of
 from .hooks import HookContext
-from .items import FIVE_STANDARD_STEPS, FlopCount, cut_by_peers, owned_items
-from .param import ParamModuleInfo, is_owned, owner_mesh
+from .param import Inner, ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext
-from .rules import check_rules, placed
+
+FlopCount = Callable[[int, int], int]
+"""FLOPs of orthogonalizing a matrix of (rows, columns)."""
+
+FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
+
+
+def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
+    """The parameters that tensor parallelism cuts, each with its mesh, the same for all.
+
+    Raises ValueError for what no single rank can hold for its peers.
+    """
+    found: dict[str, DeviceMesh] = {}
+    for fqn, parameter in parameters.items():
+        inner = Inner.of(parameter)
+        if inner.mesh is None or all(placement.is_replicate() for placement in inner.placements):
+            continue
+        other = next(iter(found.values()), inner.mesh)
+        if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != other:
+            raise ValueError(
+                f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' takes what "
+                "Shard cuts on one mesh of one axis: leave it to 'peers'"
+            )
+        found[fqn] = inner.mesh
+    return found
+
+
+def owned_items(
+    parameters: Mapping[str, Tensor],
+    owners: Mapping[str, Owner],
+    *,
+    gathered: Mapping[str, DeviceMesh],
+    split: Sequence[Split],
+    flops: FlopCount,
+    elementwise: Collection[Tensor],
+) -> list[OwnedItem]:
+    """What each parameter weighs.
+
+    One of the peers on their mesh holds all of what is `gathered`, and then each of them a copy of everything else.
+    """
+    peers = next((mesh.size() for mesh in gathered.values()), 1)
+    items = []
+    for fqn, parameter in parameters.items():
+        counted = None if parameter in elementwise or parameter.ndim < 2 else flops
+        item = _item(fqn, parameter, owners[fqn], split, counted, whole=fqn in gathered)
+        items.append(item if fqn in gathered else replace(item, copies=peers))
+    return items
+
+
+def _item(
+    fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
+) -> OwnedItem:
+    """What a parameter weighs, or with `whole` all pieces of it together; without `flops`, its bytes alone."""
+    inner = Inner.of(parameter)
+    held = parameter.shape if whole else inner.size(parameter.shape)
+    size = held.numel() * parameter.element_size()
+    if flops is None:
+        return OwnedItem(fqn, layer_of(fqn), 0, size, owner=owner)
+    stack = stack_of(fqn, parameter.shape, split)
+    columns = prod(parameter.shape[stack.row_dims :])
+    cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
+    # Pieces along dim 0 come together as a whole alone: parts of several owners have no rows of their own in a piece.
+    if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
+        return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
+    # Of a stack that expert parallelism has cut, this rank and its peers divide what is theirs.
+    return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
+
+
+def _is_stack(parameter: Tensor, stack: MatrixStack) -> bool:
+    """Whether no matrix of a parameter has rows of two of its slices along dim 0."""
+    height = prod(parameter.shape[1 : stack.row_dims])
+    return stack.row_dims > 1 and all(
+        matrix.rows[0].start // height == (matrix.rows[-1].stop - 1) // height for matrix in stack.matrices
+    )
+
+
+def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[PlacementRule]) -> dict[str, Owner]:
+    """How the owners of each parameter that is owned are found; `chosen` are owned where no rule matches."""
+    found: dict[str, Owner] = {}
+    for name in names:
+        index = _first(name, rules)
+        if index is None and name in chosen:
+            found[name] = "balanced"
+        elif index is not None and rules[index].placement == "owned":
+            found[name] = rules[index].owner
+    return found
+
+
+def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
+    """Raise ValueError for a rule that no parameter follows, and for one that says what no rule can."""
+    # A misspelt glob would otherwise leave its parameters where they were, and nothing would tell.
+    used = {_first(name, rules) for name in names}
+    for index, rule in enumerate(rules):
+        place = f"placement.rule[{index}]"
+        try:
+            check(PlacementRule, vars(rule))
+        except OptionError as error:
+            raise ValueError(f"{place}.{error}") from error
+        if index not in used:
+            raise ValueError(
+                f"{place}.match = {rule.match!r} matches no parameter: nothing has such a name, or rules before it "
+                "match all that have; correct it, move it up or remove it"
+            )
+        if rule.placement == "shard0" and rule.owner != "balanced":
+            raise ValueError(f"{place}.owner = {rule.owner!r}: what is sharded has no owner; set placement = 'owned'")
+
+
+def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
+    # fnmatchcase, not fnmatch: that one folds case on some systems, and the same rules would place otherwise there.
+    return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
+
 
 TensorParallel = Literal["peers", "whole"]
 """Who holds a matrix that tensor parallelism cuts: each of its ranks a piece, or one of them all."""

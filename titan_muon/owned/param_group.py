@@ -15,12 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..dtensor import local
+from ..tensors.dtensor import local
 from . import private
-from .collectives import OwnerCollectives
+from .comm import OwnerCollectives, Peers, Streams
 from .param import OwnedParam, OwnedPart
-from .peers import Peers
-from .streams import Streams
 
 # [Note: one buffer for ever]
 # Autograd saves views of unsharded parameters for backward. So the buffer and the parameters on it are made once, and

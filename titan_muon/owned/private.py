@@ -1,6 +1,6 @@
 """The private parts of PyTorch that owned placement needs.
 
-`tests/unit/test_owned_private.py` fails on a version of PyTorch where one of them is gone or does something else.
+`tests/unit/owned/test_private.py` fails on a version of PyTorch where one of them is gone or does something else.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.tensor import DTensor
 
-from ..mesh import MeshWithoutGroups
+from ..tensors.mesh import MeshWithoutGroups
 
 
 class OwnerMesh(MeshWithoutGroups):

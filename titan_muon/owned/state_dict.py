@@ -14,10 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..dtensor import local
-from ..plan.layout import chunk
-from .inner import Inner
-from .param import holders, is_owned
+from ..plan.terms.layout import chunk
+from ..tensors.dtensor import local
+from .param import Inner, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
 

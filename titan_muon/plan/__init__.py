@@ -2,6 +2,6 @@
 
 from .planner import make_plan
 from .summary import Summary, summarize
-from .types import Plan
+from .terms.types import Plan
 
 __all__ = ["Plan", "Summary", "make_plan", "summarize"]

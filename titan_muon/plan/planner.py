@@ -7,22 +7,22 @@ from dataclasses import replace
 from functools import cache
 
 from ..options import MuonOptions, OptionError
-from .blocks import blocks_reason, in_blocks
-from .buckets import home_flops
-from .cost import Work, WorkOf
-from .cuts import WORTH, check_split_over, slices_reason, with_cuts
-from .exchanges import PATTERNS
-from .groups import assemblies
-from .layout import Geometries
-from .machine import Machine, machine_of
-from .over_copies import copies_reason, over_copies
-from .owners import OWNERS, Task
-from .pieces import Pieces
-from .search import Draft, Problem, fastest
-from .state_ranks import able_owners
-from .tensor_parallel import check_tensor_parallel, with_peers
-from .times import Costs
-from .types import Matrix, Parameter, Plan
+from .cost.times import Costs
+from .exchange.all_gather import PATTERNS
+from .search.over_replicas import copies_reason, over_copies
+from .search.owners import OWNERS, Task
+from .search.rounds import home_flops
+from .search.search import Draft, Problem, fastest
+from .search.slices import WORTH, check_split_over, slices_reason, with_cuts
+from .search.state import able_owners
+from .search.tensor_parallel import check_tensor_parallel, with_peers
+from .terms.blocks import blocks_reason, in_blocks
+from .terms.groups import assemblies
+from .terms.layout import Geometries
+from .terms.machine import Machine, machine_of
+from .terms.pieces import Pieces
+from .terms.types import Matrix, Parameter, Plan
+from .terms.work import Work, WorkOf
 
 
 def make_plan(

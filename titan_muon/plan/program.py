@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .exchanges import PATTERNS
-from .layout import Geometries
-from .legs import BucketProgram, Collective, Leg, Parcel
-from .pieces import Pieces, Ranks
-from .schedule import Turn, late_rounds, schedule
-from .slices import teams_in
-from .types import Piece, Plan
+from .exchange.all_gather import PATTERNS
+from .exchange.phases import BucketProgram, Collective, Leg, Parcel
+from .terms.layout import Geometries
+from .terms.pieces import Pieces, Ranks
+from .terms.schedule import Turn, late_rounds, schedule
+from .terms.slices import teams_in
+from .terms.types import Piece, Plan
 
 __all__ = ["BucketProgram", "Collective", "Home", "Leg", "Parcel", "Program", "make_program"]
 

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .batches import counted_batches
-from .buckets import home_flops, longest_path
-from .layout import Geometries
-from .patterns import KindCounts
-from .pieces import Pieces
-from .state_ranks import state_elements
-from .totals import Totals, home_counts
-from .types import Plan
+from .cost.batches import counted_batches
+from .cost.totals import Totals, home_counts
+from .exchange.pattern import KindCounts
+from .search.rounds import home_flops, longest_path
+from .search.state import state_elements
+from .terms.layout import Geometries
+from .terms.pieces import Pieces
+from .terms.types import Plan
 
 
 @dataclass(frozen=True)

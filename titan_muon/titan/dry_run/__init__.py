@@ -1,1 +1,1 @@
-"""What training a recipe would do, shown without training: the model on the meta device, its plan and its memory."""
+"""What a recipe would do, without processes and devices: its plan, its memory and its owners."""

@@ -10,17 +10,17 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
-from titan_muon.dtensor import local
-from titan_muon.foreach import call_bytes
-from titan_muon.offload import TRANSFERS_AT_ONCE, host_bytes
 from titan_muon.options import Offload
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
-from titan_muon.plan.ownership import OwnedTotals
-from titan_muon.plan.state_ranks import state_elements
+from titan_muon.plan.owned.ownership import OwnedTotals
+from titan_muon.plan.search.state import state_elements
+from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
+from titan_muon.step.foreach import call_bytes
+from titan_muon.tensors.dtensor import local
+from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
-from titan_muon.titan.optimizers import offload_of
 from titan_muon.titan.recipe import Recipe
 
 

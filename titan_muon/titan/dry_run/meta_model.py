@@ -22,15 +22,15 @@ from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
 from titan_muon.titan import compat
+from titan_muon.titan.assign.container import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
+from titan_muon.titan.assign.explain import stage_ranks
+from titan_muon.titan.assign.roles import see
+from titan_muon.titan.assign.rules import Assignment
 from titan_muon.titan.device import planning_for
-from titan_muon.titan.explain import stage_ranks
 from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import reduced_bytes
-from titan_muon.titan.optimizers import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
-from titan_muon.titan.reading.roles import see
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
-from titan_muon.titan.rules import Assignment
 from titan_muon.titan.run.runs import Run
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config

@@ -11,12 +11,10 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
-from titan_muon.plan.ownership import OwnedTotals
-from titan_muon.plan.replicas import ReplicaTraffic, replica_traffic
-from titan_muon.plan.timeline import Timeline, timeline
-from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
-from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
-from titan_muon.titan.explain import (
+from titan_muon.plan.cost.replicas import ReplicaTraffic, replica_traffic
+from titan_muon.plan.cost.timeline import Timeline, timeline
+from titan_muon.plan.owned.ownership import OwnedTotals
+from titan_muon.titan.assign.explain import (
     optimizer_lines,
     owned_step_lines,
     owner_lines,
@@ -28,6 +26,8 @@ from titan_muon.titan.explain import (
     replica_lines,
     weight_lines,
 )
+from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns

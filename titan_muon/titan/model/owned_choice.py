@@ -13,18 +13,18 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.build import iteration_of, plan_parameters, planning_machine
-from titan_muon.dtensor import layout_of
-from titan_muon.matrices import stack_of
 from titan_muon.options import MuonOptions, Owner, Split
 from titan_muon.orthogonalize import Dispatch
-from titan_muon.owned.items import FlopCount, cut_by_peers, owned_items
+from titan_muon.owned.owners import FlopCount, cut_by_peers, owned_items
 from titan_muon.owned.private import joint_mesh
-from titan_muon.plan.owned_choice import Passes, TrainingCost, cheapest, pass_seconds, rest_bytes
-from titan_muon.plan.owned_space import OwnedSpace, OwnedTensor
-from titan_muon.plan.ownership import assign_owners
-from titan_muon.plan.timeline import timeline
-from titan_muon.plan.types import Mesh, Replicate
-from titan_muon.titan.optimizers import optimizer_config
+from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.owned.choice import Passes, TrainingCost, cheapest, pass_seconds, rest_bytes
+from titan_muon.plan.owned.ownership import assign_owners
+from titan_muon.plan.owned.space import OwnedSpace, OwnedTensor
+from titan_muon.plan.terms.types import Mesh, Replicate
+from titan_muon.tensors.dtensor import layout_of
+from titan_muon.tensors.matrices import stack_of
+from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.recipe import Recipe, recipe_error
 
 REASONS = "_owned_reasons"

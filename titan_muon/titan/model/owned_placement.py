@@ -16,22 +16,22 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
-from titan_muon.matrices import split_of
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
+from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
-from titan_muon.owned.rules import check_rules, placed
-from titan_muon.plan.owned_choice import Passes
+from titan_muon.plan.owned.choice import Passes
 from titan_muon.registry import Parallelize
+from titan_muon.tensors.matrices import split_of
 from titan_muon.titan import compat
+from titan_muon.titan.assign.container import optimizer_config
+from titan_muon.titan.assign.roles import Seen, see
+from titan_muon.titan.assign.rules import Assignment, assign, splits_with
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.model.owned_choice import REASONS, Owning, Wanted, decide
-from titan_muon.titan.optimizers import optimizer_config
-from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import Recipe, RecipeError
 from titan_muon.titan.recipe.degrees import passes_per_step
-from titan_muon.titan.rules import Assignment, assign, splits_with
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:

@@ -7,8 +7,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_muon import registry
 from titan_muon.titan import compat
+from titan_muon.titan.assign.roles import Seen, see
 from titan_muon.titan.model.attention import use_attention
-from titan_muon.titan.reading.roles import Seen, see
 from titan_muon.titan.recipe import RecipeError
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDatalo
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from titan_muon.titan import compat
-from titan_muon.titan.optimizers import HybridOptimizers
+from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import say
 

@@ -21,10 +21,9 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.build import planning_machine
 from titan_muon.muon import Muon
 from titan_muon.plan import Plan, summarize
-from titan_muon.plan.replicas import replica_traffic
+from titan_muon.plan.cost.replicas import replica_traffic
 from titan_muon.titan import compat
-from titan_muon.titan.device import compute_capability, on_accelerator
-from titan_muon.titan.explain import (
+from titan_muon.titan.assign.explain import (
     optimizer_lines,
     owned_step_lines,
     owner_lines,
@@ -36,6 +35,7 @@ from titan_muon.titan.explain import (
     replica_lines,
     stage_ranks,
 )
+from titan_muon.titan.device import compute_capability, on_accelerator
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock

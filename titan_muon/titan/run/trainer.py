@@ -15,11 +15,11 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
 from titan_muon.titan import compat
-from titan_muon.titan.clip import GradientClip
+from titan_muon.titan.assign.clip import GradientClip
+from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.data.loader import bytes_per_token
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.model.qk_clip import build_qk_clip
-from titan_muon.titan.optimizers import HybridOptimizers
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints

@@ -13,6 +13,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.tools.profiler import Profiler
 
 from titan_muon.titan import compat
+from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.data.loader import dataloader_config, tokenizer_config, vocab_size
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.device import loss_chunks, on_accelerator
@@ -20,7 +21,6 @@ from titan_muon.titan.model.parallelize import with_placement
 from titan_muon.titan.model.qk_clip import observe_logits
 from titan_muon.titan.model.quantization import float8_converters
 from titan_muon.titan.model.spec import model_spec, whole_model
-from titan_muon.titan.optimizers import optimizer_config
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.constraints import owns, scheduled_steps
 from titan_muon.titan.recipe.degrees import local_batch_size

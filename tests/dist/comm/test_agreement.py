@@ -1,0 +1,229 @@
+"""What ranks agree on before a step and at a load: every rank takes part, and nobody is left waiting."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.nn import Parameter
+
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS, named, parameters, placed, set_gradients
+from tests.reference_muon import ReferenceMuon
+from titan_muon import Muon
+from titan_muon.build import report_of
+from titan_muon.comm.agreement import PlanReport, check_reports
+
+
+def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
+    """Ranks 0 and 1 share a matrix, the others have none: does the step equal the reference, and on how many?"""
+    mesh = DeviceMesh("cpu", [0, 1])
+    whole = [torch.randn(16, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    reference = ReferenceMuon({"w": whole[0].clone()})
+    reference.step({"w": whole[1]})
+    if rank > 1:
+        muon = Muon([], lr=0.02, orthogonalize="reference")
+        muon.step()
+        return True, muon.orthogonalized
+    param = Parameter(placed(whole[0], mesh))
+    param.grad = placed(whole[1], mesh)
+    muon = Muon([("w", param)], lr=0.02, orthogonalize="reference")
+    muon.step()
+    return torch.equal(param.to_local(), reference.params["w"].chunk(2)[rank]), muon.orthogonalized
+
+
+def test_a_rank_without_matrices_takes_part_and_holds_nobody_up() -> None:
+    found = run_ranks(some_without_matrices, 4, timeout=SECONDS)
+    assert [same for same, _ in found] == [True] * 4
+    assert sum(done for _, done in found) == 1
+
+
+def none_at_all(rank: int, world_size: int) -> str:
+    try:
+        Muon([])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_no_matrix_on_any_rank_is_an_error_on_all() -> None:
+    assert all("no parameter to train" in text for text in run_ranks(none_at_all, 2, timeout=SECONDS))
+
+
+def payload_of_construction(rank: int, world_size: int, layers: int) -> int:
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = [(f"layers.{i}.w", Parameter(placed(torch.ones(16, 24), mesh))) for i in range(layers)]
+    with CollectiveCounter() as counter:
+        Muon(params)
+    return sum(call.payload for call in counter.calls)
+
+
+def test_what_ranks_compare_at_construction_does_not_grow_with_the_plan() -> None:
+    assert run_ranks(payload_of_construction, 2, 2, timeout=SECONDS) == run_ranks(
+        payload_of_construction, 2, 40, timeout=SECONDS
+    )
+
+
+def test_reports_of_a_thousand_ranks_that_agree_are_compared_once() -> None:
+    """Sixteen stages of 64 ranks each, as pipeline parallelism has them; and one rank that strays."""
+    reports, digests = {}, []
+    for stage in range(16):
+        ranks = tuple(range(64 * stage, 64 * stage + 64))
+        report = PlanReport(ranks=ranks, buckets=(ranks,), groups=(ranks,), sharing=(ranks,), signature=str(stage))
+        reports[report.digest()] = report
+        digests += [report.digest()] * 64
+    check_reports(digests, reports)
+    digests[70] = digests[0]
+    with pytest.raises(ValueError, match=r"ranks \[70\] planned another Muon step than rank 64"):
+        check_reports(digests, reports)
+
+
+def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
+    """The error of a load that one rank spoils, the plans made by it, and whether a step can follow."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = parameters(mesh)
+    muon = Muon(named(params))
+    set_gradients(params, mesh, 1)
+    muon.step()
+    state: dict[str, Any] = muon.state_dict()
+    plan = muon.plan
+    if change == "ns_steps":
+        state["param_groups"][0]["ns_steps"] = 3
+    elif change == "lr":
+        state["param_groups"][0]["lr"] = 0.5
+    elif change == "torch":
+        for name in ("lr_scale", "orthogonalize"):
+            state["param_groups"][0].pop(name, None)
+    elif change == "range" and rank == 1:
+        state["param_groups"][0]["momentum"] = 1.5
+    elif change == "momentum" and rank == 1:
+        del state["state"][0]["momentum_buffer"]
+    error = ""
+    try:
+        muon.load_state_dict(state)
+    except ValueError as raised:
+        error = str(raised)
+    set_gradients(params, mesh, 2)
+    muon.step()
+    return error, muon.param_groups[0]["ns_steps"], muon.plan is plan
+
+
+def test_a_state_that_is_wrong_on_one_rank_is_an_error_on_all() -> None:
+    for error, _, same_plan in run_ranks(load, 2, "momentum", timeout=SECONDS):
+        assert "no momentum with the parameter's mesh and placements; " in error
+        assert error.endswith("(on rank 1)")
+        assert same_plan
+
+
+def test_a_value_out_of_range_in_one_ranks_state_is_an_error_on_all() -> None:
+    for error, _, _ in run_ranks(load, 2, "range", timeout=SECONDS):
+        assert "momentum = 1.5 is not accepted" in error
+
+
+def test_another_optimizers_state_is_refused_by_what_it_lacks() -> None:
+    for error, _, _ in run_ranks(load, 2, "torch", timeout=SECONDS):
+        assert "of another optimizer: its groups have no lr_scale" in error
+
+
+def test_a_load_plans_again_only_if_newton_schulz_changed() -> None:
+    assert run_ranks(load, 2, "lr", timeout=SECONDS) == [("", 5, True)] * 2
+    assert run_ranks(load, 2, "ns_steps", timeout=SECONDS) == [("", 3, False)] * 2
+
+
+def loaded_momentum(rank: int, world_size: int) -> bool:
+    """After a load, is the step from the loaded momentum, and are its scheduler's changes seen?"""
+    mesh = init_device_mesh("cpu", (world_size,))
+    params, other = parameters(mesh), parameters(mesh)
+    muon, fresh = Muon(named(params)), Muon(named(other))
+    for step in (1, 2):
+        set_gradients(params, mesh, step)
+        muon.step()
+    for param, copy in zip(params.values(), other.values(), strict=True):
+        copy.data.copy_(param.data)
+    fresh.load_state_dict(muon.state_dict())
+    for optimizer, trained in ((muon, params), (fresh, other)):
+        optimizer.param_groups[0]["lr"] = 0.5
+        set_gradients(trained, mesh, 3)
+        optimizer.step()
+    return all(torch.equal(params[name].to_local(), other[name].to_local()) for name in params)
+
+
+def test_a_loaded_optimizer_goes_on_as_the_one_that_was_saved() -> None:
+    assert run_ranks(loaded_momentum, 2, timeout=SECONDS) == [True] * 2
+
+
+def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool]:
+    """Process groups made by a Muon and left by its close, and whether they have the world's time-out."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    placements = (Shard(0), Shard(1)) if joint else (Shard(0), Replicate())
+    param = Parameter(distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None))
+    before = len(dist.distributed_c10d._world.pg_map)
+    muon = Muon([("w", param)], replicas="redundant")
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    param.grad = distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None)
+    muon.step()
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    muon.close()
+    left = len(dist.distributed_c10d._world.pg_map) - before
+    return made, left, timeouts <= {timedelta(seconds=60)}
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_mesh_axis_lends_its_group_and_the_whole_world_needs_none(joint: bool) -> None:
+    assert run_ranks(groups_made, 4, joint, timeout=SECONDS) == [(0, 0, True)] * 4
+
+
+def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
+    """As above, where three axes make no group of just the ranks that share the matrix."""
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    param = Parameter(
+        distribute_tensor(torch.ones(16, 24), mesh, (Replicate(), Shard(0), Shard(1)), src_data_rank=None)
+    )
+    before = len(dist.distributed_c10d._world.pg_map)
+    muon = Muon([("w", param)], replicas="redundant")
+    made = len(dist.distributed_c10d._world.pg_map) - before
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    muon.set_timeout(timedelta(seconds=7))
+    changed = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    muon.close()
+    left = len(dist.distributed_c10d._world.pg_map) - before
+    return made, left, timeouts == {timedelta(seconds=60)} and changed == {timedelta(seconds=7)}
+
+
+def test_a_group_of_its_own_has_the_worlds_time_out_and_goes_with_the_optimizer() -> None:
+    assert run_ranks(own_group, 8, timeout=SECONDS) == [(1, 0, True)] * 8
+
+
+def opened(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    param = Parameter(placed(torch.ones(16, 24), mesh))
+    with CollectiveCounter() as counter:
+        Muon([("w", param)])
+    return [call.name for call in counter.calls]
+
+
+def test_connections_are_opened_at_construction() -> None:
+    for names in run_ranks(opened, 2, timeout=SECONDS):
+        assert any("alltoall" in name for name in names)
+
+
+def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
+    """A tensor prints its device, which has another index on every rank."""
+
+    def signature(lr: Any) -> str:
+        muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr)
+        return report_of(muon._built.planned, muon._options, muon.param_groups).signature
+
+    assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
+
+
+def test_a_default_device_of_the_user_is_not_taken_for_the_host() -> None:
+    param = Parameter(torch.ones(4, 4))
+    param.grad = torch.ones(4, 4)
+    with torch.device("meta"):
+        Muon([("w", param)]).step()
+    assert not torch.equal(param.detach(), torch.ones(4, 4))

@@ -1,0 +1,385 @@
+"""A step does what its plan says: bytes and calls counted at c10d level, matrices and FLOPs, and memory."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.dist.harness import run_ranks
+from titan_muon import Muon
+from titan_muon.options import MuonOptions
+from titan_muon.plan.planner import make_plan
+from titan_muon.plan.program import BucketProgram, make_program
+from titan_muon.plan.summary import Summary, summarize
+from titan_muon.plan.terms import types
+from titan_muon.plan.terms.types import Plan
+from titan_muon.plan.terms.work import Work
+from titan_muon.step.batch import Batch
+
+BF16, FP32 = 2, 4
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters of some shapes on one mesh."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+# EVEN divides by 8 ranks; of UNEVEN some are cut unevenly and some have fewer rows than ranks.
+EVEN = ((24, 40), (40, 24), (16, 16), (8, 56), (32, 8), (48, 16))
+UNEVEN = ((24, 40), (40, 24), (13, 18), (3, 16), (32, 8))
+EXPERTS = ((8, 12, 20), (8, 10, 14), (24, 40))
+STACKS = ((8, 12, 20), (16, 10, 14))
+CASES = {
+    2: {
+        "fsdp": Case((2,), (Shard(0),), UNEVEN),
+        "tp": Case((2,), (Shard(1),), UNEVEN),
+    },
+    4: {
+        "fsdp": Case((4,), (Shard(0),), EVEN),
+        "fsdp_uneven": Case((4,), (Shard(0),), UNEVEN),
+        "hsdp": Case((2, 2), (Replicate(), Shard(0)), UNEVEN),
+        "fsdp_tp_columns": Case((2, 2), (Shard(0), Shard(1)), ((13, 19), (7, 30), (24, 40))),
+        "fsdp_tp_rows": Case((2, 2), (_StridedShard(0, split_factor=2), Shard(0)), UNEVEN),
+        "ep": Case((4,), (Shard(0),), EXPERTS),
+        "ep_efsdp": Case((2, 2), (Shard(1), Shard(0)), EXPERTS),
+        "ep_whole": Case((4,), (Shard(0),), STACKS),
+    },
+    8: {
+        "fsdp": Case((8,), (Shard(0),), EVEN),
+        "hsdp": Case((2, 4), (Replicate(), Shard(0)), EVEN),
+        "fsdp_tp_columns": Case((4, 2), (Shard(0), Shard(1)), UNEVEN),
+        "ep_efsdp": Case((2, 4), (Shard(1), Shard(0)), EXPERTS),
+        "ep_efsdp_whole": Case((2, 4), (_StridedShard(0, split_factor=4), Shard(0)), STACKS),
+    },
+}
+ONE_BY_ONE = [(world, name, exchange) for world, cases in CASES.items() for name in cases for exchange in EXCHANGES]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """One rank's step.
+
+    Attributes:
+        words: payload of each all-reduce.
+        calls: collectives that carry pieces.
+        sent: their bytes to other ranks.
+        told: calls and bytes that the optimizer's own counters grew by.
+        flops: of all matrix products.
+        matrices: those orthogonalized, by index in the plan.
+    """
+
+    words: list[int]
+    calls: int
+    sent: int
+    told: tuple[int, int]
+    flops: int
+    matrices: list[int]
+
+
+class Watched(Muon):
+    """Muon that notes which matrices it orthogonalizes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        orthogonalize = self._built.executor._newton_schulz
+
+        def noted(batch: Batch, gradients: Any) -> None:
+            self.__dict__.setdefault("seen", []).extend(batch.matrices)
+            orthogonalize(batch, gradients)
+
+        self._built.executor._newton_schulz = noted
+
+
+def build(case: Case, exchange: str, **options: object) -> Watched:
+    """An optimizer of one case, with gradients."""
+    mesh = init_device_mesh("cpu", case.mesh)
+    params = []
+    for index, shape in enumerate(case.shapes):
+        generator = torch.Generator().manual_seed(index)
+        full = [torch.randn(shape, generator=generator) for _ in range(2)]
+        param, grad = (distribute_tensor(t, mesh, case.placements, src_data_rank=None) for t in full)
+        params.append((f"layers.{index}.weight", nn.Parameter(param)))
+        params[-1][1].grad = grad
+    return Watched(params, exchange=exchange, **{"orthogonalize": "reference", **options})
+
+
+def count(optimizer: Watched) -> Counted:
+    before = (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent)
+    with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
+        optimizer.step()
+    pieces = [call for call in counter.calls if call.name != "allreduce"]
+    return Counted(
+        words=[call.payload for call in counter.calls if call.name == "allreduce"],
+        calls=len(pieces),
+        sent=sum(call.sent for call in pieces),
+        told=(optimizer.exchange.traffic.calls - before[0], optimizer.exchange.traffic.bytes_sent - before[1]),
+        flops=flops.get_total_flops(),
+        matrices=optimizer.__dict__.pop("seen", []),
+    )
+
+
+def count_cases(rank: int, world_size: int) -> dict[tuple[str, str], tuple[Plan, list[Counted]]]:
+    """Two steps of every case of this world with every exchange."""
+    counted = {}
+    for name, case in CASES[world_size].items():
+        for exchange in EXCHANGES:
+            optimizer = build(case, exchange)
+            counted[name, exchange] = (optimizer.plan, [count(optimizer) for _ in range(2)])
+    return counted
+
+
+@cache
+def world(world_size: int) -> list[dict[tuple[str, str], tuple[Plan, list[Counted]]]]:
+    return run_ranks(count_cases, world_size)
+
+
+def result(world_size: int, name: str, exchange: str) -> tuple[Plan, Summary, list[Counted]]:
+    """The plan, its sums, and the second step of each rank; the first must have been the same."""
+    ranks = [counted[name, exchange] for counted in world(world_size)]
+    for _, (first, second) in ranks:
+        assert first == second
+    plan = ranks[0][0]
+    return plan, summarize(plan), [steps[1] for _, steps in ranks]
+
+
+def extra_calls(run: BucketProgram) -> int:
+    """gloo gathers equal parts only; of a ragged gather each part that is not empty is a broadcast of its own."""
+    splits = run.gathering.owned_splits
+    if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
+        return 0
+    return sum(split > 0 for split in splits) - 1
+
+
+@pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
+def test_bytes_and_calls_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+    plan, summary, counted = result(world_size, name, exchange)
+    for rank, (cost, mine) in enumerate(zip(summary.ranks, counted, strict=True)):
+        extra = sum(extra_calls(run) for run in make_program(plan, rank).buckets)
+        assert mine.sent == cost.bytes_sent
+        assert mine.calls == cost.collectives + extra
+        assert mine.told == (mine.calls, mine.sent)
+
+
+@pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
+def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_exchange_anything(
+    world_size: int, name: str, exchange: str
+) -> None:
+    plan, _, counted = result(world_size, name, exchange)
+    expected = [4 * len(plan.parameters)] if plan.buckets else []
+    assert [mine.words for mine in counted] == [expected] * world_size
+
+
+@pytest.mark.parametrize(("world_size", "name", "exchange"), ONE_BY_ONE)
+def test_flops_and_matrices_are_the_plans(world_size: int, name: str, exchange: str) -> None:
+    plan, summary, counted = result(world_size, name, exchange)
+    assert max(mine.flops for mine in counted) == max(cost.ns_flops for cost in summary.ranks)
+    for mine in counted:
+        assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
+    assert [len(mine.matrices) for mine in counted] == [cost.matrices for cost in summary.ranks]
+    if exchange != "all_gather":
+        assert sorted(m for mine in counted for m in mine.matrices) == list(range(len(plan.matrices)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [((8, 8), (types.Replicate(), types.Shard(0))), ((32, 2), (types.Shard(0), types.Shard(1)))],
+    ids=["hsdp", "fsdp_tp"],
+)
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter"])
+def test_64_ranks_orthogonalize_each_matrix_once(
+    mesh: tuple[int, ...], placements: tuple[types.Placement, ...], exchange: str
+) -> None:
+    layout = types.Layout((128, 96), types.Mesh(mesh, tuple(range(64))), placements)
+    stack = types.MatrixStack(1, (types.MatrixRows("", (types.Interval(0, 128),)),))
+    parameters = [types.Parameter(f"layers.{i}.weight", f"layers.{i}", layout, stack) for i in range(90)]
+    plan = make_plan(parameters, lambda _, rows, cols: Work("", rows * cols), MuonOptions(exchange=exchange))
+    done = [m for rank in range(64) for run in make_program(plan, rank).buckets for m in run.matrices]
+    assert sorted(done) == list(range(90))
+    assert summarize(plan).orthogonalizations == summarize(plan).muon_matrices == 90
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_an_all_to_all_over_fsdp_sends_the_least_that_is_possible(world_size: int) -> None:
+    plan, _, counted = result(world_size, "fsdp", "all_to_all")
+    elements = sum(matrix.numel for matrix in plan.matrices)
+    total = sum(mine.sent for mine in counted)
+    # The mean over N ranks is 2 (N - 1) / N x P b / N; multiplied by N² all of it is whole.
+    assert total * world_size == 2 * (world_size - 1) * elements * BF16
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(4, "ep_whole"), (8, "ep_efsdp_whole")])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_whole_experts_stay_at_home(world_size: int, name: str, exchange: str) -> None:
+    _, _, counted = result(world_size, name, exchange)
+    assert [(mine.calls, mine.sent, mine.words) for mine in counted] == [(0, 0, [])] * world_size
+    assert {len(mine.matrices) for mine in counted} == {24 // world_size}
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank: kept by construction besides the state, the plan's buffers, the workspace,
+    the plan's working memory; new in a step besides buffers and workspace."""
+
+    kept: int
+    buffers: int
+    workspace: int
+    work: int
+    new_in_step: int
+    left_by_step: int
+
+
+def allocated(fn: Callable[[], object]) -> tuple[object, int, int]:
+    """What `fn` returns, the most bytes that were allocated while it ran, and those left when it was done.
+
+    Every allocation and release of PyTorch's CPU allocator is an event of its profiler, those within kernels and on
+    the threads of gloo too.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        returned = fn()
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = list(accumulate((change for _, change in changes), initial=0))
+    return returned, max(live), live[-1]
+
+
+MATRIX = (64, 128)
+SMALL = 8192
+"""Bytes of what hosts tell each other, which gloo may release a little later; half of a matrix."""
+
+
+def settle() -> None:
+    """Give gloo's threads time to release the copies that collectives went through."""
+    dist.barrier()
+    time.sleep(0.5)
+
+
+def step_and_settle(optimizer: Muon) -> None:
+    optimizer.step()
+    settle()
+
+
+def measure(rank: int, world_size: int) -> dict[tuple[str, int], Memory]:
+    """For each exchange and number of matrices, the memory of building an optimizer and of its second step."""
+    measured = {}
+    for exchange in EXCHANGES:
+        for number in (8, 32):
+            case = Case((world_size,), (Shard(0),), (MATRIX,) * number)
+            settle()
+            optimizer, _, kept = allocated(partial(build, case, exchange))
+            assert isinstance(optimizer, Watched)
+            # Parameters and gradients are made there too.
+            state = 3 * number * prod(MATRIX) // world_size * FP32
+            optimizer.step()
+            _, new, left = allocated(partial(step_and_settle, optimizer))
+            cost = summarize(optimizer.plan).ranks[rank]
+            workspace = prod(MATRIX) * BF16
+            new -= cost.buffer_bytes + workspace
+            measured[exchange, number] = Memory(kept - state, cost.buffer_bytes, workspace, cost.work_bytes, new, left)
+    return measured
+
+
+@cache
+def memory() -> list[dict[tuple[str, int], Memory]]:
+    return run_ranks(measure, 4)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("number", [8, 32])
+def test_neither_construction_nor_a_step_keeps_memory(exchange: str, number: int) -> None:
+    for measured in memory():
+        mine = measured[exchange, number]
+        # gloo gathers and reduces through a copy of the whole buffer, and now and then keeps the last one for a while.
+        assert mine.kept < SMALL
+        assert mine.new_in_step > -SMALL, "buffers and workspace take memory in the step"
+        assert mine.left_by_step < (SMALL if exchange == "all_to_all" else mine.buffers)
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_new_memory_in_a_step_is_less_than_the_plans_buffers(exchange: str) -> None:
+    # gloo gathers and reduces through a copy of its own, as large as the whole buffer.
+    for measured in memory():
+        assert measured[exchange, 32].new_in_step <= 1.1 * measured[exchange, 32].buffers
+
+
+def test_an_all_to_all_takes_what_the_plan_says_in_all() -> None:
+    """Within 10 % of the plan's buffers and working memory, oneDNN's own scratch included."""
+    for measured in memory():
+        mine = measured["all_to_all", 32]
+        assert mine.buffers + mine.workspace + mine.new_in_step <= 1.1 * (mine.buffers + mine.work)
+
+
+def test_new_memory_in_an_all_to_all_step_is_that_of_one_matrix() -> None:
+    # Newton-Schulz holds the matrix twice and its square Gram matrix and polynomial, oneDNN packs two operands.
+    for measured in memory():
+        few, many = measured["all_to_all", 8], measured["all_to_all", 32]
+        assert many.new_in_step - few.new_in_step < SMALL
+        assert many.new_in_step < 6 * prod(MATRIX) * BF16
+
+
+METHODS: tuple[dict[str, Any], ...] = (
+    {"orthogonalize": "auto"},
+    {"orthogonalize": "auto", "ns_dtype": "float32"},
+    {"orthogonalize": "standard", "ns_dtype": "float16"},
+    {"orthogonalize": "gram", "ns_coefficients": "deepseek_v4", "ns_steps": 10},
+    {"orthogonalize": "auto", "ns_coefficients": "cubic", "ns_steps": 3},
+)
+
+
+def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]:
+    """For each of METHODS on a case of many equal shapes: what was counted, and the memory of another step."""
+    counted = []
+    for options in METHODS:
+        optimizer = build(Case((world_size,), (Shard(0),), (*EXPERTS, *(MATRIX,) * 32)), "all_to_all", **options)
+        counts = count(optimizer)
+        _, new, left = allocated(partial(step_and_settle, optimizer))
+        cost = summarize(optimizer.plan).ranks[rank]
+        executor = optimizer._built.executor
+        workspace = max(batch.whole.numel() for batch in executor.batches) * BF16
+        new -= cost.buffer_bytes + workspace
+        counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
+    return counted
+
+
+@cache
+def methods() -> list[list[tuple[Plan, Counted, tuple[int, int], tuple[int, int]]]]:
+    return run_ranks(count_methods, 4)
+
+
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
+def test_flops_are_the_plans_whatever_the_method(index: int) -> None:
+    for rank, counted in enumerate(methods()):
+        plan, mine, *_ = counted[index]
+        assert mine.flops == sum(plan.matrices[m].flops for m in mine.matrices)
+        assert mine.flops == summarize(plan).ranks[rank].ns_flops
+        assert len(mine.matrices) == summarize(plan).ranks[rank].matrices
+
+
+@pytest.mark.parametrize("index", range(len(METHODS)), ids=lambda i: str(METHODS[i]))
+def test_stacks_take_the_memory_that_the_plan_says(index: int) -> None:
+    """Beside buffers and the stack itself. oneDNN's scratch and the momentum of a piece come on top."""
+    for counted in methods():
+        plan, _, (new, left), (workspace, work) = counted[index]
+        assert max(work_of.batch for work_of in plan.works) > 1
+        assert left < SMALL
+        assert workspace < work
+        assert 0.5 * (work - workspace) < new <= 1.1 * work

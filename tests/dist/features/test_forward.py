@@ -1,0 +1,552 @@
+"""Updates that the next forward applies: the numbers of steps that leave none, each layer's before it is gathered."""
+
+import gc
+import io
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.dist.features.test_overlap import SLOW, raised
+from tests.dist.features.test_overlap_training import DIM, LAYERS, Net
+from tests.dist.harness import run_ranks
+from tests.dist.plan.test_hierarchical import SLOW_LINKS
+from titan_muon import Muon, apply_in_forward, reduce_scatter_replicas
+
+FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is sharded, by a mesh of shards, of replicas and shards, or of these and tensor parallelism.
+
+    The first `layers` of it are modules of FSDP2; with `apart` their linear layers too, of which with `mixed` each
+    layer's first is replicated.
+    """
+
+    mesh: tuple[int, ...] = (2,)
+    layers: int = LAYERS
+    apart: bool = False
+    reshards: bool = True
+    prefetches: bool = False
+    mixed: bool = False
+    compiled: bool = False
+    scatters: bool = False
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return ("shard",) if len(self.mesh) == 1 else ("replicate", "shard", "tp")[: len(self.mesh)]
+
+
+CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
+    "shards": (Sharding(), {}),
+    "prefetched": (Sharding(prefetches=True), {}),
+    "kept after forward": (Sharding(reshards=False), {}),
+    "by themselves": (Sharding(apart=True), {}),
+    "one module": (Sharding(layers=0), {}),
+    "compiled": (Sharding(compiled=True), {}),
+    "bfloat16": (Sharding(dtype=torch.bfloat16), {}),
+    "copies": (Sharding((2, 1), prefetches=True), {}),
+    "tensor parallelism alone": (Sharding((1, 1, 2)), {}),
+    "shards and copies": (Sharding(apart=True, mixed=True), {}),
+    "shards and copies, prefetched": (Sharding(apart=True, mixed=True, prefetches=True), {}),
+    "small buffers": (Sharding(), {"buffer_bytes": 4096}),
+    "float32 on the wire": (Sharding(), {"wire_dtype": "float32"}),
+    "replicas": (Sharding((2, 2)), {}),
+    "one momentum": (Sharding((2, 2), scatters=True), {"state": "owner"}),
+    "hierarchical": (Sharding((2, 2)), {"machine": SLOW_LINKS, "buffer_bytes": 2048}),
+    "tensor parallelism": (Sharding((1, 2, 2)), {}),
+    "summed results": (Sharding((4,)), {"exchange": "all_gather_reduce_scatter"}),
+    "redundant": (Sharding((4,)), {"exchange": "all_gather"}),
+}
+"""How a model is sharded, and Muon's options."""
+
+
+class Run:
+    """A model on a mesh and its Muon, whose learning rate halves behind each step."""
+
+    def __init__(self, sharding: Sharding, **options: Any) -> None:
+        self.sharding = sharding
+        self.mesh = init_device_mesh("cpu", sharding.mesh, mesh_dim_names=sharding.axes)
+        torch.manual_seed(0)
+        self.net = Net().to(sharding.dtype)
+        self._shard(self.mesh[tuple(axis for axis in sharding.axes if axis != "tp")])
+        self.named = [(name, param) for name, param in self.net.named_parameters() if isinstance(param, DTensor)]
+        self.muon = Muon(self.named, **(FORWARD | options))
+        if sharding.scatters:
+            reduce_scatter_replicas(self.net, self.muon)
+        if self.muon.deferred.active:
+            apply_in_forward(self.net, self.muon)
+        self.left: list[int] = []
+        for layer in self.net.layers:
+            layer.register_forward_pre_hook(self.note)
+
+    def _shard(self, data: DeviceMesh) -> None:
+        sharding, policy = self.sharding, MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        copies = init_device_mesh("cpu", (self.mesh.size(), 1), mesh_dim_names=("replicate", "shard"))
+        for number, layer in enumerate(self.net.layers):
+            if "tp" in sharding.axes:
+                parallelize_module(layer, self.mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if sharding.compiled:
+                layer.compile(backend="eager", fullgraph=True)
+            for place, linear in enumerate(layer.children() if sharding.apart else ()):
+                fully_shard(linear, mesh=copies if sharding.mixed and place == 0 else data, mp_policy=policy)
+            if number < sharding.layers:
+                fully_shard(layer, mesh=data, mp_policy=policy, reshard_after_forward=sharding.reshards)
+        fully_shard(self.net, mesh=data, mp_policy=policy)
+        for before, following in pairwise(self.sharded()[1:]) if sharding.prefetches else ():
+            before.set_modules_to_forward_prefetch([following])
+        for module in self.sharded():
+            # gloo has no PREMUL_SUM.
+            module.set_force_sum_reduction_for_comms(True)
+
+    def sharded(self) -> list[FSDPModule]:
+        """The modules of FSDP2, the root first."""
+        return [module for module in self.net.modules() if isinstance(module, FSDPModule)]
+
+    def weights(self) -> list[Tensor]:
+        """Copies of what is here of them now."""
+        return [param.to_local().detach().clone() for _, param in self.named]
+
+    def note(self, *_: Any) -> None:
+        """How many updates are left when a layer computes."""
+        if torch.compiler.is_compiling():
+            return
+        self.left.append(len(self.muon.deferred._updates))
+
+    def loss(self, step: int) -> Tensor:
+        places = list(self.mesh.get_coordinate() or ())
+        data = places[: 2 if len(places) > 1 else 1]
+        generator = torch.Generator().manual_seed(100 * step + sum(3**i * place for i, place in enumerate(data)))
+        output: Tensor = self.net(torch.randn(4, DIM, generator=generator).to(self.sharding.dtype))
+        return output.float().square().mean()
+
+    def step(self, step: int, microbatches: int = 2) -> None:
+        for _ in range(microbatches):
+            self.loss(step).backward()
+        self.muon.step()
+        for group in self.muon.param_groups:
+            group["lr"] /= 2
+        self.muon.zero_grad()
+
+    def tensors(self) -> list[Tensor]:
+        """Weights and momenta here, all steps done."""
+        self.muon.finish_step()
+        averages = [self.muon.state[param].get("momentum_buffer") for _, param in self.named]
+        return [*self.weights(), *(each.to_local().clone() for each in averages if each is not None)]
+
+
+def same(a: Run, b: Run) -> bool:
+    return all(map(torch.equal, a.tensors(), b.tensors()))
+
+
+def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[int], int, int]]:
+    """Whether they are those of a run that leaves nothing, and what was left by the steps of the one that does."""
+    found = {}
+    for name, (sharding, options) in CASES.items():
+        if prod(sharding.mesh) != world_size:
+            continue
+        ours, theirs = (Run(sharding, **options, overlap=each) for each in ("forward", "none"))
+        for step in range(STEPS):
+            ours.step(step)
+            theirs.step(step)
+        # Each of a step's two passes comes to a layer in forward, and again in backward.
+        left, sent = ours.left[-4 * LAYERS :], ours.muon.exchange.traffic.bytes_sent
+        begun = len(ours.muon.deferred._updates)
+        if name == "hierarchical":
+            assert {bucket.exchange for bucket in ours.muon.plan.buckets} == {"hierarchical"}
+        bytes_sent = sent, theirs.muon.exchange.traffic.bytes_sent
+        found[name] = (same(ours, theirs), begun, ours.muon.deferred.left, left, *bytes_sent)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_digits_are_those_of_steps_that_leave_nothing(world_size: int) -> None:
+    for cases in run_ranks(digits, world_size):
+        for name, (equal, begun, after, _, ours, theirs) in cases.items():
+            assert begun > 0, name
+            assert not after, name
+            assert equal, name
+            assert ours == theirs, f"{name}: what is left is no more bytes"
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_layers_come_to_their_own_updates_one_by_one(world_size: int) -> None:
+    for cases in run_ranks(digits, world_size):
+        _, begun, _, left, _, _ = cases["shards"]
+        first, others = left[:LAYERS], left[LAYERS:]
+        assert begun > first[0] > first[-1] == 0, "the first layer's are applied, and others wait"
+        assert first == sorted(first, reverse=True)
+        assert not any(others)
+        prefetching = cases["prefetched"][3][:LAYERS]
+        assert prefetching[0] <= first[0]
+        assert cases["one module"][3][0] == 0
+
+
+# --- who else reads or writes weights ---
+
+
+def evaluate(run: Run) -> object:
+    with torch.no_grad():
+        return run.loss(7)
+
+
+def infer(run: Run) -> object:
+    with torch.inference_mode():
+        return run.loss(7).item()
+
+
+def local(found: Mapping[str, object]) -> dict[str, Tensor]:
+    return {name: value.to_local().clone() for name, value in found.items() if isinstance(value, DTensor)}
+
+
+def state_dict(run: Run) -> object:
+    return local(run.net.state_dict())
+
+
+def layer_state_dict(run: Run) -> object:
+    return local(run.net.layers[LAYERS - 1].state_dict())
+
+
+def checkpoint(run: Run) -> object:
+    return local(get_model_state_dict(run.net))
+
+
+def optimizer_state(run: Run) -> object:
+    run.muon.state_dict()
+    return run.weights()
+
+
+def check(run: Run) -> object:
+    run.muon.check_last_step()
+    return run.weights()
+
+
+def finish(run: Run) -> object:
+    run.muon.finish_step()
+    return run.weights()
+
+
+def load(run: Run) -> object:
+    weights = {name: torch.full_like(value, 0.25) for name, value in run.net.state_dict().items()}
+    run.step(6)
+    return run.net.load_state_dict(weights)
+
+
+def load_checkpoint(run: Run) -> object:
+    weights: dict[str, Any] = {name: torch.full_like(param, 0.25) for name, param in run.named}
+    run.step(6)
+    return set_model_state_dict(run.net, weights)
+
+
+def load_optimizer(run: Run) -> object:
+    """Of another step, and with momentum that is offered as other tensors."""
+    saved = io.BytesIO()
+    torch.save(run.muon.state_dict(), saved)
+    run.step(6)
+    saved.seek(0)
+    run.muon.load_state_dict(torch.load(saved, weights_only=False))
+    return run.weights()
+
+
+def step_again(run: Run) -> object:
+    """Of gradients that no forward came before."""
+    for index, (_, param) in enumerate(run.named):
+        param.grad = torch.full_like(param, 0.1 + index).detach()
+    return run.muon.step()
+
+
+def by_closure(run: Run) -> object:
+    def closure() -> float:
+        run.muon.zero_grad()
+        loss = run.loss(8)
+        loss.backward()
+        return loss.item()
+
+    return run.muon.step(closure)
+
+
+def close(run: Run) -> object:
+    run.muon.close()
+    return run.weights()
+
+
+READ = (evaluate, infer, state_dict, layer_state_dict, checkpoint, optimizer_state, check, finish)
+WRITE = (load, load_checkpoint, load_optimizer, step_again, by_closure)
+BETWEEN: dict[str, Callable[[Run], object]] = {act.__name__: act for act in (*READ, *WRITE)}
+
+
+def alike(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(alike(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    return a == b or (a is None) == (b is None)
+
+
+def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
+    """Whether what is seen between two steps, and what is trained behind it, is that of a run that leaves nothing."""
+    found = {}
+    for name, act in BETWEEN.items():
+        ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+        for step in range(2):
+            ours.step(step)
+            theirs.step(step)
+        assert ours.muon.deferred.left
+        seen = alike(act(ours), act(theirs))
+        ours.step(3)
+        theirs.step(3)
+        found[name] = seen, same(ours, theirs)
+    ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+    for run in (ours, theirs):
+        run.step(0)
+    return found | {"close": (alike(close(ours), close(theirs)), True)}
+
+
+def test_whoever_reads_or_writes_weights_finds_them_updated() -> None:
+    for found in run_ranks(after_a_step, 2):
+        assert set(found) == {*BETWEEN, "close"}
+        assert found == dict.fromkeys(found, (True, True))
+
+
+def buffers(run: Run) -> int:
+    return sum(buffer.untyped_storage().nbytes() for buffer in run.muon.exchange.buffers)
+
+
+def memory(rank: int, world_size: int) -> tuple[int, list[int], int]:
+    """Bytes of buffers behind a step, when each layer computes, and behind the forward."""
+    run, seen = Run(Sharding()), list[int]()
+    run.step(0)
+    behind = buffers(run)
+    for layer in run.net.layers:
+        layer.register_forward_pre_hook(lambda *_: seen.append(buffers(run)))
+    evaluate(run)
+    return behind, seen, buffers(run)
+
+
+def test_buffers_are_there_until_the_last_layer_has_its_results() -> None:
+    for behind, seen, after in run_ranks(memory, 2):
+        assert behind > 0
+        assert seen[0] == behind, "the first layer"
+        assert seen[-1] == after == 0, "the last one"
+
+
+# --- faults, and what cannot be ---
+
+
+def faulty(run: Run, bad: str) -> list[str]:
+    """Rank 1 has no gradient, or one that is not finite, of one matrix in the second step; what each step raises."""
+    messages = []
+    for step in range(STEPS):
+        run.loss(step).backward()
+        if (torch.distributed.get_rank(), step) == (1, 1):
+            (param,) = (param for name, param in run.named if name == "layers.2.up.weight")
+            assert isinstance(param.grad, DTensor)
+            param.grad.to_local()[0, 0] = torch.nan
+            if bad == "missing":
+                param.grad = None
+        messages.append(raised(run.muon.step))
+        run.muon.zero_grad()
+    return messages
+
+
+FAULTS = {
+    "missing": {"missing_grad": "error"},
+    "missing, skipped": {"missing_grad": "skip"},
+    "nan": {"nonfinite": "error"},
+    "nan, skipped": {"nonfinite": "skip"},
+    "nan, let be": {"nonfinite": "propagate"},
+}
+
+
+def faults(rank: int, world_size: int) -> dict[str, tuple[bool, list[str], list[str]]]:
+    found = {}
+    for name, options in FAULTS.items():
+        ours, theirs = (Run(Sharding(), overlap=each, **options) for each in ("forward", "none"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            told, expected = (faulty(run, name.split(",")[0]) for run in (ours, theirs))
+        pairs = zip(ours.tensors(), theirs.tensors(), strict=True)
+        found[name] = all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in pairs), told, expected
+    return found
+
+
+def test_faults_are_told_of_as_by_steps_that_leave_nothing() -> None:
+    for cases in run_ranks(faults, 2):
+        assert cases["missing"][1][2]
+        assert cases["nan"][1][2]
+        for name, (equal, ours, theirs) in cases.items():
+            assert ours == theirs, name
+            assert equal, name
+
+
+def unsharded_early(run: Run) -> None:
+    run.sharded()[-1].unshard()
+    run.loss(5)
+
+
+def by_another_method(run: Run) -> None:
+    """Of the root, which no hook comes before."""
+    register_fsdp_forward_method(run.net, "other")
+    run.net.other(torch.zeros(4, DIM))  # type: ignore[operator]
+
+
+def by_another_method_in_order(run: Run) -> None:
+    run.muon.finish_step()
+    by_another_method(run)
+
+
+def replaced(run: Run) -> None:
+    run.net._apply(torch.clone)
+    run.loss(5)
+
+
+def replaced_and_stepped(run: Run) -> None:
+    run.net._apply(torch.clone)
+    step_again(run)
+
+
+def replaced_after_finish(run: Run) -> None:
+    run.muon.finish_step()
+    replaced(run)
+
+
+def in_order(run: Run) -> None:
+    run.muon.finish_step()
+    unsharded_early(run)
+
+
+GATHERED, REPLACED = "was all-gathered before its update was applied", "given other storage before their update"
+MISUSE: dict[str, tuple[Callable[[Run], None], Sharding, str]] = {
+    "unsharded": (unsharded_early, Sharding(), f"layers.3: {GATHERED}"),
+    "method": (
+        by_another_method,
+        Sharding(layers=2),
+        f"the root module: {GATHERED}",
+    ),
+    "method in order": (by_another_method_in_order, Sharding(layers=2), ""),
+    "replaced": (replaced, Sharding(), REPLACED),
+    "replaced, then a step": (
+        replaced_and_stepped,
+        Sharding(),
+        REPLACED,
+    ),
+    "replaced in order": (replaced_after_finish, Sharding(), ""),
+    "unsharded in order": (in_order, Sharding(), ""),
+}
+
+
+def misuse(rank: int, world_size: int) -> dict[str, str]:
+    found = {}
+    for name, (act, sharding, _) in MISUSE.items():
+        run = Run(sharding)
+        run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
+        run.step(0)
+        assert run.muon.deferred.left
+        found[name] = raised(lambda act=act, run=run: act(run))  # type: ignore[misc]
+    return found
+
+
+def test_weights_that_would_be_read_or_lost_before_their_update_are_an_error() -> None:
+    for found in run_ranks(misuse, 2):
+        for name, message in found.items():
+            expected = MISUSE[name][2]
+            assert expected in message, name
+            assert bool(message) == bool(expected), name
+            assert not message or "finish_step()" in message
+
+
+def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
+    """One weight is replaced: the error, whether the others are as without, bytes held, and what is left."""
+    ours, theirs = (Run(Sharding(), overlap=each) for each in ("forward", "none"))
+    for run in (ours, theirs):
+        run.step(0)
+    next(ours.net.layers[1].children())._apply(torch.clone)
+    message = raised(ours.muon.finish_step)
+    pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
+    others = all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
+    return message, others, buffers(ours), ours.muon.deferred.left
+
+
+def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
+    for message, others, held, left in run_ranks(part_replaced, 2):
+        assert message.startswith("layers.1.up.weight: given other storage")
+        assert (others, held, left) == (True, 0, False)
+
+
+def forgotten(rank: int, world_size: int) -> bool:
+    """Whether a model keeps a Muon that was closed."""
+    run = Run(Sharding())
+    run.step(0)
+    run.muon.close()
+    muon = weakref.ref(run.muon)
+    del run.muon
+    gc.collect()
+    return muon() is None
+
+
+def test_a_model_does_not_keep_a_muon_that_was_closed() -> None:
+    assert run_ranks(forgotten, 2) == [True, True]
+
+
+class Bare(nn.Module):
+    """Matrices that no module of FSDP2 has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(x))
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    mesh: DeviceMesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    bare, run = Bare(), Run(Sharding())
+    parallelize_module(bare, mesh, {"inner": ColwiseParallel(), "outer": RowwiseParallel()})
+    forward = Muon(bare.named_parameters(), overlap="forward")
+    half = Bare()
+    fully_shard(half.inner, mesh=mesh)
+    fully_shard(half.outer, mesh=mesh)
+    unattached = Muon(half.named_parameters(), overlap="forward")
+    for param in half.parameters():
+        param.grad = torch.ones_like(param)
+    scaled = run.muon
+    run.loss(0).backward()
+    scaled.found_inf = torch.zeros(1)  # type: ignore[attr-defined]
+    return [
+        raised(lambda: apply_in_forward(bare, forward)),
+        raised(lambda: apply_in_forward(run.net, Muon(run.net.named_parameters()))),
+        raised(unattached.step),
+        raised(scaled.step),
+        raised(lambda: apply_in_forward(half.inner, unattached)),
+        raised(lambda: apply_in_forward(run.net, run.muon)),
+    ]
+
+
+def test_what_cannot_be_left_is_refused_before_anything_is() -> None:
+    for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
+        assert twice == "apply_in_forward: was called for this Muon before; call it once"
+        assert "inner.weight, outer.weight are in no module of fully_shard" in bare
+        assert "build it with overlap = 'forward'" in none
+        assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached
+        assert "GradScaler" in scaled
+        assert "outer.weight are in no module" in part
+        assert "inner.weight" not in part

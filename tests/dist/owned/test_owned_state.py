@@ -1,0 +1,323 @@
+"""What owned parameters are between steps: checkpoints that any placement loads, whole values, and clear refusals."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, make, place, whole
+from tests.dist.harness import run_ranks
+from titan_muon import Muon, Owners, own
+from titan_muon.options import Split
+from titan_muon.owned import full_state_dict, gather, is_owned
+from titan_muon.plan.terms.work import standard_flops
+
+LAYOUTS = {
+    "owned": Setup("owned"),
+    "sharded": Setup("sharded"),
+    "owned in replicas": Setup("owned", replicas=2),
+    "owned pieces": Setup("owned", tensor=2),
+    "owned whole": Setup("owned", tensor=2, tensor_parallel="whole"),
+}
+
+
+def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str | None) -> tuple[Net, Muon]:
+    """A model and the Muon of its matrices after some steps, from a checkpoint or from the start."""
+    model = make(seed=0 if saved is None else 1)
+    place(model, setup, data_mesh(world_size, setup, model))
+    named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
+    optimizer = Muon(named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split")
+    if saved is not None:
+        state = state_of(model, optimizer)
+        dcp.load(state, checkpoint_id=saved)
+        model.load_state_dict(state["model"])
+    for step in steps:
+        loss_of(model, rank // setup.tensor, world_size // setup.tensor, step).backward()
+        for parameter in set(model.parameters()) - {p for _, p in named}:
+            parameter.grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def state_of(model: Net, optimizer: Muon) -> dict[str, Any]:
+    """What a checkpoint holds: parameters and momentum, by name. The momentum's tensors are the optimizer's own."""
+    names = optimizer.param_groups[0]["param_names"]
+    state = [optimizer.state[p]["momentum_buffer"] for p in optimizer.param_groups[0]["params"]]
+    return {"model": model.state_dict(), "momentum": dict(zip(names, state, strict=True))}
+
+
+def everything(model: Net, optimizer: Muon) -> dict[str, np.ndarray]:
+    """All parameters and their momentum, whole; arrays travel between processes by value."""
+    momentum = {f"momentum of {name}": gather(value) for name, value in state_of(model, optimizer)["momentum"].items()}
+    return {name: value.numpy() for name, value in {**whole(model), **momentum}.items()}
+
+
+def save(rank: int, world_size: int, layout: str, folder: str) -> dict[str, np.ndarray]:
+    model, optimizer = trained(rank, world_size, LAYOUTS[layout], range(2), None)
+    dcp.save(state_of(model, optimizer), checkpoint_id=folder)
+    return everything(model, optimizer)
+
+
+def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str, np.ndarray], ...]:
+    """What is loaded, and what it is after a step more."""
+    runs = (trained(rank, world_size, LAYOUTS[layout], steps, folder) for steps in (range(0), range(2, 3)))
+    return tuple(everything(*run) for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [
+        ((4, "owned"), (2, "sharded")),
+        ((4, "owned"), (3, "owned")),
+        ((4, "owned"), (1, "owned")),
+        ((2, "sharded"), (4, "owned")),
+        ((3, "owned"), (4, "owned in replicas")),
+        ((4, "owned in replicas"), (2, "sharded")),
+        ((4, "owned pieces"), (2, "owned")),
+        ((2, "owned"), (4, "owned pieces")),
+        ((4, "owned whole"), (2, "sharded")),
+        ((4, "owned pieces"), (2, "owned whole")),
+    ],
+    ids=lambda side: f"{side[1]}@{side[0]}",
+)
+def test_a_checkpoint_is_of_the_model_and_not_of_its_placement(
+    saving: tuple[int, str], loading: tuple[int, str], tmp_path: Path
+) -> None:
+    """Parameters and momentum come back bit for bit, and training goes on from them as it would have."""
+    (saved, *_) = run_ranks(save, *saving, str(tmp_path))
+    for loaded, continued in run_ranks(load, *loading, str(tmp_path)):
+        assert list(loaded) == list(saved)
+        assert [name for name in saved if not np.array_equal(saved[name], loaded[name])] == []
+        changed = max(float(np.abs(continued[name] - saved[name]).max()) for name in saved)
+        assert changed > 1e-3
+    metadata = dcp.FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    chunks = [len(value.chunks) for key, value in metadata.items() if re.search(r"\.w\w\.weight$", key)]
+    if "pieces" not in saving[1] and saving[1] != "sharded":
+        assert chunks == [1] * 36, "each matrix and its momentum are saved once, whole"
+
+
+def read_by_mistake(rank: int, world_size: int) -> list[str]:
+    """What comes of reading whole parameters as one reads them from FSDP2: an error, or `whole`."""
+    model = make()
+    place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
+    name = "layers.0.wq.weight"
+    state = model.state_dict()
+    loss_of(model, rank, world_size, 0).backward()
+    owned_param = model.get_parameter(name)
+    attempts: list[Callable[[], Tensor]] = [
+        lambda: state[name].full_tensor(),
+        lambda: model.state_dict()[name].full_tensor(),
+        lambda: owned_param.full_tensor(),  # type: ignore[attr-defined, operator]
+        lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))[name],
+    ]
+    return [said(attempt) for attempt in attempts]
+
+
+def said(attempt: Callable[[], object]) -> str:
+    try:
+        value = attempt()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "whole" if not isinstance(value, Tensor) or value.numel() == DIM * DIM else f"empty {tuple(value.shape)}"
+
+
+def test_reading_nothing_by_mistake_is_refused() -> None:
+    """A rank that holds nothing is told so; it is never given an empty tensor."""
+    by_rank = run_ranks(read_by_mistake, 2)
+    for attempts in zip(*by_rank, strict=True):
+        wrong = [a for a in attempts if a != "whole"]
+        assert len(wrong) >= 1
+        for text in wrong:
+            assert re.search(r"layers\.\d\.w\w\.weight is stored whole on rank \d.*titan_muon\.owned\.gather", text), (
+                text
+            )
+
+
+def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
+    """Whether everything gathered is what the model was made of."""
+    model, plain = make(), make()
+    place(model, setup, data_mesh(world_size, setup, model))
+    state = full_state_dict(model)
+    wrong = [name for name, value in plain.state_dict().items() if not torch.equal(state[name], value)]
+    return not wrong and list(state) == list(plain.state_dict())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
+    assert run_ranks(read_whole, 4, LAYOUTS[layout]) == [True] * 4
+
+
+def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """A model built on the meta device: what its use is told before it has storage, and that it trains after."""
+    with torch.device("meta"):
+        model, block = Net(), Block()
+    own(block, mesh=init_device_mesh("cpu", (world_size,)))
+    early = [said(partial(block, torch.ones(1, 2, DIM)))]
+    place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
+    early.append(said(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)])))
+    model.to_empty(device="cpu")
+    source = make()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            value = source.get_parameter(name)
+            if is_owned(parameter):
+                parameter.to_local().copy_(value if parameter.to_local().numel() else value.new_empty(0))
+            else:
+                parameter.copy_(torch.distributed.tensor.distribute_tensor(value, parameter.device_mesh))
+    loss_of(model, rank, world_size, 0).backward()
+    return early, all(torch.equal(value, source.state_dict()[name]) for name, value in full_state_dict(model).items())
+
+
+def test_a_model_may_be_built_on_the_meta_device() -> None:
+    for early, equal in run_ranks(from_meta, 2):
+        assert all(re.search("meta device.*to_empty", text) for text in early), early
+        assert equal
+
+
+class Tied(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[2].wq.weight = self.layers[0].wv.weight
+
+
+class Stacked(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.ones(3, 4, 5))
+        self.kernel = nn.Parameter(torch.ones(3, 4, 5, 2))
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    """What is said of everything that cannot be done, by the name of the attempt."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    other = torch.distributed.device_mesh.DeviceMesh("cpu", [1 - rank], _init_backend=False)
+
+    def sharded_first() -> object:
+        block = Block()
+        fully_shard(block, mesh=mesh)
+        return own(block, mesh=mesh)
+
+    def sharded_after() -> object:
+        block = Block()
+        own(block, mesh=mesh)
+        return fully_shard(block, mesh=mesh)
+
+    def twice() -> object:
+        block = Block()
+        own(block, mesh=mesh)
+        return own(block, mesh=mesh)
+
+    def outside() -> object:
+        block = Block()
+        own(block, mesh=mesh)
+        return block.wq(torch.ones(1, DIM))
+
+    def mixed() -> object:
+        block = Block()
+        block.wq.bfloat16()
+        return own(block, mesh=mesh)
+
+    def neither() -> object:
+        return own(Block())
+
+    def both() -> object:
+        block = Block()
+        return own(block, mesh=mesh, owners=Owners(block, mesh=mesh))
+
+    def elsewhere() -> object:
+        return own(Block(), owners=Owners(Block(), mesh=mesh))
+
+    stacked = Stacked()
+    return {
+        "tied": said(lambda: Owners(Tied(), mesh=mesh)),
+        "4D": said(lambda: own(stacked, mesh=mesh, params=[stacked.kernel])),
+        "vector": said(lambda: own(stacked, mesh=mesh, params=[stacked.norm1.weight])),
+        "stranger": said(lambda: own(Block(), mesh=mesh, params=[stacked.wq.weight])),
+        "nothing": said(lambda: own(nn.LayerNorm(4), mesh=mesh)),
+        "not in the mesh": said(lambda: own(Block(), mesh=other)),
+        "three axes": said(lambda: own(Block(), mesh=init_device_mesh("cpu", (1, 2, 1)))),
+        "sharded first": said(sharded_first),
+        "sharded after": said(sharded_after),
+        "twice": said(twice),
+        "outside": said(outside),
+        "mixed": said(mixed),
+        "neither": said(neither),
+        "both": said(both),
+        "elsewhere": said(elsewhere),
+    }
+
+
+REFUSALS = {
+    "tied": r"layers\.0\.wv\.weight, layers\.2\.wq\.weight are one tied parameter.*fully_shard",
+    "4D": r"kernel: shape \(3, 4, 5, 2\) is no matrix; leave it to fully_shard.*split",
+    "vector": r"norm1\.weight: shape \(32,\) is no matrix",
+    "stranger": r"the model does not have, of shapes \[\(32, 32\)\]",
+    "nothing": r"nothing to own",
+    "not in the mesh": r"this rank is not in the mesh",
+    "three axes": r"3 axes; give \(shard,\) or \(replicate, shard\)",
+    "sharded first": r"wq\.weight: is placed on .*call own\(\) before fully_shard.*ignored_params",
+    "sharded after": r"neither sharded nor gathered by PyTorch: give fully_shard what own\(\) returned as ignored",
+    "twice": r"wq\.weight: owned already",
+    "outside": r"Linear: its owned parameters are there only within the forward of Block",
+    "mixed": r"wq\.weight is torch\.bfloat16.*mp_policy\.param_dtype",
+    "neither": r"own needs a mesh, or the owners",
+    "both": r"own takes mesh, params, rules and tensor_parallel, or owners",
+    "elsewhere": r"Block: has none of the parameters that have an owner",
+}
+
+
+@pytest.fixture(scope="module")
+def refused() -> list[dict[str, str]]:
+    return run_ranks(refusals, 2)
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_cannot_be_done_is_refused(name: str, refused: list[dict[str, str]]) -> None:
+    """With a ValueError that names the parameter and what to do, on every rank."""
+    for by_name in refused:
+        assert by_name[name].startswith("ValueError: ")
+        assert re.search(REFUSALS[name], by_name[name]), by_name[name]
+
+
+def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
+    """A stack that a split says how to read is owned; a copy of a module with owned parameters is one too."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+    block = Stacked()
+    owners = Owners(block, mesh=mesh, params=[block.kernel], split=[Split(match="kernel", row_dims=1)])
+    own(block, owners=owners)
+    return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
+
+
+def test_a_rule_makes_matrices_of_other_shapes() -> None:
+    assert run_ranks(stacks, 2) == [(True, True)] * 2
+
+
+def chosen(rank: int, world_size: int) -> tuple[set[str], tuple[int, ...], tuple[int, ...]]:
+    """What is owned by default, and the FLOPs of its items by default and by a count of one's own."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = make()
+    plain = Owners(model, mesh=mesh)
+    counted = Owners(model, mesh=mesh, flops=lambda rows, cols: rows)
+    return set(plain.infos), *(tuple(i.flops for i in o.ownership.items) for o in (plain, counted))
+
+
+def test_matrices_alone_are_owned_by_default_and_weighed_as_one_says() -> None:
+    names, plain, counted = run_ranks(chosen, 1)[0]
+    matrices_of_all = {name: tuple(p.shape) for name, p in make().named_parameters() if p.ndim == 2}
+    assert names == matrices_of_all.keys()
+    assert plain == tuple(standard_flops(*shape, 5) for shape in matrices_of_all.values())
+    assert counted == tuple(rows for rows, _ in matrices_of_all.values())

@@ -1,0 +1,416 @@
+"""A model with owned matrices trains as under fully_shard, and as on one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.owned_model import Block, Net, Setup, data_mesh, loss_of, make, matrices, place, whole
+from tests.dist.harness import run_ranks
+from titan_muon import Owners, own
+from titan_muon.tensors.dtensor import local
+
+STEPS = 4
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def checkpointed(model: Net) -> None:
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = checkpoint_wrapper(layer)
+
+
+class Recomputed(Block):
+    """Computes its second half again in backward, within itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+def recomputed_within(model: Net) -> None:
+    for layer in model.layers:
+        layer.__class__ = Recomputed
+
+
+class RecomputedAround(Net):
+    """Computes each layer again in backward, its hooks included."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.out(x)
+
+
+def recomputed_around(model: Net) -> None:
+    model.__class__ = RecomputedAround
+
+
+def frozen_input(model: Net) -> None:
+    """The input of the first layer then requires no gradient."""
+    model.inp.requires_grad_(False)
+
+
+def compiled(model: Net) -> None:
+    for layer in model.layers:
+        layer.compile(backend="aot_eager", fullgraph=True)
+
+
+def frozen(model: Net) -> None:
+    model.layers[1].wk.weight.requires_grad_(False)
+    model.layers[2].wv.weight.requires_grad_(False)
+
+
+def unused(model: Net) -> None:
+    """One matrix that no rank uses: its gradient is zero."""
+    model.layers[1].wq.forward = lambda x: x
+
+
+def repeated(model: Net) -> None:
+    model.layers.append(model.layers[0])
+
+
+def train(rank: int, world_size: int, setup: Setup, parts: int = 1, sync_each: bool = True) -> dict[str, Tensor]:
+    """Parameters after a few steps of SGD with momentum on `parts` microbatches each."""
+    model = make()
+    alone = setup.placement == "alone"
+    shares = world_size // setup.tensor
+    owners = None
+    if not alone:
+        owners = place(model, setup, data_mesh(world_size, setup, model))
+    elif setup.prepare is not None:
+        setup.prepare(model)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9, foreach=False)
+    for step in range(STEPS):
+        for part in range(parts):
+            if not alone and not sync_each:
+                model.set_requires_gradient_sync(part == parts - 1)
+                if owners is not None:
+                    owners.set_requires_gradient_sync(part == parts - 1)
+            if alone:
+                for share in range(shares):
+                    (loss_of(model, share, shares, step, part) / shares).backward()
+            else:
+                loss_of(model, rank // setup.tensor, shares, step, part).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    if owners is not None:
+        assert owners.context.unsharded_bytes == 0, "copies of owned parameters are left over"
+    return whole(model)
+
+
+def both(rank: int, world_size: int, setup: Setup, other: str, parts: int = 1, sync_each: bool = True) -> float:
+    """Largest difference of any parameter between a setup and the same model placed otherwise."""
+    ours = train(rank, world_size, setup, parts, sync_each)
+    theirs = train(rank, world_size, replace(setup, placement=other, shard_first=False), parts, sync_each)
+    start = whole(make())
+    assert list(ours) == list(theirs)
+    assert max(float((ours[name] - start[name]).abs().max()) for name in start) > 0.01, "nothing was trained"
+    return max(float((ours[name] - theirs[name]).abs().max()) for name in ours)
+
+
+SETUPS = {
+    "plain": Setup("owned"),
+    "freed": Setup("owned", reshard=True),
+    "kept": Setup("owned", reshard=False),
+    "sharded first": Setup("owned", shard_first=True),
+    "checkpointed": Setup("owned", prepare=checkpointed),
+    "checkpointed and kept": Setup("owned", prepare=checkpointed, reshard=False),
+    "recomputed within": Setup("owned", prepare=recomputed_within),
+    "recomputed around": Setup("owned", prepare=recomputed_around),
+    "recomputed around and kept": Setup("owned", prepare=recomputed_around, reshard=False),
+    "frozen input": Setup("owned", prepare=frozen_input),
+    "compiled": Setup("owned", prepare=compiled),
+    "frozen": Setup("owned", prepare=frozen),
+    "bf16": Setup("owned", policy=BF16),
+    "bf16 checkpointed": Setup("owned", policy=BF16, prepare=checkpointed),
+}
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
+    """Bit for bit: with two ranks a sum has one order."""
+    assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("prepare", [None, unused, repeated], ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_follow_one_process(world_size: int, prepare: object) -> None:
+    """Sums in another order differ in the last bits."""
+    setup = replace(SETUPS["plain"], prepare=prepare)  # type: ignore[arg-type]
+    exact = world_size < 4 and prepare is not repeated
+    assert max(run_ranks(both, world_size, setup, "alone")) <= (0.0 if exact else 1e-6)
+
+
+@pytest.mark.parametrize("sync_each", [True, False])
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+def test_gradients_accumulate(name: str, sync_each: bool) -> None:
+    assert run_ranks(both, 2, SETUPS[name], "sharded", 2, sync_each) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["plain", "bf16"])
+def test_replicas_with_an_owner_each_are_equal_to_hsdp(name: str) -> None:
+    assert max(run_ranks(both, 4, replace(SETUPS[name], replicas=2), "sharded")) <= 1e-6
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpointed"])
+def test_tensor_parallel_pieces_stay_where_they_are(name: str) -> None:
+    assert run_ranks(both, 4, replace(SETUPS[name], tensor=2), "sharded") == [0.0] * 4
+
+
+WHOLE = Setup("owned", tensor=2, tensor_parallel="whole")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "setup"),
+    [
+        (2, replace(WHOLE, policy=BF16)),
+        (4, WHOLE),
+        (4, replace(WHOLE, prepare=checkpointed)),
+        (4, replace(WHOLE, replicas=2)),
+    ],
+    ids=["TP 2, bf16", "FSDP 2 x TP 2", "checkpointed", "HSDP 2 x TP 2"],
+)
+def test_one_rank_holds_what_tensor_parallelism_cuts(world_size: int, setup: Setup) -> None:
+    """Pieces go to its peers and gradients come back, with FSDP2's bits; two replicas are summed apart."""
+    assert max(run_ranks(both, world_size, setup, "sharded")) <= (0.0 if setup.replicas == 1 else 1e-6)
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise OutOfMemory
+
+
+def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
+    """A forward pass without gradients: whole, or one that fails on every rank, in a layer or between two."""
+    if kind == "evaluate":
+        handle = None
+    elif kind == "failed within a layer":
+        handle = model.layers[1].w1.register_forward_hook(fail)
+    else:
+        handle = model.layers[1].register_forward_pre_hook(fail, prepend=True)
+    try:
+        with torch.no_grad():
+            loss_of(model, rank, world_size, 9)
+    except OutOfMemory:
+        pass
+    if handle is not None:
+        handle.remove()
+
+
+def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float], int]:
+    """Losses of a few steps with a disturbance before an update, and the bytes left unsharded at the end."""
+    model = make()
+    mesh = data_mesh(world_size, Setup("owned"), model)
+    owners = Owners(model, mesh=mesh, params=matrices(model))
+    for layer in model.layers:
+        # FSDP2 itself goes on with stale weights after an evaluation if it does not reshard, so it is not there.
+        own(layer, owners=owners, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(matrices(model), lr=0.2)
+    losses = []
+    for step in range(3):
+        loss = loss_of(model, rank, world_size, step)
+        losses.append(loss.item())
+        loss.backward()
+        if step == 1 and kind:
+            disturb(model, kind, rank, world_size)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, owners.context.unsharded_bytes
+
+
+def disturbed_and_not(rank: int, world_size: int, kind: str) -> list[tuple[list[float], int]]:
+    return [disturbed_losses(rank, world_size, each) for each in (kind, "")]
+
+
+@pytest.mark.parametrize("kind", ["evaluate", "failed within a layer", "failed between layers"])
+def test_training_goes_on_as_if_nothing_had_been(kind: str) -> None:
+    """After an evaluation before an update, whole or failed, nothing is stale or left over."""
+    for disturbed, undisturbed in run_ranks(disturbed_and_not, 2, kind):
+        assert disturbed == undisturbed
+        assert disturbed[1] == 0
+
+
+def fail_in_backward(*_: object) -> None:
+    raise OutOfMemory
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A backward that raises when it comes to a module, before or after the forward of the pass that is compared."""
+
+    place: str
+    after_forward: bool = False
+
+
+FAILURES = [
+    None,
+    Failure("out"),
+    Failure("layers.2.w2"),
+    Failure("layers.1"),
+    Failure("layers.0.wq"),
+    Failure("layers.1", after_forward=True),
+]
+
+
+def gradients_after_failure(rank: int, world_size: int, failure: Failure | None) -> list[list[float]]:
+    """Gradients of one pass, after one that raised in its backward on every rank, or after none; and what is left."""
+    model = make()
+    owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
+    for layer in model.layers:
+        own(layer, owners=owners)
+    loss = loss_of(model, rank, world_size, 1)
+    if failure is not None:
+        handle = model.get_submodule(failure.place).register_full_backward_pre_hook(fail_in_backward)
+        # A full hook is part of a forward.
+        failing = loss_of(model, rank, world_size, 0)
+        with pytest.raises(OutOfMemory):
+            failing.backward()
+        handle.remove()
+        model.zero_grad()
+        if not failure.after_forward:
+            loss = loss_of(model, rank, world_size, 1)
+    loss.backward()
+    left = owners.context.unsharded_bytes + len(owners.context.reductions.pending)
+    return [[float(left)], *(local(p.grad).flatten().tolist() for p in matrices(model) if p.grad is not None)]
+
+
+def after_failures(rank: int, world_size: int) -> list[list[list[float]]]:
+    return [gradients_after_failure(rank, world_size, failure) for failure in FAILURES]
+
+
+def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
+    """Gradients after a failed pass and `zero_grad` are those of the pass alone, to the last bit."""
+    found = run_ranks(after_failures, 2)
+    assert sum(len(alone) for alone, *_ in found) == 2 + len(matrices(make()))
+    for alone, *failed in found:
+        assert alone[0] == [0.0]
+        for failure, gradients in zip(FAILURES[1:], failed, strict=True):
+            assert gradients == alone, failure
+
+
+def stale(rank: int, world_size: int) -> str:
+    """What is raised for weights that change between a forward and its backward."""
+    model = make()
+    setup = Setup("owned", reshard=False)
+    place(model, setup, data_mesh(world_size, setup, model))
+    owned_param = model.layers[0].wq.weight
+    loss_of(model, rank, world_size, 0)
+    with torch.no_grad():
+        owned_param.mul_(2.0)
+    try:
+        with torch.no_grad():
+            model.layers[0](torch.ones(1, 2, 32))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> None:
+    assert all("owned parameters were changed" in said for said in run_ranks(stale, 1))
+
+
+def frozen_later(rank: int, world_size: int) -> list[bool]:
+    """Whether a matrix gets a gradient on its owner: before it is frozen, while it is, and after."""
+    model = make()
+    setup = Setup("owned")
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    assert owners is not None
+    owned_param, found = model.layers[1].wv.weight, []
+    for trained in (True, False, True):
+        owned_param.requires_grad_(trained)
+        loss_of(model, rank, world_size, 0).backward()
+        found.append(owned_param.grad is not None)
+        model.zero_grad()
+    return found if owners.owners("layers.1.wv.weight") == (rank,) else []
+
+
+def test_a_matrix_may_be_frozen_and_thawed() -> None:
+    assert sorted(run_ranks(frozen_later, 2)) == [[], [True, False, True]]
+
+
+def dtypes(rank: int, world_size: int) -> list[torch.dtype]:
+    """Dtypes of a weight in use, of the module's output, and of the gradient on the owner."""
+    block, seen = Block(), []
+    mesh = data_mesh(world_size, Setup("owned"), make())
+    own(block, mesh=mesh, mp_policy=replace(BF16, output_dtype=torch.float64))
+    block.norm1.bfloat16(), block.norm2.bfloat16(), block.w1.bias.data.bfloat16()
+    block.wq.register_forward_hook(lambda module, args, output: seen.append(module.weight.dtype))
+    for module in (block.w1, block.w2):
+        module.bias = None
+    output = block(torch.ones(1, 2, 32, requires_grad=True))
+    output.sum().backward()
+    owned_param = block.wq.weight
+    return [*seen, output.dtype, owned_param.dtype, *([] if owned_param.grad is None else [owned_param.grad.dtype])]
+
+
+def test_the_policy_says_in_which_dtypes_a_module_computes() -> None:
+    found = run_ranks(dtypes, 2)
+    assert found[0][:3] == [torch.bfloat16, torch.float64, torch.float32]
+    assert sorted(map(len, found)) == [3, 4], "the owner alone has a gradient"
+    assert {dtype for dtypes in found for dtype in dtypes[3:]} == {torch.float32}
+
+
+def reduced(rank: int, world_size: int) -> list[list[float]]:
+    """The owner's gradient without a reduce dtype, and with each of two."""
+    gradients = []
+    for dtype in (None, torch.bfloat16, torch.float32):
+        torch.manual_seed(0)
+        layer = torch.nn.Sequential(torch.nn.Linear(16, 16, bias=False))
+        mesh = init_device_mesh("cpu", (world_size,))
+        own(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, dtype))
+        layer(torch.randn(64, 16, generator=torch.Generator().manual_seed(rank))).float().square().sum().backward()
+        gradient = layer[0].weight.grad
+        gradients.append([] if gradient is None else local(gradient).flatten().tolist())
+    return gradients
+
+
+def test_without_a_reduce_dtype_gradients_travel_in_the_param_dtype() -> None:
+    """On every torch: fully_shard itself reduces in the parameter's own dtype from 2.15 on."""
+    none, half, full = next(gradients for gradients in run_ranks(reduced, 2) if gradients[0])
+    assert none == half
+    assert none != full, "the dtypes must differ in what they make of these gradients"
+
+
+def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
+    """Where the parameters of each layer are while each computes, forward and then backward; and the bytes then."""
+    model = make()
+    setup = Setup("owned")
+    owners = place(model, setup, data_mesh(world_size, setup, model))
+    assert owners is not None
+    seen: list[list[str]] = []
+    held: list[int] = []
+
+    def look(*_: object) -> None:
+        seen.append([hooks.group.state.name for hooks in owners.context.hooks])
+        held.append(owners.context.unsharded_bytes)
+
+    for layer in model.layers:
+        layer.wq.register_forward_hook(look)
+        layer.w2.register_full_backward_pre_hook(look)
+    loss_of(model, rank, world_size, 0).backward()
+    return seen, held
+
+
+def test_the_next_modules_parameters_travel_while_one_computes() -> None:
+    """One ahead in forward, one back in backward, and never more than two at a time."""
+    layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
+    for seen, held in run_ranks(on_their_way, 2):
+        assert seen == [
+            ["UNSHARDED", "UNSHARDING", "OWNED"],
+            ["OWNED", "UNSHARDED", "UNSHARDING"],
+            ["OWNED", "OWNED", "UNSHARDED"],
+            ["OWNED", "UNSHARDING", "UNSHARDED"],
+            ["UNSHARDING", "UNSHARDED", "OWNED"],
+            ["UNSHARDED", "OWNED", "OWNED"],
+        ]
+        assert held == [2 * layer, 2 * layer, layer, 2 * layer, 2 * layer, layer]

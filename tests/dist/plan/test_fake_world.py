@@ -1,0 +1,161 @@
+"""One rank of 128 and of 1,024 sends what its plan says. The others are torch's fake process group."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.unit.step.test_executor import Operators
+from titan_muon import Muon
+from titan_muon.plan.program import BucketProgram, make_program
+from titan_muon.plan.summary import summarize
+from titan_muon.tensors.dtensor import local
+
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`count` parameters of one global shape on one mesh."""
+
+    count: int
+    shape: tuple[int, ...]
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rank of a world trains."""
+
+    world_size: int
+    rank: int
+    stacks: tuple[Stack, ...]
+
+
+def fsdp(world_size: int, rank: int) -> Case:
+    """Ranks beyond 96 or 768 have no row of the smaller matrices; every rank has some of the larger."""
+    rows = world_size * 3 // 4
+    shapes = ((rows, 16), (world_size * 2, 8), (world_size, 24))
+    return Case(world_size, rank, tuple(Stack(40, shape, (world_size,), (Shard(0),)) for shape in shapes))
+
+
+def experts(world_size: int, rank: int, degree: int, number: int) -> Case:
+    """Dense matrices over all ranks; experts over `degree` ranks, and the rest of the ranks cut their rows."""
+    mesh = (world_size // degree, degree)
+    return Case(
+        world_size,
+        rank,
+        (
+            Stack(20, (world_size, 16), (world_size,), (Shard(0),)),
+            Stack(4, (number, 2 * mesh[0], 8), mesh, (Shard(1), Shard(0))),
+            Stack(2, (2 * world_size, 6, 8), mesh, (_StridedShard(0, split_factor=degree), Shard(0))),
+        ),
+    )
+
+
+CASES = {
+    "fsdp_128_first": fsdp(128, 0),
+    "fsdp_128_last": fsdp(128, 127),
+    "fsdp_1024": fsdp(1024, 1000),
+    "experts_128": experts(128, 37, degree=8, number=16),
+    "experts_1024": experts(1024, 700, degree=64, number=128),
+}
+
+
+class FakeTransport(CollectiveCounter):
+    """Counts, and lets the fake group do what it refuses: an all-to-all of nothing for something.
+
+    The fake group leaves outputs as they were, so they are filled here with what Newton-Schulz can work on.
+    """
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is not torch.ops.c10d.alltoall_base_.default:
+            return super().run(func, args, kwargs)
+        output, _, group, output_splits, input_splits, *rest = args
+        output.normal_()
+        nothing = output[:0]
+        return func(nothing, nothing, group, [0] * len(output_splits), [0] * len(input_splits), *rest)
+
+
+@contextmanager
+def fake_world(case: Case) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=case.rank, world_size=case.world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def build(case: Case, exchange: str) -> Muon:
+    """This rank's optimizer, with gradients."""
+    params = []
+    for kind, stack in enumerate(case.stacks):
+        mesh = init_device_mesh("cpu", stack.mesh)
+        for layer in range(stack.count):
+            param, grad = (
+                distribute_tensor(torch.ones(stack.shape), mesh, stack.placements, src_data_rank=None) for _ in range(2)
+            )
+            params.append((f"layers.{layer}.{kind}.weight", nn.Parameter(param)))
+            params[-1][1].grad = grad
+    return Muon(params, exchange=exchange)
+
+
+def extra_calls(run: BucketProgram) -> int:
+    """A ragged gather is a broadcast of each part that is not empty, but on NCCL."""
+    splits = run.gathering.owned_splits
+    if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
+        return 0
+    return sum(split > 0 for split in splits) - 1
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange: str) -> None:
+    case = CASES[name]
+    with fake_world(case):
+        optimizer = build(case, exchange)
+        with FakeTransport() as counter:
+            optimizer.step()
+        program = make_program(optimizer.plan, case.rank)
+    cost = summarize(optimizer.plan).ranks[case.rank]
+    pieces = [call for call in counter.calls if call.name != "allreduce"]
+    assert cost.rank == case.rank
+    assert sum(call.sent for call in pieces) == cost.bytes_sent > 0
+    assert len(pieces) == cost.collectives + sum(extra_calls(run) for run in program.buckets)
+    assert (optimizer.exchange.traffic.calls, optimizer.exchange.traffic.bytes_sent) == (len(pieces), cost.bytes_sent)
+    assert len(counter.calls) - len(pieces) == 1
+
+
+def test_a_step_makes_no_view_for_each_matrix() -> None:
+    """Of gradients that are one piece none, and a few of buffers for each collective."""
+    case = fsdp(128, 0)
+    with fake_world(case):
+        optimizer = build(case, "all_to_all")
+        with FakeTransport():
+            optimizer.step()
+        with FakeTransport(), Operators() as found:
+            optimizer.step()
+    views = sum(found.counts[f"aten.{name}"] for name in ("slice.Tensor", "select.int", "view.default"))
+    assert views < len(optimizer.plan.matrices) / 4
+
+
+def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
+    """The private attribute that is read instead of to_local(), which makes a view each time."""
+    with fake_world(fsdp(128, 0)):
+        mesh = init_device_mesh("cpu", (128,))
+        param = nn.Parameter(distribute_tensor(torch.ones(256, 8), mesh, (Shard(0),), src_data_rank=None))
+        stored, other = local(param), param.to_local()
+    assert stored is local(param)
+    assert stored.untyped_storage() is local(param).untyped_storage()
+    assert (stored.data_ptr(), stored.shape, stored.stride()) == (other.data_ptr(), other.shape, other.stride())

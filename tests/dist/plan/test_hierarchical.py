@@ -1,0 +1,174 @@
+"""Results that go over copies by all-gathers: the same bits as from owners to all copies, and what was planned."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from benchmarks.c10d_counter import CollectiveCounter
+from tests.dist.fsdp.test_hsdp import Setup, largest_difference
+from tests.dist.fsdp.test_hsdp import Training as Sharded
+from tests.dist.harness import run_ranks
+from titan_muon import Muon
+from titan_muon.options import Machine
+from titan_muon.plan import summarize
+
+STEPS = 3
+SHAPES = {"wide": (8, 24), "tall": (21, 10), "short": (3, 16), "experts": (6, 8, 12), "last": (16, 8)}
+# Between copies nothing is sent in no time, or each collective takes a second however little it carries.
+SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
+OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference", "weight_decay": 0.1}
+HSDP = (Replicate(), Shard(0))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh with its placements, or plain tensors on all ranks where there are none."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[Placement, ...] = ()
+
+
+# Two copies that are whole on two ranks send each other the same either way.
+CASES = {
+    4: {
+        "two of two": Case((2, 2), HSDP),
+        "four, whole": Case((4, 1), HSDP),
+        "replicated": Case((4,), (Replicate(),)),
+        "plain": Case((4,)),
+    },
+    8: {
+        "two of four": Case((2, 4), HSDP),
+        "four of two": Case((4, 2), HSDP),
+        # Their lines are of two axes, of which no mesh has a process group.
+        "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
+        "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
+        "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
+    },
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "momentum of one copy": {"state": "owner"},
+    "in several rounds": {"buffer_bytes": 6000},
+    "gradients released": {"release_grads": True},
+}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Training:
+    """The shapes on a mesh, and their Muon."""
+
+    def __init__(self, case: Case, **options: Any) -> None:
+        self.case, self.mesh = case, init_device_mesh("cpu", case.mesh)
+        self.params = {name: nn.Parameter(self.place(value)) for name, value in full(0).items()}
+        self.muon = Muon(list(self.params.items()), **(OPTIONS | options))
+
+    def place(self, value: Tensor) -> Tensor:
+        if not self.case.placements:
+            return value.clone()
+        return distribute_tensor(value, self.mesh, self.case.placements, src_data_rank=None)
+
+    def step(self, seed: int) -> None:
+        for name, grad in full(seed).items():
+            self.params[name].grad = self.place(grad)
+        self.muon.step()
+
+    def exchanges(self) -> set[str]:
+        return {bucket.exchange for bucket in self.muon.plan.buckets}
+
+    def tensors(self) -> dict[str, Tensor]:
+        averages = {f"momentum of {n}": self.muon.state[p]["momentum_buffer"] for n, p in self.params.items()}
+        return {name: local(each) for name, each in {**self.params, **averages}.items()}
+
+
+def full(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+@dataclass(frozen=True)
+class Found:
+    """What differs from results of owners to all copies, what was counted and planned of the last step, and bytes of
+    what copies share that are kept between steps."""
+
+    exchanges: tuple[set[str], set[str]]
+    differs: list[str]
+    counted: tuple[int, int]
+    told: tuple[int, int]
+    planned: tuple[int, int]
+    kept: int
+
+
+def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
+    found = {}
+    for name, case in CASES[world_size].items():
+        ours, theirs = (Training(case, machine=m, **VARIANTS[variant]) for m in (SLOW_LINKS, SLOW_CALLS))
+        for seed in range(1, STEPS + 1):
+            before = ours.muon.exchange.traffic.calls, ours.muon.exchange.traffic.bytes_sent
+            with CollectiveCounter() as counter:
+                ours.step(seed)
+            theirs.step(seed)
+        calls = [call for call in counter.calls if call.name != "allreduce"]
+        after, cost = ours.muon.exchange.traffic, summarize(ours.muon.plan).ranks[rank]
+        others = theirs.tensors()
+        found[name] = Found(
+            (ours.exchanges(), theirs.exchanges()),
+            [name for name, value in ours.tensors().items() if not torch.equal(value, others[name])],
+            (len(calls), sum(call.sent for call in calls)),
+            (after.calls - before[0], after.bytes_sent - before[1]),
+            (cost.collectives, cost.bytes_sent),
+            sum(each.view.untyped_storage().nbytes() for run in ours.muon.exchange.buckets for each in run.stored),
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", CASES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_bits_are_those_of_owners_that_send_to_all_and_bytes_are_as_planned(world_size: int, variant: str) -> None:
+    for cases in run_ranks(compare, world_size, variant):
+        for name, found in cases.items():
+            assert found.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
+            assert found.differs == [], name
+            assert found.kept == 0, name
+            assert found.counted == found.told, name
+            assert found.told[1] == found.planned[1], name
+            # gloo gathers equal parts only: unequal ones are broadcasts, of each part that is not empty.
+            assert found.told[0] >= found.planned[0], name
+
+
+def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[str]]:
+    """How far training with gathers in backward is from training without, and the gathers of the last backward."""
+    setup = Setup((world_size // 2, 2))
+    ours, theirs = (
+        Sharded(setup, scatters=False, state="replicated", machine=machine, overlap=overlap)
+        for machine, overlap in ((SLOW_LINKS, "backward"), (SLOW_CALLS, "none"))
+    )
+    for step in range(STEPS):
+        calls = ours.muon.exchange.traffic.calls
+        with ours.muon.overlap():
+            ours.backward(step)
+        gathers = ours.muon.exchange.traffic.calls - calls
+        theirs.backward(step)
+        for each in (ours, theirs):
+            each.muon.step()
+            each.rest.step()
+            each.net.zero_grad()
+    taken = [{bucket.exchange for bucket in each.muon.plan.buckets} for each in (ours, theirs)]
+    return largest_difference(ours, theirs), gathers, taken[0], taken[1]
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_what_is_gathered_in_backward_goes_over_copies_in_the_step(world_size: int) -> None:
+    for difference, gathers, ours, theirs in run_ranks(overlapped, world_size):
+        assert (ours, theirs) == ({"hierarchical"}, {"all_to_all"}), "the case this test is for"
+        assert gathers > 0
+        assert difference == 0.0

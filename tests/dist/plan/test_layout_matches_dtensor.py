@@ -1,0 +1,113 @@
+"""The planner's pieces are what DTensor stores, on real meshes; and what FSDP2 stores over tensor parallelism."""
+
+from math import prod
+from random import Random
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from tests.dist.harness import run_ranks
+from titan_muon.plan.terms.layout import Geometry, region
+from titan_muon.plan.terms.types import Interval, MatrixRows, MatrixStack
+from titan_muon.tensors.dtensor import layout_of
+
+CASES = 60
+LARGEST = {1: 30, 2: 20, 3: 9}
+MESHES = {4: [(4,), (2, 2), (1, 4), (2, 1, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2), (1, 2, 2, 2)]}
+
+
+def drawn_placements(random: Random, ndim: int, mesh: tuple[int, ...]) -> list[Placement]:
+    """Dims of the tensor cut at random, some of them from right to left as FSDP2 does."""
+    dims = [random.choice([None, *range(ndim)]) for _ in mesh]
+    placements: list[Placement] = []
+    for axis, dim in enumerate(dims):
+        later = zip(mesh[axis + 1 :], dims[axis + 1 :], strict=True)
+        factor = prod(size for size, other in later if other == dim)
+        if dim is None:
+            placements.append(Replicate())
+        elif factor > 1 and random.random() < 0.5:
+            placements.append(_StridedShard(dim, split_factor=factor))
+        else:
+            placements.append(Shard(dim))
+    return placements
+
+
+def predicted(tensor: DTensor, full: Tensor, rank: int) -> Tensor:
+    """What the planner thinks this rank stores."""
+    layout = layout_of("w", tensor)
+    for dim, intervals in enumerate(region(layout, layout.mesh.coordinate(layout.mesh.ranks.index(rank)))):
+        indices = [i for start, stop in intervals for i in range(start, stop)]
+        full = full.index_select(dim, torch.tensor(indices, dtype=torch.long))
+    return full
+
+
+def check_random(rank: int, world_size: int, seed: int) -> list[str]:
+    random = Random(seed)
+    meshes = {shape: init_device_mesh("cpu", shape) for shape in MESHES[world_size]}
+    wrong = []
+    for _ in range(CASES):
+        mesh = random.choice(MESHES[world_size])
+        ndim = random.randint(1, 3)
+        shape = [random.randint(1, LARGEST[ndim]) for _ in range(ndim)]
+        placements = drawn_placements(random, ndim, mesh)
+        full = torch.arange(prod(shape)).view(shape)
+        tensor = distribute_tensor(full, meshes[mesh], placements, src_data_rank=None)
+        if not torch.equal(tensor.to_local(), predicted(tensor, full, rank)):
+            wrong.append(f"{shape} {mesh} {placements}: local")
+        if not torch.equal(tensor.full_tensor(), full):
+            wrong.append(f"{shape} {mesh} {placements}: full")
+    return wrong
+
+
+@pytest.mark.parametrize("world_size", [4, 8])
+def test_regions_are_what_dtensor_stores(world_size: int) -> None:
+    assert run_ranks(check_random, world_size, 0) == [[]] * world_size
+
+
+def over_tensor_parallel(mesh: DeviceMesh, full: Tensor, dim: int) -> DTensor:
+    """The parameter of FSDP2 over what tensor parallelism has cut along `dim`."""
+    module = nn.Module()
+    cut = distribute_tensor(full.float(), mesh["tp"], [Shard(dim)], src_data_rank=None)
+    module.weight = nn.Parameter(cut)
+    fully_shard(module, mesh=mesh["dp"])
+    weight = module.weight
+    assert isinstance(weight, DTensor)
+    return weight
+
+
+def check_fsdp(rank: int, world_size: int, shape: tuple[int, int], dp: int, dim: int) -> tuple[list[int], list[int]]:
+    """What FSDP2 stores here, and what the planner predicts of it; the elements by their numbers."""
+    mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
+    full = torch.arange(prod(shape)).view(shape)
+    weight = over_tensor_parallel(mesh, full, dim)
+    found = weight.to_local().detach().long()
+    return found.flatten().tolist(), predicted(weight, full, rank).flatten().tolist()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("shape", [(8, 8), (13, 8), (3, 4), (7, 6), (1, 8)])
+def test_regions_are_what_fsdp_stores_over_tensor_parallelism(shape: tuple[int, int], dim: int) -> None:
+    """On 2 x 2, also where rows are uneven or fewer than ranks."""
+    for found, expected in run_ranks(check_fsdp, 4, shape, 2, dim):
+        assert found == expected
+
+
+def check_sub_mesh(rank: int, world_size: int) -> bool:
+    """A mesh of some ranks in another order than the world's; the others have no part in it."""
+    mesh = DeviceMesh("cpu", [3, 1])
+    if rank not in (1, 3):
+        return True
+    full = torch.arange(35).view(7, 5)
+    tensor = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+    geometry = Geometry(layout_of("w", tensor), MatrixStack(1, (MatrixRows("", (Interval(0, 7),)),)))
+    assert list(geometry.pieces) == [3, 1]
+    return torch.equal(tensor.to_local(), predicted(tensor, full, rank))
+
+
+def test_a_mesh_of_some_ranks_in_any_order() -> None:
+    assert run_ranks(check_sub_mesh, 4) == [True] * 4

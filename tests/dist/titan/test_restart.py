@@ -1,0 +1,100 @@
+"""Ranks that are killed or hang: the job ends in time and says who it was, and a restart goes on with the run."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from tests import tiny
+from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
+
+# Bfloat16 products are slow on CPUs that lack them, and no matter here.
+FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.ns_dtype=float32")
+
+
+def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
+    """The process of a rank that a torchrun has started."""
+    shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
+    return sorted(int(pid) for pid in shown.split())[local_rank]
+
+
+def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Popen[str]], TextIO]:
+    """A torchrun of two ranks, or one of one rank on each of two nodes, and what all of them print."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
+    node = (*TORCHRUN[:3], "--nproc_per_node=1", f"--nnodes={nodes}", "--rdzv-backend=c10d", meeting, "--rdzv-id=job")
+    launcher = TORCHRUN if nodes == 1 else node
+    reader, writer = os.pipe()
+    started = [start([*launcher, "--max-restarts=1"], file, *words, stdout=writer) for _ in range(nodes)]
+    os.close(writer)
+    return started, os.fdopen(reader)
+
+
+def read_until(lines: Iterable[str], pattern: str) -> str:
+    """What is printed, up to the first line that matches."""
+    before = ""
+    for line in lines:
+        before += line
+        if re.search(pattern, line):
+            return before
+    raise AssertionError(f"no line has {pattern!r}:\n{before}")
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
+    """After kill -9 of a rank, `torchrun --max-restarts=1` must end the run at its last step, in one folder."""
+    launchers, output = start_nodes(nodes, tiny.write_recipe(tmp_path), *FEW)
+    try:
+        shown = read_until(output, r"^step +3/")
+        os.kill(worker(launchers[-1], -1), signal.SIGKILL)
+        shown += output.read()
+        codes = [launcher.wait(timeout=300) for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    assert codes == [0] * nodes, shown
+    assert "continuing after step 2" in shown, shown
+    folder = run_folder(tmp_path)
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+    assert list(tiny.records(folder, "loss")) == list(range(1, 7))
+
+
+# What a busy machine adds, most of it to torchrun's own exit: all is over after 6 s on an idle machine, and after 8 s
+# with eight other processes on two cores.
+BUSY_SECONDS = 3
+TIMEOUT_SECONDS = 5
+
+
+def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
+    """With a rank in SIGSTOP all processes, torchrun too, must end 5 s after the time-out, and one line name it."""
+    words = (
+        f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
+        "--training.steps=500",
+        "--lr_scheduler.total_steps=500",
+        "--muon.ns_dtype=float32",
+    )
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), "--validator.enable=false", *words)
+    assert process.stdout is not None
+    shown = read_until(process.stdout, r"^step +2/")
+    stopped = worker(process, 1)
+    os.kill(stopped, signal.SIGSTOP)
+    began = time.monotonic()
+    try:
+        shown += process.communicate(timeout=300)[0]
+    finally:
+        process.kill()
+    seconds = time.monotonic() - began
+    assert process.returncode != 0
+    lines = [line for line in shown.splitlines() if "gives no sign of life" in line]
+    assert len(lines) == 1, shown
+    assert f"rank 1 (process {stopped} on " in lines[0]
+    limit = TIMEOUT_SECONDS + 5 + BUSY_SECONDS
+    assert seconds < limit, f"the job ended after {seconds:.1f} s:\n{shown}"

@@ -1,0 +1,133 @@
+"""train.py as a user runs it: exit codes, one line for a mistake, and an end that was asked for."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+ROOT = Path(__file__).parents[3]
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+
+
+def start(launcher: Sequence[str], file: Path, *words: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    clean = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return subprocess.Popen(
+        [*launcher, "train.py", "--config", str(file), *words],
+        cwd=ROOT,
+        env=clean | {"OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def run_folder(folder: Path) -> Path:
+    runs = folder / "runs" / "tiny"
+    return runs / (runs / "latest").read_text().strip()
+
+
+def stop_after_first_step(process: subprocess.Popen[str], kill: object) -> str:
+    """Call `kill` when the first step is logged; what the process printed after that."""
+    assert process.stdout is not None
+    before = ""
+    for line in process.stdout:
+        before += line
+        if line.startswith("step ") and " 1/" in line:
+            kill()  # type: ignore[operator]
+            return process.communicate(timeout=120)[0]
+    raise AssertionError(f"the run ended before its first step:\n{before}")
+
+
+LONG = (
+    "--training.steps=5000",
+    "--lr_scheduler.total_steps=5000",
+    "--validator.freq=5000",
+    "--checkpoint.interval=5000",
+)
+
+
+def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: Path) -> None:
+    """SIGTERM to the workers, one later than the other, must save the step that both stop at, and exit 0."""
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), *LONG)
+
+    def kill() -> None:
+        shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(process.pid)], text=True)
+        workers = [int(pid) for pid in shown.split()]
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGTERM)
+
+    shown = stop_after_first_step(process, kill)
+    assert process.returncode == 0, shown
+    assert "stopped after step" in shown
+    assert "Traceback" not in shown
+    steps = [path.name for path in (run_folder(tmp_path) / "checkpoint").iterdir()]
+    assert len(steps) == 1
+    assert f"stopped after step {steps[0].removeprefix('step-')} of 5000: saved" in shown
+    assert (run_folder(tmp_path) / "checkpoint" / steps[0] / ".metadata").is_file()
+
+
+def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    """One process without torchrun: Ctrl-C must exit 0, and tell the user that the work is gone."""
+    process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
+    shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
+    assert process.returncode == 0, shown
+    assert "nothing is saved (checkpoint.enable = false)" in shown
+    assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--training.stepz=3",), "training.steps"),
+        (("--checkpoint.load=no/such/folder",), "no such folder"),
+        (("--parallelism.tensor_parallel_degree=3",), "tensor_parallel_degree"),
+        (("--data.files=no/such/*.txt",), "data.files"),
+        (("--training.seq_len=60000",), "Training sequence length 60000 exceeds"),
+    ],
+)
+def test_mistake_is_one_line_and_exit_code_2(words: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    """A mistake, found while the recipe is read or the run is built, must be one `error:` line and code 2."""
+    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 2, shown
+    errors = [line for line in shown.splitlines() if "error" in line]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: ")
+    assert expected in errors[0]
+    assert "Traceback" not in shown
+    assert not list((tmp_path / "runs").rglob("recipe.toml")), "a run that never began must leave no folder"
+
+
+def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
+    """A loss that is no number must end the run with what to do, after that step is recorded."""
+    words = ("--adamw.lr=1e30", "--muon.lr=1e30", "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
+    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, shown
+    assert "Lower the learning rates" in shown
+    assert shown.count("error: ") == 1
+    assert "Traceback" not in shown
+    assert max(tiny.records(run_folder(tmp_path), "loss")) < 6
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("--checkpoint.load=no/such/folder", "no such folder"),
+        ("--training.seq_len=60000", "Training sequence length 60000 exceeds"),
+    ],
+)
+def test_mistake_on_two_ranks_is_said_once(word: str, expected: str, tmp_path: Path) -> None:
+    """A mistake of both ranks, before TorchTitan's trainer or inside it, must be said once, without traceback."""
+    process = start(TORCHRUN, tiny.write_recipe(tmp_path), word)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode != 0
+    assert shown.count(expected) == 1
+    assert "exitcode  : 2" in shown
+    assert "RecipeError" not in shown

@@ -1,0 +1,81 @@
+"""The benchmark of orthogonalization: its figures are of what it names, and wrong arguments are said first."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import bench_orthogonalize as bench
+from titan_muon.orthogonalize import COEFFICIENTS, Method
+from titan_muon.plan.terms.work import standard_flops
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+CPU = bench.Bench(torch.device("cpu"), 1, 1e12, ())
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "bench_orthogonalize.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+def test_rows_are_of_the_flops_that_the_method_does_and_ratios_of_the_first() -> None:
+    contenders = [bench.torchs(8, 16, 2), bench.ours(Method("standard", "float32"), 8, 16, 2)]
+    first, second = bench.compare("some", (2, 8, 16), contenders, CPU)
+    assert (first.name, first.shape, first.faster) == (bench.TORCH, "2 x (8 x 16)", 1)
+    assert second.tflops * 1e12 * second.ms / 1e3 == pytest.approx(2 * standard_flops(8, 16, 5))
+    assert second.of_matmul == pytest.approx(second.tflops)
+    assert second.faster == pytest.approx(first.ms / second.ms)
+
+
+def test_the_hard_matrices_have_the_spectra_that_they_name() -> None:
+    values = torch.linalg.svdvals(bench.hard_matrix("log 1 to 1e-4", 20, 30))
+    assert torch.allclose(values, torch.logspace(0, -4, 20, dtype=torch.float64))
+    values = torch.linalg.svdvals(bench.hard_matrix("rank 8 + noise", 20, 30))
+    assert values[7] > 100 * values[8] > 0
+
+
+def test_errors_are_of_every_set_and_each_default_is_below_bfloat16() -> None:
+    rows = list(bench.errors(CPU, [(48, 48), (40, 96)]))
+    assert {row.coefficients for row in rows} == set(COEFFICIENTS)
+    found = {(row.shape, row.spectrum, row.coefficients, row.name): row.error for row in rows}
+    for (*key, name), error in found.items():
+        if name.startswith("auto"):
+            assert error <= found[*key, "standard bfloat16"]
+
+
+def test_a_share_is_what_the_plan_gives_a_rank(tmp_path: Path) -> None:
+    file, picture = tmp_path / "figures.json", tmp_path / "figures.png"
+    done = run("--share", "qwen_moe:16:0", "--repeats", "1", "--json", str(file), "--picture", str(picture))
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(file.read_text())
+    assert figures["errors"] == []
+    assert next(row["name"] for row in figures["rows"]) == bench.TORCH
+    # 4 layers of 4 attention matrices and 3 x 16 experts, of which each of 16 ranks has as many.
+    assert {row["shape"] for row in figures["rows"]} == {"13 matrices"}
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--repeats", "0"), "--repeats must be at least 1"),
+        (("--share", "qwen3_8b:64"), "write MODEL:WORLD:RANK"),
+        (("--share", "qwen3_8b:64:64"), "with RANK below WORLD"),
+        (("--device", "tpu"), "tpu"),
+        (("--json", "/no/such/folder/figures.json"), "there is no folder /no/such/folder"),
+        pytest.param(
+            ("--device", "cuda"),
+            "PyTorch finds no CUDA device here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is one"),
+        ),
+    ],
+)
+def test_a_wrong_argument_is_said_before_anything_runs(arguments: tuple[str, ...], says: str) -> None:
+    done = run(*arguments)
+    assert done.returncode != 0
+    assert says in done.stderr + done.stdout
+    assert "Traceback" not in done.stderr

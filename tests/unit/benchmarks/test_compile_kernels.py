@@ -1,0 +1,128 @@
+"""The Triton kernels compile to what each GPU is fast by, and what does not is reported."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from benchmarks.compile_kernels import Case
+
+ROOT = Path(__file__).parents[3]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which CPU builds of PyTorch lack: make kernels"
+)
+
+
+def case(capability: int, index: int = 0, **changed: object) -> "Case":
+    from benchmarks.compile_kernels import ARCHITECTURES, Case
+    from titan_muon.orthogonalize.symmetric_kernel import TILES
+
+    target = next(found for found in ARCHITECTURES if found.capability == capability)
+    return replace(Case(target, "X Xᵀ", "float16", TILES[capability // 10][index]), **changed)
+
+
+def faults(capability: int, index: int = 0, **changed: object) -> list[str]:
+    from benchmarks.compile_kernels import compiled
+
+    return compiled(case(capability, index, **changed)).faults()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("variant", "ragged"), [("X Xᵀ", False), ("X Xᵀ, X transposed", True), ("polynomial", False), ("polynomial", True)]
+)
+def test_ampere_has_its_tensor_cores_without_spills(variant: str, ragged: bool) -> None:
+    assert faults(80, variant=variant, ragged=ragged) == []
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("index", "variant"),
+    [(0, "X Xᵀ"), (0, "X Xᵀ, X transposed"), (0, "polynomial"), (1, "X Xᵀ"), (1, "polynomial")],
+)
+@pytest.mark.parametrize("capability", [90, 100])
+def test_hopper_and_blackwell_have_theirs_and_copy_by_tma(capability: int, index: int, variant: str) -> None:
+    assert faults(capability, index, variant=variant) == []
+
+
+@needs_triton
+def test_a_tile_too_large_for_shared_memory_fails_the_table(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks import compile_kernels
+    from titan_muon.orthogonalize.symmetric_kernel import Tile
+
+    large = case(90, tile=Tile(wide=2, stages=6, tma=True))
+    monkeypatch.setattr(compile_kernels, "cases", lambda: [large])
+    monkeypatch.setattr(compile_kernels, "ARCHITECTURES", ())
+    assert compile_kernels.main() == 1
+    said = capsys.readouterr()
+    assert said.out.endswith("bytes of shared memory of 232,448 |\n")
+    assert "not to be used as they are: 1" in said.err
+
+
+@needs_triton
+def test_a_tile_that_spills_is_reported() -> None:
+    from titan_muon.orthogonalize.symmetric_kernel import Tile
+
+    (fault,) = faults(100, tile=Tile(wide=2, warps=4, tma=True, specialized=True))
+    assert fault.endswith("bytes spilled")
+
+
+@needs_triton
+def test_a_kernel_without_tensor_cores_or_specialization_is_reported() -> None:
+    from titan_muon.orthogonalize.symmetric_kernel import Tile
+
+    small = Tile(side=32, depth=32, warps=4, stages=2, specialized=True)
+    found = faults(90, tile=small, dtype="float32")
+    assert found == ["no wgmma.mma_async", "no cp.async.bulk.tensor.3d.shared", "warps are not specialized"]
+
+
+@needs_triton
+def test_every_product_and_dtype_is_compiled_for_every_gpu() -> None:
+    from benchmarks.compile_kernels import VARIANTS, cases
+    from titan_muon.orthogonalize.symmetric import HALVES
+    from titan_muon.orthogonalize.symmetric_kernel import TILES
+
+    found = list(cases())
+    whole = {(each.target.capability, each.tile, each.variant, each.dtype) for each in found if not each.ragged}
+    tiles = [(10 * major, tile) for major, tiles in TILES.items() for tile in tiles]
+    assert whole == {(*tile, variant, dtype) for tile in tiles for variant in VARIANTS for dtype in HALVES}
+    assert {gpu for gpu, *_ in whole} == {80, 90, 100}
+    assert {each.variant for each in found if each.ragged} == set(VARIANTS)
+
+
+@needs_triton
+def test_the_tile_is_the_one_whose_programs_end_first() -> None:
+    from titan_muon.orthogonalize.symmetric_kernel import TILES, fastest
+
+    wide, narrow = TILES[9]
+    found = {shape: fastest((wide, narrow), *shape) for shape in ((8192, 1, 132), (4096, 1, 132), (4096, 1, 148))}
+    assert found == {(8192, 1, 132): wide, (4096, 1, 132): narrow, (4096, 1, 148): wide}
+    assert [tile.programs(4096) for tile in (wide, narrow)] == [272, 528]
+    assert [tile.programs(300) for tile in (wide, narrow)] == [6, 6]
+
+
+@needs_triton
+def test_a_gpu_has_the_tiles_of_its_architecture_or_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    from titan_muon.orthogonalize.symmetric_kernel import TILES, tile_on
+
+    # 4,096 rows on 132 processors end first in the second tile, where there are two.
+    expected = {8: TILES[8][0], 9: TILES[9][1], 10: TILES[10][1], 12: TILES[8][0]}
+    for major, tile in expected.items():
+        gpu = SimpleNamespace(major=major, multi_processor_count=132)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, gpu=gpu: gpu)
+        assert tile_on(torch.device("cuda"), 4096, 1) == tile
+    assert tile_on(torch.device("cpu"), 4096, 1) == TILES[8][0]
+
+
+def test_all_triton_kernels_are_in_the_file_that_is_compiled() -> None:
+    folders = ("titan_muon", "models", "scripts", "benchmarks")
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    found = {file.name for file in files if "@triton.jit" in file.read_text(encoding="utf-8")}
+    assert found == {"symmetric_kernel.py"}, "benchmarks/compile_kernels.py does not compile it"

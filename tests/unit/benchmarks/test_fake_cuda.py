@@ -1,0 +1,94 @@
+"""What only a GPU does, on fake CUDA tensors: a CUDA build of PyTorch makes them without one."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn import Parameter
+
+from benchmarks.rehearsal.checks import MATRIX_PRODUCTS
+from benchmarks.rehearsal.fake_gpu import fake_gpu, fake_rank
+from benchmarks.rehearsal.recorder import Operations
+from titan_muon import Muon
+from titan_muon.adam import Adam, AdamW
+from titan_muon.owned import own
+from titan_muon.tensors.dtensor import local
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
+)
+
+
+def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device() -> None:
+    """As after torch.load(..., map_location="cpu")."""
+    with fake_gpu():
+        param = Parameter(torch.empty(8, 4, device="cuda"))
+        muon = Muon([("w", param)], nonfinite="propagate")
+        state = muon.state_dict()
+        state["state"][0]["momentum_buffer"] = torch.zeros(8, 4)
+        muon.load_state_dict(state)
+        assert muon.state[param]["momentum_buffer"].device == param.device
+        param.grad = torch.empty(8, 4, device="cuda")
+        muon.step()
+
+
+@pytest.mark.parametrize("build", [Muon, AdamW, Adam])
+def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build: Any) -> None:
+    """As for any user of the library: nothing says that they are on the host but CPUOffloadPolicy."""
+    with fake_gpu() as gpu, fake_rank(2, 0):
+        model = torch.nn.Linear(64, 64, bias=False, device="cuda")
+        fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy())
+        (param,) = model.parameters()
+        assert param.to_local().device.type == "cpu"  # type: ignore[attr-defined]
+        optimizer = build(model.named_parameters())
+        param.grad = torch.zeros_like(param)
+        gpu.syncs.clear()
+        with Operations() as operations:
+            optimizer.step()
+        assert MATRIX_PRODUCTS & operations.counts.keys() or build is not Muon
+        averages = [state for name, state in optimizer.state[param].items() if name != "step"]
+        assert {local(tensor).device.type for tensor in (*averages, param)} == {"cpu"}
+        assert gpu.syncs[-1] == "cuda.synchronize", "for the parameter, which the host may read next"
+        assert {*gpu.syncs[:-1]} <= {"Event.synchronize"}, "no copy is waited for, and the last step's faults are there"
+        # What two loads bring there: of AdamW all four tensors at once.
+        assert operations.counts["copy_"] >= (3 if build is Muon else 4)
+
+
+def test_a_part_of_the_parameters_on_the_host_is_refused() -> None:
+    with fake_gpu(), fake_rank(1, 0):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False, device="cuda") for _ in range(2)))
+        mesh = init_device_mesh("cuda", (1,))
+        fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy())
+        fully_shard(model[1], mesh=mesh)
+        with pytest.raises(
+            ValueError, match=r"1\.weight: is on cuda:0, and offload = 'parameters' takes what is on the"
+        ):
+            Muon(model.named_parameters())
+
+
+def test_owned_parameters_and_their_gradients_are_in_pinned_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[torch.Tensor] = []
+    pin, empty_like = torch.Tensor.pin_memory, torch.empty_like
+
+    def pins(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(found := pin(tensor))
+        return found
+
+    def makes(like: torch.Tensor, **options: Any) -> torch.Tensor:
+        found = empty_like(like, **options)
+        if options.get("pin_memory"):
+            pinned.append(local(found))
+        return found
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pins)
+    monkeypatch.setattr(torch, "empty_like", makes)
+    with fake_gpu(), fake_rank(1, 0):
+        layer = torch.nn.Linear(8, 8, bias=False, device="cuda")
+        own(layer, mesh=init_device_mesh("cuda", (1,)), params=[layer.weight], offload_policy=CPUOffloadPolicy())
+        layer(torch.ones(2, 8, device="cuda")).sum().backward()
+        (param,) = layer.parameters()
+        assert local(param).device.type == local(param.grad).device.type == "cpu"
+        places = [tensor.data_ptr() for tensor in pinned]
+        assert places == [local(param).data_ptr(), local(param.grad).data_ptr()]

@@ -1,0 +1,94 @@
+"""What parts of `make gpu` conclude from what they measured: the link from the times, a verdict from the losses."""
+
+import json
+import math
+from dataclasses import asdict
+
+import pytest
+
+from benchmarks.gpu import links, training
+from benchmarks.gpu.links import Machine, Row
+from benchmarks.gpu.training import Run
+from titan_muon.options import Machine as MachineOptions
+from titan_muon.options import check
+from titan_muon.plan.terms.machine import Link, machine_of
+
+
+def row(size: int, bandwidth: float = 40e9, latency: float = 12e-6, ranks: int = 8) -> Row:
+    """An all-to-all on links of this bandwidth and latency."""
+    sent = size * (ranks - 1) / ranks
+    taken = latency + sent / bandwidth
+    return Row("all_to_all", size, taken * 1e6, sent / taken / 1e9)
+
+
+def test_bandwidth_is_free_of_the_latency_which_is_that_of_the_smallest() -> None:
+    slower = Row("all_gather", 2**28, 1e9, 0.1)
+    bandwidth, latency = links.link_of([slower, *(row(2**power) for power in (28, 26, 10))])
+    assert bandwidth == pytest.approx(40e9, rel=1e-6)
+    assert latency == pytest.approx(12e-6, rel=0.01)
+
+
+def test_a_larger_message_that_ends_first_leaves_its_own_rate() -> None:
+    noisy = Row("all_to_all", 2**12, 1.0, 3.0)
+    assert links.link_of([row(2**10), noisy])[0] == 3e9
+    assert links.link_of([noisy])[0] == 3e9
+
+
+def test_the_table_of_a_recipe_has_its_keys_and_values_that_it_takes() -> None:
+    flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
+    alone = links.recipe_table(Machine("GPU X", 1, 1, None, None, flops, 3e12))
+    assert alone == {"tflops": 650.0, "tflops_float32": 50.0, "memory_gb": 3000.0}
+    table = links.recipe_table(Machine("GPU X", 8, 8, 41.3e9, 12.34e-6, flops, 3e12))
+    assert table == {**alone, "node_gb": 41.3, "node_latency_us": 12.3}
+    check(MachineOptions, table)
+    between = links.recipe_table(Machine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12))
+    assert between == {**alone, "network_gb": 41.3, "network_latency_us": 12.3}
+
+
+def test_a_planner_reads_the_machine_file() -> None:
+    flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
+    text = json.dumps(asdict(Machine("GPU X", 16, 4, 41.3e9, 12e-6, flops, 3e12)))
+    machine = machine_of(MachineOptions(name="a100x8", file="machine.json"), "cuda", text)
+    assert (machine.flops, machine.memory, machine.ranks_per_node) == (flops, 3e12, 4)
+    assert machine.network == Link(41.3e9, 12e-6)
+    assert machine.node == machine_of(MachineOptions(name="a100x8")).node, "nothing was measured within a node"
+
+
+def run(*losses: float, **values: str) -> Run:
+    return Run(dict(enumerate(losses, 1)), 1.0, 1.0, **values)
+
+
+def test_ways_that_learn_and_follow_the_first_have_no_fault() -> None:
+    runs = {"a": run(5.0, 4.5, 4.0), "b": run(5.01, 4.52, 4.03), "c": Run({}, 0.0, 0.0, skipped="needs 4 ranks")}
+    assert training.faults_of(runs, 3, 0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("other", "says"),
+    [
+        (run(5.0, 4.8, 4.0), "b: step 2: loss 4.800, and a's is 4.500"),
+        (run(5.0, math.nan, 4.0), "b: step 2: loss nan"),
+        (run(5.0, 4.5, math.nan), "b: the loss went from 5.000 to nan"),
+        (run(5.0, 4.5, 4.6), "b: the loss went from 5.000 to 4.600, and had to fall by 0.5"),
+        (run(5.0, 4.5), "b: logged the losses of steps [1, 2], not of 1 to 3"),
+        (Run({}, 0.0, 0.0, fault="train.py ended with 1"), "b: train.py ended with 1"),
+    ],
+)
+def test_a_way_that_does_not_is_named(other: Run, says: str) -> None:
+    faults = training.faults_of({"a": run(5.0, 4.5, 4.0), "b": other}, 3, 0.5)
+    assert any(says in fault for fault in faults), faults
+
+
+def test_faults_of_the_first_way_are_told_too() -> None:
+    first = Run({}, 0.0, 0.0, fault="train.py ended with 1")
+    assert training.faults_of({"a": first, "b": run(5.0, 4.0)}, 2, 0.5) == ["a: train.py ended with 1"]
+
+
+@pytest.mark.parametrize("name", training.WAYS)
+def test_every_way_is_a_recipe(name: str) -> None:
+    import models  # noqa: F401 (registers the families)
+    from titan_muon.titan.recipe import load
+
+    words = training.command(training.WAYS[name], 2, 2, training.ROOT / "runs/x", tiny=True)
+    given = words[words.index("--config") + 2 :]
+    assert load(training.ROOT / training.RECIPE, given).training.steps == 2

@@ -1,0 +1,213 @@
+"""A rehearsal sees what it is for: waits, memory, collectives; on fake GPUs with faults put in on purpose."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from benchmarks.rehearsal.checks import MATRIX_PRODUCTS, Expected, collective_faults, faults
+from benchmarks.rehearsal.fake_gpu import fake_gpu
+from benchmarks.rehearsal.seen import Bytes, Collective, Seen
+from benchmarks.rehearse import LAYOUTS, REHEARSED, WORLDS, Case
+from tests.tiny import write_recipe
+from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.recipe.command_line import parse
+from titan_muon.titan.recipe.degrees import PIPELINE_TORCH, check_layout, has_torch
+
+ROOT = Path(__file__).parents[3]
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
+)
+PLANNED = Bytes(100 << 20, 100 << 20, 200 << 20, 50 << 20, 80 << 20, 0)
+CALLS = (Collective("allgather_base", (0, 1), 64), Collective("alltoall_base", (0, 1), None))
+RIGHT = Seen(
+    rank=0,
+    matrices=8,
+    orthogonalized=4,
+    operations={"bmm": 40},
+    growing={},
+    training_peak=replace(PLANNED, rest=1 << 30),
+    step_start=replace(PLANNED, orthogonalization=20 << 20, rest=30 << 20),
+    step_peak=replace(PLANNED, orthogonalization=20 << 20, rest=90 << 20),
+    constant=30 << 20,
+    at_rest=(320 << 20, 320 << 20),
+    training=CALLS,
+    step=CALLS[1:],
+    groups_made=0,
+    reads=2,
+)
+
+
+def test_what_the_dry_run_says_has_no_fault() -> None:
+    assert list(faults(RIGHT, Expected(0, PLANNED))) == []
+    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1)])) == []
+
+
+@pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
+def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
+    more = replace(RIGHT.step_peak, **{what: getattr(PLANNED, what) + 1})
+    (fault,) = faults(replace(RIGHT, step_peak=more), Expected(0, PLANNED))
+    assert fault.startswith(what.replace("_", " "))
+
+
+@pytest.mark.parametrize(
+    ("seen", "said"),
+    [
+        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=150 << 20)), "the step takes 146,800,640 bytes"),
+        (replace(RIGHT, step_peak=replace(RIGHT.step_peak, rest=30 << 20)), "the step takes 20,971,520 bytes"),
+        (
+            replace(RIGHT, operations={"copy_": 8}),
+            "4 matrices are orthogonalized, and no matrix product is on the device",
+        ),
+        (replace(RIGHT, at_rest=(320 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
+        (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
+    ],
+)
+def test_what_is_wrong_is_said(seen: Seen, said: str) -> None:
+    (fault,) = faults(seen, Expected(0, PLANNED))
+    assert fault.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        (CALLS[:1], "alltoall_base of None bytes on rank 0 and absent on rank 1"),
+        (CALLS[::-1], "allgather_base of 64 bytes on rank 0 and alltoall_base of None bytes on rank 1"),
+        ((replace(CALLS[0], payload=32), CALLS[1]), "allgather_base of 64 bytes on rank 0 and allgather_base of 32"),
+    ],
+)
+def test_ranks_that_see_other_collectives_are_named(training: tuple[Collective, ...], said: str) -> None:
+    (fault,) = collective_faults([RIGHT, replace(RIGHT, rank=1, training=training)])
+    assert said in fault
+
+
+def test_collectives_of_other_groups_are_not_compared() -> None:
+    alone = Collective("allgather_base", (1, 3), 64)
+    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1, training=(alone, *CALLS))])) == []
+
+
+@pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
+def test_a_step_has_some_of_the_offloaded_states_and_no_more_than_the_dry_run_says(states: int, fits: bool) -> None:
+    seen = replace(RIGHT, step_peak=replace(RIGHT.step_peak, optimizer_states=states), at_rest=(120 << 20, 120 << 20))
+    found = list(faults(seen, Expected(0, PLANNED, offloaded=True)))
+    assert (found == []) is fits
+    (fault,) = faults(RIGHT, Expected(0, PLANNED, offloaded=True))
+    assert "bytes are alive after a step" in fault, "between steps none is on the device"
+
+
+def test_what_is_seen_is_read_back(tmp_path: Path) -> None:
+    RIGHT.write(tmp_path / "seen.json")
+    assert Seen.read(tmp_path / "seen.json") == RIGHT
+
+
+def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
+    memory = {"parameters": 1, "gradients": 2, "optimizer_states": 3, "host_states": 0}
+    ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
+    owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
+    shared = {"memory": memory, "ranks": ranks}
+    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0))
+    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0))
+    stages = [{**shared, "owners": []}, {**shared, "owners": owners}]
+    assert Expected.of({"pipeline_ranks": stages}).fullest == 0, "rank 0 is of the first stage"
+    assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
+
+
+def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
+    full = {
+        path.stem.removesuffix("_muon")
+        for path in (ROOT / "configs").glob("*.toml")
+        if "cluster.toml" in path.read_text()
+    }
+    assert set(REHEARSED) == full
+    assert {layout for layouts in REHEARSED.values() for layout in layouts} == set(LAYOUTS)
+    for name, layouts in REHEARSED.items():
+        assert len(layouts) == len(WORLDS)
+        assert Path(Case(name, 8, layouts[0]).arguments()[1]).is_file()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", REHEARSED)
+def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
+    """A case that the dry run refuses would be found after an hour of others."""
+    case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
+    recipe = parse(case.arguments()).recipe
+    if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):
+        pytest.skip("torch before 2.14 has no pipeline parallelism for TorchTitan")
+    check_layout(recipe, world)
+    model = recipe.model
+    with_placement(model_spec(model.name, model.flavor, vocab_size=model.vocab_size, on_cpu=True), recipe)
+
+
+@cache
+def rehearsed() -> dict[str, list[str]]:
+    with TemporaryDirectory() as folder:
+        result = subprocess.run(
+            [sys.executable, "-m", "tests.rehearsed_faults", folder],
+            capture_output=True, text=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    "step",
+    [
+        "none",
+        "owned",
+        "offload",
+        "offload owned",
+        "host parameters",
+        "host parameters owned",
+        "tensor parallel",
+        "clipped",
+        "same",
+    ],
+)
+def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
+    assert rehearsed()[step] == []
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("item", "DeviceSync: aten._local_scalar_dense.default: the host waits for the device"),
+        ("kept", "bytes are alive after a step"),
+        ("offloaded and on the device", "bytes are alive after a step"),
+        ("skipped", "on rank 0 and allreduce of"),
+        ("mixed", "mixed torch.Tensor and DTensor"),
+    ],
+)
+def test_a_fault_is_caught(fault: str, said: str) -> None:
+    assert any(said in text for text in rehearsed()[fault]), rehearsed()[fault]
+
+
+@needs_cuda_build
+def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
+    """There DTensor makes the local tensor of the first matrix on the CPU, whatever its mesh is of."""
+    words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
+    file = tmp_path / "seen.json"
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.rehearsal", "--config", str(write_recipe(tmp_path)), *words, "--json", file],
+        check=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    seen = Seen.read(file)
+    assert seen.orthogonalized > 0
+    assert MATRIX_PRODUCTS & seen.operations.keys()
+
+
+@needs_cuda_build
+def test_a_process_is_what_it_was_when_the_fake_gpu_is_gone() -> None:
+    before = torch.cuda.is_available(), torch._dynamo.config.disable
+    with fake_gpu():
+        assert (torch.cuda.is_available(), torch._dynamo.config.disable) == (True, True)
+    assert (torch.cuda.is_available(), torch._dynamo.config.disable) == before

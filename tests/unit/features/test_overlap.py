@@ -1,0 +1,139 @@
+"""Which rounds backward can hide, and that no stream uses what another is not done with while it hides them."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.dist.features.test_overlap import NAMES, SLOW, Failed, Run
+from tests.stream_order import StreamOrder, stream_order
+from tests.unit.plans import plan_of
+from titan_muon import Muon
+from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
+from titan_muon.owned.param import place_on_owners
+from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.terms.machine import machine_of
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+from titan_muon.titan import compat
+
+__all__ = ["stream_order"]
+
+LAYERS = 8
+
+
+def planned(overlap: Overlap) -> Plan:
+    """Two matrices a layer, the last layer's twice as large."""
+    found = []
+    for layer in range(LAYERS):
+        rows = 16 * (1 + (layer == LAYERS - 1))
+        stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
+        layout = Layout((rows, 16), Mesh((2,), (0, 1)), (Shard(0),))
+        found += [Parameter(f"layers.{layer}.{name}", f"layers.{layer}", layout, stack) for name in ("up", "down")]
+    return plan_of(found, overlap=overlap, machine=SLOW)
+
+
+def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> None:
+    plan = planned("backward")
+    matrices = [number for bucket in plan.buckets for number in bucket.matrices]
+    # The last layer's matrices are large: rounds are even over the ranks too.
+    small = [number for number in matrices if number < 2 * (LAYERS - 1)]
+    assert small == sorted(small, reverse=True), "of matrices that are alike the last parameter's gradient comes first"
+    assert min(plan.buckets[-1].matrices) == 0 < min(plan.buckets[0].matrices)
+    assert plan.slots == plan.rounds > 2
+    assert plan.digest() != planned("none").digest()
+
+
+def test_a_step_is_not_slower_for_what_backward_hides() -> None:
+    """With two matrices for a rank, rounds in the order of backward are uneven, and cost more than they hide."""
+    layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
+    wide = Layout((64, 192), layout.mesh, layout.placements)
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
+    found = [
+        Parameter(f"layers.{number}.{name}", f"layers.{number}", of, stack)
+        for number in range(4)
+        for name, of in (("q", layout), ("up", wide))
+    ]
+    machine = Machine(node_gb=1e-3, tflops=1e-2, tflops_float32=1e-2, node_latency_us=0.0, launch_us=0.0)
+    on = machine_of(machine)
+    without, overlapped = (
+        timeline(plan_of(found, overlap=overlap, machine=machine), on, overlap=overlap).last.seconds
+        for overlap in ("none", "backward")
+    )
+    assert overlapped <= without
+
+
+@pytest.mark.parametrize("other", [{"offload": "state"}, {"state": "owner"}], ids=str)
+def test_momentum_that_is_not_all_here_is_refused(other: dict[str, str]) -> None:
+    [(name, _)] = other.items()
+    with pytest.raises(OptionError, match=rf"^overlap = 'backward' .*{name} = "):
+        MuonOptions(overlap="backward", **other)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """On rank 0 of two, of which the other is not there."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def run(mesh: DeviceMesh) -> Run:
+    return Run(mesh, overlap="backward")
+
+
+def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceMesh) -> None:
+    owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
+    sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
+    with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
+        Muon([("layers.0.w", owned)], overlap="backward")
+    assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], overlap="backward").plan.buckets
+
+
+def train(run: Run) -> None:
+    """Steps, after each of which something else is computed in what may be their memory, and a backward that fails."""
+    for step in range(3):
+        run.backward(step)
+        run.step()
+        torch.ones(64).add_(1)
+        with pytest.raises(Failed):
+            run.backward(step, fails=NAMES[1])
+        run.muon.zero_grad()
+
+
+@pytest.fixture
+def ordered(stream_order: StreamOrder, run: Run) -> tuple[Run, StreamOrder]:
+    """Streams are watched from before there are any."""
+    return run, stream_order
+
+
+def test_no_stream_uses_what_another_is_not_done_with(ordered: tuple[Run, StreamOrder]) -> None:
+    run, order = ordered
+    with order:
+        train(run)
+    own = {stream for stream, name in order.log if stream is not order.compute}
+    assert len(own) == 1, "what is packed and sent in backward is on a stream of its own"
+    sent = [stream for stream, name in order.log if name == "c10d::alltoall_base_"]
+    assert own < set(sent), "results return beside it"
+
+
+@pytest.mark.parametrize("waits", ["for gradients", "for packing"])
+def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str) -> None:
+    run, order = ordered
+    own = run.muon._built.overlap._stream
+    with order:
+        train(run)
+        if waits == "for gradients":
+            own.wait_stream = lambda other: None
+        else:
+            order.compute.wait_stream = lambda stream: None  # type: ignore[method-assign]
+        with pytest.raises(AssertionError, match="does not wait for"):
+            train(run)

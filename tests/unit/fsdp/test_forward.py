@@ -1,0 +1,150 @@
+"""Which rounds forward can hide, and that no stream reads weights before their update."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.dist.features.test_forward import Run, Sharding, evaluate
+from tests.dist.features.test_overlap import SLOW
+from tests.stream_order import Stream, StreamOrder, stream_order
+from tests.unit.features.test_overlap import LAYERS, planned
+from tests.unit.plan.test_timeline import four_rounds
+from titan_muon.fsdp.private import GatheredGroup
+from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.terms.machine import Link, machine_of
+from titan_muon.titan import compat
+
+__all__ = ["stream_order"]
+
+
+SHARDINGS = {
+    "layers": Sharding(),
+    "prefetched": Sharding(prefetches=True),
+    "the root too": Sharding(layers=2),
+    "linear layers": Sharding(apart=True),
+}
+
+
+@pytest.fixture(params=list(SHARDINGS.values()), ids=list(SHARDINGS))
+def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterator[tuple[Run, StreamOrder]]:
+    """On rank 0 of two, of which the other is not there. Streams are watched from before there are any."""
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield Run(request.param), stream_order
+    dist.destroy_process_group()
+
+
+def train(run: Run) -> None:
+    """Steps, of two passes each, behind which something else is computed in what may be their memory."""
+    for step in range(3):
+        run.step(step)
+        torch.ones(64).add_(1)
+
+
+def test_no_stream_reads_weights_before_their_update(ordered: tuple[Run, StreamOrder]) -> None:
+    run, order = ordered
+    with order:
+        train(run)
+    own = run.muon.deferred._stream
+    updates = [name for stream, name in order.log if stream is own]
+    assert "aten::_foreach_add_" in updates
+
+
+def never(*_: object) -> None:
+    """In place of a wait."""
+
+
+@pytest.mark.parametrize("waits", ["for the step", "for the update"])
+def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, order = ordered
+    with order:
+        train(run)
+        if waits == "for the step":
+            run.muon.deferred._stream.wait_stream = never
+        else:
+            # Of FSDP2's streams, on which weights are read.
+            monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
+        with pytest.raises(AssertionError, match="does not wait for"):
+            train(run)
+
+
+@pytest.mark.parametrize("ordered", [SHARDINGS["prefetched"]], indirect=True)
+def test_buffers_are_given_back_when_the_update_is_done(
+    ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a module that is prefetched, for which the stream that they are memory of would not wait yet."""
+    run, order = ordered
+    with order:
+        train(run)
+        own, wait = run.muon.deferred._stream, order.compute.wait_stream
+        monkeypatch.setattr(order.compute, "wait_stream", lambda other: None if other is own else wait(other))
+        with pytest.raises(AssertionError, match="does not wait for"):
+            train(run)
+
+
+class Reading:
+    """The stream on which a group's weights are read, which notes that it waits for updates."""
+
+    def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
+        self.group, self.stream, self.waited = group, stream, waited
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited += self.group.params()
+        self.stream.wait_stream(other)
+
+
+@pytest.mark.parametrize("ordered", [SHARDINGS["linear layers"]], indirect=True)
+def test_a_module_waits_for_what_was_applied_with_anothers(
+    ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket has matrices of both, and the other may have been read on another stream."""
+    run, waited = ordered[0], list[Tensor]()
+    real = GatheredGroup.reading_stream
+    monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Reading(group, real(group), waited))
+    run.step(0)
+    waited.clear()
+    evaluate(run)
+    assert sorted(map(id, waited)) == sorted(id(param) for _, param in run.named), "each, and once"
+    waited.clear()
+    evaluate(run)
+    assert not waited, "in the first forward behind a step"
+
+
+def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
+    plan = planned("forward")
+    matrices = [number for bucket in plan.buckets for number in bucket.matrices]
+    small = [number for number in matrices if number < 2 * (LAYERS - 1)]
+    assert small == sorted(small), "of matrices that are alike the first parameter's results are needed first"
+    assert plan.slots == plan.rounds > 2, "all that is left has buffers of its own"
+    played, without = (timeline(plan, machine_of(SLOW), overlap=each) for each in ("forward", "none"))
+    assert played.last.seconds < without.last.seconds
+    assert played.hidden is not None
+    assert played.last.seconds + played.hidden == pytest.approx(without.last.seconds)
+    assert plan.digest() != planned("none").digest()
+
+
+def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_first_round() -> None:
+    """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
+    plan, machine = four_rounds(backward=False)
+    played = {slots: timeline(replace(plan, slots=slots), machine, overlap="forward") for slots in (4, 1)}
+    # The first way there, and then the ranks compute; the first results were back long before.
+    assert played[4].last.seconds == pytest.approx(4.4)
+    assert (played[4].hidden, played[4].exposed) == pytest.approx((0.4, 0.4))
+    # With one set of buffers each round but the last is back before the next can come.
+    assert played[1].last.seconds == pytest.approx(3 * 1.8 + 1.4)
+    assert played[1].link == pytest.approx(8 * 0.4 - 0.4)
+
+
+def test_updates_come_one_after_the_other_behind_the_step() -> None:
+    """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
+    plan, machine = four_rounds(backward=False)
+    # A rank updates a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are moved.
+    machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 10)
+    played = timeline(replace(plan, slots=4), machine, overlap="forward")
+    assert played.hidden == pytest.approx(3.0)

@@ -1,0 +1,183 @@
+"""The symmetric kernel under Triton's interpreter, and what is kept of its measurement on a GPU."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measure_kernels import save_kernels
+from titan_muon.orthogonalize import Kernel
+from titan_muon.orthogonalize.symmetric import KERNELS, kernels_for, known_kernels, products_of
+
+ROOT = Path(__file__).parents[3]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs triton, which CPU builds of PyTorch lack: make kernels"
+)
+# In a process of its own: TRITON_INTERPRET counts when triton is imported.
+PROGRAM = """
+import json, torch
+from benchmarks.accuracy import relative_error
+from titan_muon.orthogonalize import coefficients, gram, standard
+from titan_muon.orthogonalize.symmetric import TritonProducts
+from titan_muon.orthogonalize.symmetric_kernel import Tile, symmetric_product
+
+TILES = {
+    "pointers": Tile(side=32, depth=32),
+    "descriptors": Tile(side=32, depth=32, tma=True, specialized=True),
+    "descriptors, two squares": Tile(side=16, wide=2, depth=16, tma=True),
+}
+
+def drawn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+def error(count, size, inner, dtype, added, tall, tile):
+    x = drawn(count, inner, size).mT if tall else drawn(count, size, inner)
+    x = x.to(dtype)
+    c = drawn(count, size, size, seed=1).to(dtype)
+    c = (c + c.mT) if added else None
+    out = torch.full((count, size, size), float("nan"), dtype=dtype)
+    symmetric_product(x, x.mT, c, out, alpha=0.5, beta=-2.0, delta=3.0, tile=tile)
+    exact = 0.5 * x.double() @ x.double().mT + 3 * torch.eye(size)
+    exact = exact - 2 * c.double() if added else exact
+    return relative_error(out, exact).max().item(), torch.equal(out, out.mT)
+
+def commuting(dtype, tile):
+    r = drawn(2, 48, 48)
+    r = (r @ r.mT / 48).to(dtype)
+    out = torch.empty_like(r)
+    q = (r.double() @ r.double() - r.double()).to(dtype)
+    symmetric_product(q, r, q, out, beta=1.5, tile=tile)
+    error = relative_error(out, q.double() @ r.double() + 1.5 * q.double()).max().item()
+    return error, torch.equal(out, out.mT)
+
+results = {"product": {}, "commuting": {}, "iteration": {}}
+for dtype in (torch.float32, torch.float16):
+    for name, tile in TILES.items():
+        for shape in ((1, 16, 16), (2, 32, 64), (1, 80, 48)):
+            for added in (False, True):
+                for tall in (False, True):
+                    case = f"{dtype} {name} {shape} {added} {tall}"
+                    results["product"][case] = error(*shape, dtype, added, tall, tile)
+        results["commuting"][f"{dtype} {name}"] = commuting(dtype, tile)
+    stack, steps = drawn(2, 48, 80), coefficients("you_jiacheng", 5)
+    exact = standard(stack.double(), steps, 1e-7, torch.float64)
+    for name, found in (
+        ("standard", standard(stack, steps, 1e-7, dtype, TritonProducts())),
+        ("tall", standard(stack.mT.contiguous(), steps, 1e-7, dtype, TritonProducts()).mT),
+        ("gram", gram(stack, steps, 1e-7, dtype, (2,), TritonProducts())),
+    ):
+        results["iteration"][f"{dtype} {name}"] = relative_error(found, exact).max().item()
+refused = []
+one, wide, square = torch.ones(1, 16, 16), torch.ones(1, 16, 40), torch.empty(1, 16, 16)
+for a, b, c, out in (
+    (one, torch.ones(1, 32, 16), None, square),
+    (one, torch.ones(2, 16, 16), None, square),
+    (wide, wide.mT, None, square),
+    (wide[:, :, :16], wide[:, :, :16].mT, None, square),
+    (wide[:, :, ::2][:, :, :16], one, None, square),
+    (one, one, one.mT, square),
+    (one, one, one, square.mT),
+):
+    try:
+        symmetric_product(a, b, c, out)
+    except ValueError as problem:
+        refused.append(str(problem))
+print(json.dumps({**results, "refused": refused}))
+"""
+TOLERANCES = {"torch.float32": 1e-5, "torch.float16": 2e-3}
+
+
+@cache
+def interpreted() -> dict:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_the_kernel_makes_symmetric_products_of_any_shape(dtype: str) -> None:
+    found = {case: result for case, result in interpreted()["product"].items() if case.startswith(dtype)}
+    assert len(found) == 36
+    for case, (error, symmetric) in found.items():
+        assert error < TOLERANCES[dtype], case
+        assert symmetric, f"{case}: the mirror tiles are the tiles, bit for bit"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_the_kernel_multiplies_different_matrices_that_commute(dtype: str) -> None:
+    found = {case: result for case, result in interpreted()["commuting"].items() if case.startswith(dtype)}
+    assert len(found) == 3
+    for case, (error, symmetric) in found.items():
+        assert error < TOLERANCES[dtype], case
+        assert symmetric, f"{case}: the lower triangle of a diagonal square is mirrored, whatever the order of its sums"
+
+
+@needs_triton
+@pytest.mark.parametrize("algorithm", ["standard", "tall", "gram"])
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_iterations_on_the_kernel_are_those_of_float64(dtype: str, algorithm: str) -> None:
+    assert interpreted()["iteration"][f"{dtype} {algorithm}"] < 2 * TOLERANCES[dtype]
+
+
+@needs_triton
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    found = interpreted()["refused"]
+    assert ["(count, m, k)" in problem for problem in found] == [True] * 2 + [False] * 5
+    assert ["multiples of 16" in problem for problem in found] == [False] * 2 + [True] * 5
+
+
+def test_a_measurement_is_read_back(tmp_path: Path) -> None:
+    file = tmp_path / "cache" / "gpu.json"
+    assert known_kernels(file) == ()
+    kernels = (Kernel("float16", 2048, "triton"), Kernel("bfloat16", 4096, "plain"))
+    save_kernels(kernels, file)
+    assert known_kernels(file) == kernels
+    assert [path.name for path in file.parent.iterdir()] == ["gpu.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", '[{"dtype": "float16"}]', '[{"dtype": "float16", "rows": 1, "products": "magic"}]',
+     '[{"dtype": "int8", "rows": 1, "products": "plain"}]',
+     '[{"dtype": "float32", "rows": 1, "products": "triton"}]',
+     '[{"dtype": "float16", "rows": "a", "products": "plain"}]'],
+)  # fmt: skip
+def test_a_file_that_is_no_measurement_is_named(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "gpu.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"gpu.json: not a measurement of kernels .*; delete it and measure again"):
+        known_kernels(file)
+
+
+@pytest.mark.parametrize("choice", ["auto", "plain"])
+def test_the_cpu_has_plain_products(choice: str) -> None:
+    assert kernels_for(choice, torch.device("cpu")) == ()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("triton", "^ns_kernel = 'triton' needs CUDA and the package triton"),
+        ("quack", "^ns_kernel = 'quack' needs CUDA and the package quack-kernels"),
+        ("cutlass", "^ns_kernel = 'cutlass' is not one of auto, plain, triton, quack"),
+    ],
+)
+def test_a_kernel_that_cannot_run_is_refused(choice: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        kernels_for(choice, torch.device("cpu"))
+
+
+def test_every_kernel_has_products() -> None:
+    assert [products_of(name) for name in KERNELS] == list(KERNELS.values())

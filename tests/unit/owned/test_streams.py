@@ -1,0 +1,159 @@
+"""What owned parameters do on which stream, and that no stream uses what another is not done with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.owned_model import Net, Setup, data_mesh, loss_of, make, matrices
+from tests.dist.owned.test_owned_stacks import loss_of as mixture_loss
+from tests.dist.owned.test_owned_stacks import make as make_mixture
+from tests.stream_order import StreamOrder, stream_order
+from titan_muon import Owners, own
+from titan_muon.owned import private
+from titan_muon.titan import compat
+
+__all__ = ["stream_order"]
+
+
+@pytest.fixture(params=[(4,), (2, 2)], ids=["shard", "replicate"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
+    """A model on rank 0 of four that are not there, whose collectives run as NCCL's do."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    net = make()
+    owners = Owners(net, mesh=init_device_mesh("cpu", request.param), params=matrices(net))
+    for layer in net.layers:
+        own(layer, owners=owners)
+    yield net, owners
+    dist.destroy_process_group()
+
+
+def train(net: Net, owners: Owners, steps: int = 3) -> None:
+    """Steps of two microbatches, with an evaluation between them."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for step in range(steps):
+        for part in range(2):
+            owners.set_requires_gradient_sync(part == 1 or step == 1)
+            loss_of(net, 0, 4, step, part).backward()
+        with torch.no_grad():
+            loss_of(net, 0, 4, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_no_stream_uses_what_another_is_not_done_with(model: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+    with stream_order:
+        train(*model)
+    assert len({stream for stream, _ in stream_order.log}) == (3 if model[1].comm.replicate_group is None else 4)
+
+
+def test_gradients_are_copied_and_sent_beside_the_computation(
+    model: tuple[Net, Owners], stream_order: StreamOrder
+) -> None:
+    """By the streams that FSDP2 has, in their priorities; the next module's backward waits for none of it."""
+    net, owners = model
+    behind: list[bool] = []
+
+    def look(*_: object) -> None:
+        reduce = owners.comm.streams.reduce
+        behind.append(stream_order.compute.clock.get(reduce.name, 0) < reduce.clock.get(reduce.name, 0))
+
+    for layer in net.layers:
+        layer.w2.register_full_backward_pre_hook(look)
+    with stream_order:
+        loss_of(net, 0, 4, 0).backward()
+    assert behind == [False, True, True], "the last layer has nothing before it"
+    streams = owners.comm.streams
+    assert [stream.priority for stream in (streams.gather, streams.reduce, streams.all_reduce)] == [-1, -1, 0]
+    ran_on = {name: {stream for stream, ran in stream_order.log if ran == name} for _, name in stream_order.log}
+    assert ran_on["c10d::broadcast_"] == {streams.gather}
+    assert ran_on["c10d::reduce_"] == {streams.reduce}
+    assert stream_order.compute not in ran_on["aten::copy_"], "neither weights nor gradients are copied there"
+    if owners.comm.replicate_group is not None:
+        assert ran_on["c10d::allreduce_"] == {streams.all_reduce}
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def fail(*_: object) -> None:
+    raise OutOfMemory
+
+
+@pytest.mark.parametrize("place", ["out", "layers.2.w2", "layers.1", "layers.0.wq"])
+def test_a_backward_that_raised_leaves_nothing_on_any_stream(
+    model: tuple[Net, Owners], stream_order: StreamOrder, place: str
+) -> None:
+    """Wherever it raised, the next forward frees parameters, gradients and reductions, and waits for who uses them."""
+    net, owners = model
+    module = net.get_submodule(place)
+    seen: list[int] = []
+
+    def count(*_: object) -> None:
+        seen.append(owners.context.unsharded_bytes)
+        seen.append(len(owners.context.reductions.pending))
+        seen.extend(
+            param.unsharded_accumulated_grad is not None for h in owners.context.hooks for param in h.group.params
+        )
+
+    with stream_order:
+        handle = module.register_full_backward_pre_hook(fail)
+        with pytest.raises(OutOfMemory):
+            loss_of(net, 0, 4, 0).backward()
+        handle.remove()
+        owners.context.enter_forward(0)
+        count()
+        train(net, owners, 1)
+        count()
+    assert set(seen) == {0}
+
+
+def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
+    stream_order: StreamOrder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    net = make_mixture(experts=3)
+    owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=list(net.parameters()))
+    for layer in net:
+        own(layer, owners=owners)
+    with stream_order:
+        for step in range(2):
+            mixture_loss(net, 0, 4, step).backward()
+    assert any(parameter.grad is not None for parameter in net.parameters())
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
+    """A model that tensor parallelism cuts, of which one rank holds each matrix, on rank 0 of FSDP 2 x TP 2."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    monkeypatch.setattr(private, "coalesces", lambda group, device: True)
+    net = make()
+    mesh = data_mesh(4, Setup("owned", tensor=2), net)
+    owners = Owners(net, mesh=mesh, params=matrices(net), tensor_parallel="whole")
+    for layer in net.layers:
+        own(layer, owners=owners)
+    yield net, owners
+    dist.destroy_process_group()
+
+
+def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
+    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+    net, owners = cut
+    with stream_order:
+        for step in range(2):
+            loss_of(net, 0, 2, step).backward()
+    streams = owners.comm.streams
+    for name in ("c10d::send", "c10d::recv_"):
+        assert {stream for stream, ran in stream_order.log if ran == name} == {streams.gather, streams.reduce}
+    assert any(parameter.grad is not None for parameter in matrices(net))

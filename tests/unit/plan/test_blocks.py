@@ -1,0 +1,139 @@
+"""What tensor parallelism cuts, as matrices of their own: a block is what the ranks at one place of its axis store."""
+
+from collections import Counter
+from dataclasses import replace
+from math import prod
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from tests.unit.plans import MODES, PROPERTY, parameter_lists, plan_of, taken
+from titan_muon.options import OptionError
+from titan_muon.plan.terms.blocks import in_blocks
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Replicate,
+    Shard,
+)
+from titan_muon.tensors.dtensor import layout_on
+
+SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+
+
+def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
+    """A parameter on (fsdp, tp) as one matrix, or as matrices of these heights."""
+    layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
+    rows, found = prod(shape[:-1]), list[MatrixRows]()
+    for index, height in enumerate(heights or (rows,)):
+        start = found[-1].rows[0].stop if found else 0
+        found.append(MatrixRows(str(index), (Interval(start, start + height),)))
+    return Parameter("w", "w", layout, MatrixStack(len(shape) - 1, tuple(found)))
+
+
+def blocks(parameter: Parameter) -> list[MatrixRows]:
+    [found] = in_blocks([parameter], Geometries([parameter]))
+    return list(found.stack.matrices)
+
+
+@settings(PROPERTY, max_examples=150)
+@given(parameter_lists())
+def test_blocks_are_what_the_ranks_at_each_place_store(parameters: list[Parameter]) -> None:
+    """Together they are the matrix, each element once, and no rank has a part of two blocks of one matrix."""
+    before = Geometries(parameters)
+    after = in_blocks(parameters, before)
+    geometries = Geometries(after)
+    for number, (old, new) in enumerate(zip(parameters, after, strict=True)):
+        geometry, layout = before[number], old.layout
+        full = torch.arange(prod(layout.shape)).view(-1, prod(layout.shape[old.stack.row_dims :]))
+        left = list(enumerate(new.stack.matrices))
+        for index, whole in enumerate(old.stack.matrices):
+            # The blocks of a matrix follow each other.
+            peers = geometry.peers
+            places = {peers[rank].index(rank) for rank in geometry.elements(index)} if peers else {0}
+            mine, left = left[: len(places)], left[len(places) :]
+            found = torch.cat([taken(full, block).flatten() for _, block in mine])
+            assert torch.equal(found.sort().values, taken(full, whole).flatten().sort().values)
+            assert len(places) > 1 or mine[0][1] == whole, "what one place has whole is no block"
+            held = Counter(rank for block, _ in mine for rank in geometries[number].elements(block))
+            assert set(held.values()) == {1}
+        assert left == []
+
+
+def test_rows_that_fsdp_has_cut_among_the_ranks_of_a_place_are_one_block() -> None:
+    """FSDP before TP along the same rows, as a plain Shard of both says: a place has rows that are apart."""
+    [first, second] = blocks(matrix((8, 6), Shard(0), Shard(0)))
+    assert first.rows == (Interval(0, 2), Interval(4, 6))
+    assert second.rows == (Interval(2, 4), Interval(6, 8))
+
+
+def test_columns_are_cut_where_tensor_parallelism_cuts_them() -> None:
+    assert [block.cols for block in blocks(matrix((8, 6), Shard(0), Shard(1)))] == [
+        (Interval(0, 3),),
+        (Interval(3, 6),),
+    ]
+
+
+def test_what_one_place_has_whole_stays_as_it_is() -> None:
+    """Three heads over two places: the one in the middle is on both."""
+    found = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
+    assert [(block.label, block.rows) for block in found] == [
+        ("0", (Interval(0, 4),)),
+        ("1/tp0", (Interval(4, 6),)),
+        ("1/tp1", (Interval(6, 8),)),
+        ("2", (Interval(8, 12),)),
+    ]
+
+
+def test_a_block_has_the_learning_rate_of_its_own_shape_and_the_plan_says_so() -> None:
+    plan = plan_of([matrix((8, 6), Shard(0), Shard(1))], tensor_parallel="blockwise")
+    assert [plan.out_in(number) for number in range(2)] == [(8, 3), (8, 3)]
+    assert "'blockwise' is inexact: of 1 matrices" in plan.reason
+
+
+@pytest.mark.parametrize("mode", tuple(MODES)[1:])
+def test_a_mode_is_refused_where_tensor_parallelism_cuts_no_matrix(mode: str) -> None:
+    experts = matrix((2, 4, 6), Shard(1), Shard(0), heights=(4, 4))
+    unnamed = matrix((8, 6), Shard(0), Shard(1))
+    unnamed = replace(unnamed, layout=replace(unnamed.layout, tensor_parallel=None))
+    for parameter in (experts, unnamed):
+        with pytest.raises(OptionError, match=f"^tensor_parallel = '{mode}' .* 'tp' cuts, and there is none: name "):
+            plan_of([parameter], tensor_parallel=mode)
+        assert plan_of([parameter], tensor_parallel="owner").matrices
+
+
+def axis_of(shape: tuple[int, ...], names: tuple[str, ...] | None, *placements: Any) -> int | None:
+    """The axis of tensor parallelism of a matrix on a mesh, of which its ranks and names are all that is read."""
+    mesh: Any = SimpleNamespace(mesh=torch.arange(prod(shape)).view(shape), mesh_dim_names=names)
+    return layout_on("w", (8, 6), mesh, placements).tensor_parallel
+
+
+def test_tensor_parallelism_is_the_axis_tp_where_it_cuts() -> None:
+    """Wherever it is: the last one beside FSDP's, and before `owner` where peers have a piece each."""
+    copies, rows = TorchReplicate(), TorchShard(0)
+    assert axis_of((2, 2, 1), ("dp_replicate", "tp", "owner"), copies, rows, copies) == 1
+    assert axis_of((2, 2), ("fsdp", "tp"), _StridedShard(0, split_factor=2), rows) == 1
+    assert axis_of((2, 2), ("fsdp", "tp"), rows, copies) is None
+    assert axis_of((4, 1), ("fsdp", "tp"), rows, rows) is None
+    assert axis_of((2, 2), ("fsdp", "ep"), rows, rows) is None
+    assert axis_of((2, 2), None, rows, rows) is None
+
+
+def test_blocks_that_peers_have_whole_stay_where_they_are() -> None:
+    mesh = Mesh((2, 1), (0, 1))
+    layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
+    whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))
+    plan = plan_of([Parameter("w", "w", layout, whole)], tensor_parallel="blockwise")
+    assert (plan.home, plan.buckets) == (((0,), (1,)), ())

@@ -1,0 +1,171 @@
+"""What travels together, and the longest path, held against a clock for every rank of the executor."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.plans import PROPERTY, plans, ranks_of, recut
+from titan_muon.plan.program import make_program
+from titan_muon.plan.search.owners import Task
+from titan_muon.plan.search.rounds import home_flops, longest_path, rounds
+from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.schedule import Act, prefetch
+from titan_muon.plan.terms.types import Bucket, Matrix, Plan
+
+GATHER, RETURN = "gather", "return"
+
+
+@st.composite
+def task_lists(draw: st.DrawFn) -> tuple[list[Task], list[tuple[int, ...]]]:
+    count = draw(st.integers(1, 4))
+    groups = [tuple(range(draw(st.integers(1, 8)))) for _ in range(count)]
+    places = st.tuples(st.integers(0, count - 1), st.integers(1, 100))
+    drawn = draw(st.lists(places, min_size=1, max_size=40))
+    return [Task(i, group, size, size, "l") for i, (group, size) in enumerate(drawn)], groups
+
+
+@settings(PROPERTY, max_examples=300)
+@given(task_lists(), st.integers(1, 20))
+def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
+    tasks, groups = case
+    found = rounds(tasks, groups, count)
+    assert 1 <= len(found) <= count
+    assert all(found), "no round is empty"
+    assert sorted((task for chosen in found for task in chosen), key=lambda t: t.matrix) == tasks
+    for group in range(len(groups)):
+        order = [task.matrix for chosen in found for task in chosen if task.group == group]
+        assert order == sorted(order), "a group's matrices keep their order over all rounds"
+    for chosen in found:
+        assert [task.matrix for task in chosen] == sorted(task.matrix for task in chosen)
+
+
+@settings(PROPERTY, max_examples=200)
+@given(st.integers(1, 60), st.integers(1, 20))
+def test_rounds_are_of_about_the_same_bytes(tasks: int, count: int) -> None:
+    found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], [(0, 1)], count)
+    assert len(found) == min(tasks, count)
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_a_smaller_group_travels_in_fewer_and_the_first_rounds() -> None:
+    tasks = [Task(i, i % 2, 1, 1 if i % 2 else 4, "l") for i in range(32)]
+    found = rounds(tasks, [(0, 1), (0, 1)], 4)
+    assert [sum(task.group for task in chosen) for chosen in found] == [16, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("slots", "count", "ahead"), [(2, 1, 0), (2, 2, 1), (2, 5, 1), (4, 4, 3), (4, 9, 2), (1, 3, 0)]
+)
+def test_prefetch_leaves_slots_for_what_returns(slots: int, count: int, ahead: int) -> None:
+    assert prefetch(slots, count) == ahead
+
+
+class Clock:
+    """Every rank of a plan as Muon.step runs it, where Newton-Schulz takes its FLOPs and all else no time.
+
+    A wait for a collective ends when the last rank of its group has launched it.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.now = dict.fromkeys(ranks_of(plan), 0)
+        self.work = dict.fromkeys(self.now, 0)
+        self.launched: dict[tuple[int, str], dict[int, int]] = {}
+
+    def run(self) -> int:
+        """FLOPs until the last rank is done."""
+        running = {rank: self._step(rank) for rank in self.now}
+        waiting = {rank: next(steps, None) for rank, steps in running.items()}
+        while running:
+            ready = [rank for rank, collective in waiting.items() if collective is None or self._complete(collective)]
+            assert ready, f"ranks {list(running)} wait for each other"
+            for rank in ready:
+                collective = waiting.pop(rank)
+                if collective is None:
+                    del running[rank]
+                    continue
+                self.now[rank] = max(self.now[rank], *self.launched[collective].values())
+                waiting[rank] = next(running[rank], None)
+        return max(self.now.values())
+
+    def _complete(self, collective: tuple[int, str]) -> bool:
+        return len(self.launched.get(collective, {})) == len(self.plan.buckets[collective[0]].group)
+
+    def _step(self, rank: int) -> Iterator[tuple[int, str]]:
+        program = make_program(self.plan, rank)
+        buckets = [index for index, bucket in enumerate(self.plan.buckets) if rank in bucket.group]
+
+        def launch(index: int, leg: str) -> None:
+            self.launched.setdefault((buckets[index], leg), {})[rank] = self.now[rank]
+
+        for act, number in program.turns:
+            if act is Act.HOME:
+                for item in program.home:
+                    self._orthogonalize(rank, item.matrix)
+                continue
+            for index in program.rounds[number]:
+                if act is Act.GATHER:
+                    launch(index, GATHER)
+                elif act is Act.ORTHOGONALIZE:
+                    yield buckets[index], GATHER
+                    for matrix in program.buckets[index].matrices:
+                        self._orthogonalize(rank, matrix)
+                    launch(index, RETURN)
+                else:
+                    yield buckets[index], RETURN
+
+    def _orthogonalize(self, rank: int, matrix: int) -> None:
+        flops = self.plan.matrices[matrix].flops
+        self.now[rank] += flops
+        self.work[rank] += flops
+
+
+def path_of(plan: Plan) -> int:
+    flops = [Counter[int]() for _ in plan.buckets]
+    for rank in ranks_of(plan):
+        mine = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.group]
+        for number, run in zip(mine, make_program(plan, rank).buckets, strict=True):
+            flops[number][rank] += sum(plan.matrices[matrix].flops for matrix in run.matrices)
+    return longest_path(plan.buckets, flops, home_flops(plan.home, plan.matrices), plan.slots)
+
+
+@settings(PROPERTY, max_examples=400)
+@given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
+def test_longest_path_is_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
+    for one in (plan, recut(plan, Random(seed))):
+        clock, summary = Clock(one), summarize(one)
+        assert path_of(one) == summary.ns_flops_max == clock.run()
+        assert {cost.rank: cost.ns_flops for cost in summary.ranks} == clock.work
+
+
+def bucket(matrix: int, owner: int) -> Bucket:
+    return Bucket("all_to_all", (0, 1), (matrix,), (owner,))
+
+
+def flops_of(buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[dict[int, int]]:
+    """Of buckets with one matrix each."""
+    return [{each.owners[0]: matrices[each.matrices[0]].flops} for each in buckets]
+
+
+def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
+    """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
+    matrices = [Matrix(0, i, 1, 1, 10) for i in range(4)]
+    buckets = [replace(bucket(i, i % 2), round=i) for i in range(4)]
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 4) == 20
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 40
+
+
+def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
+    """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
+    matrices = [Matrix(0, i, 1, 1, flops) for i, flops in enumerate((30, 30, 1, 1))]
+    buckets = [replace(bucket(i, i // 2), round=i) for i in range(4)]
+    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 62
+
+
+def test_work_at_home_counts_even_without_buckets() -> None:
+    assert longest_path([], [], {0: 5, 1: 7}, 2) == 7

@@ -1,0 +1,121 @@
+"""Who assembles a matrix: nobody if a rank stores all of it, and otherwise no more ranks than its mesh has."""
+
+from collections.abc import Iterable
+
+from hypothesis import given, settings
+
+from tests.unit.plans import PROPERTY, parameter_lists
+from titan_muon.plan.terms.groups import Assembly, assemblies
+from titan_muon.plan.terms.layout import Geometry
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Replicate,
+    Shard,
+)
+
+FLAT = Mesh((4,), (0, 1, 2, 3))
+SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+
+
+def experts(count: int, rows: int, cols: int, mesh: Mesh, *placements: Placement) -> Geometry:
+    matrices = tuple(MatrixRows(str(i), (Interval(i * rows, (i + 1) * rows),)) for i in range(count))
+    return Geometry(Layout((count, rows, cols), mesh, placements), MatrixStack(2, matrices))
+
+
+def matrix(rows: int, mesh: Mesh, *placements: Placement) -> Geometry:
+    return Geometry(Layout((rows, 4), mesh, placements), MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),)))
+
+
+def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
+    return {geometry.replica[rank] for rank in ranks}
+
+
+@settings(PROPERTY, max_examples=300)
+@given(parameter_lists())
+def test_each_matrix_is_at_home_or_whole_in_each_group(parameters: list[Parameter]) -> None:
+    for parameter in parameters:
+        geometry = Geometry(parameter.layout, parameter.stack)
+        for split in (True, False):
+            for index, assembly in enumerate(assemblies(geometry, split)):
+                check_assembly(geometry, index, assembly, split)
+
+
+def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:
+    elements = geometry.elements(index)
+    assert bool(assembly.home) != bool(assembly.groups), "a matrix is at home or travels"
+    assert set(assembly.home) <= set(elements)
+    assert all(elements[rank] == geometry.numel(index) for rank in assembly.home)
+    for group in assembly.groups:
+        assert list(group) == sorted(set(group))
+        assert set(group) <= set(geometry.layout.mesh.ranks)
+        held: dict[tuple[int, ...], int] = {}
+        for rank in set(group) & set(elements):
+            copy = geometry.replica[rank]
+            held[copy] = held.get(copy, 0) + elements[rank]
+        assert set(held.values()) == {geometry.numel(index)}, "every copy of the matrix is whole within the group"
+        assert split or len(held) == 1, "without a split each copy has a group of its own"
+    taking_part = [rank for group in assembly.groups for rank in group]
+    assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
+    assert set(elements) <= {*taking_part, *assembly.home}, "every holder takes part"
+
+
+@settings(PROPERTY, max_examples=300)
+@given(parameter_lists())
+def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
+    """Groups of one parameter are equal or disjoint, so its matrices can travel together."""
+    for parameter in parameters:
+        geometry = Geometry(parameter.layout, parameter.stack)
+        for split in (True, False):
+            groups = {group for assembly in assemblies(geometry, split) for group in assembly.groups}
+            ranks = [rank for group in groups for rank in group]
+            assert len(ranks) == len(set(ranks))
+
+
+def test_whole_experts_are_at_home() -> None:
+    found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
+    assert [assembly.home for assembly in found] == [(0,), (1,), (2,), (3,)]
+
+
+def test_experts_cut_by_rows_travel_within_their_ranks() -> None:
+    found = assemblies(experts(2, 4, 5, SQUARE, Shard(1), Shard(0)), True)
+    assert [assembly.groups for assembly in found] == [((0, 2),), ((1, 3),)]
+
+
+def test_an_expert_across_ranks_joins_them() -> None:
+    """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
+    found = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
+    assert [assembly.home for assembly in found] == [(0,), (1,), (2,)]
+
+
+def test_a_small_parameter_travels_on_its_whole_mesh() -> None:
+    """3 rows over 4 ranks: the rank without a row may orthogonalize too."""
+    assert assemblies(matrix(3, FLAT, Shard(0)), True)[0].groups == ((0, 1, 2, 3),)
+
+
+def test_a_matrix_of_one_row_is_at_home() -> None:
+    assert assemblies(matrix(1, FLAT, Shard(0)), True)[0] == Assembly((0,), ())
+
+
+def test_replicas_are_one_group_or_one_each() -> None:
+    geometry = matrix(8, SQUARE, Replicate(), Shard(0))
+    assert assemblies(geometry, True)[0].groups == ((0, 1, 2, 3),)
+    assert assemblies(geometry, False)[0].groups == ((0, 1), (2, 3))
+
+
+def test_whole_copies_are_at_home_unless_they_share_the_work() -> None:
+    geometry = matrix(8, FLAT, Replicate())
+    assert assemblies(geometry, False)[0] == Assembly((0, 1, 2, 3), ())
+    assert assemblies(geometry, True)[0] == Assembly((), ((0, 1, 2, 3),))
+
+
+def test_heads_of_a_column_cut_never_leave_the_row_of_the_mesh() -> None:
+    """Two heads over FSDP 2 x TP 2, TP by rows: head 0 is on ranks 0 and 2, head 1 on ranks 1 and 3."""
+    stack = MatrixStack(1, (MatrixRows("0", (Interval(0, 4),)), MatrixRows("1", (Interval(4, 8),))))
+    geometry = Geometry(Layout((8, 4), SQUARE, (Shard(1), Shard(0))), stack)
+    assert [assembly.groups for assembly in assemblies(geometry, True)] == [((0, 2),), ((1, 3),)]

@@ -1,0 +1,116 @@
+"""Results that go over copies by all-gathers: what is sent, by hand, and when the planner has them go so."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.plans import plan_of, ranks_of
+from titan_muon.options import Machine
+from titan_muon.plan.cost.times import Costs, bucket_times
+from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.program import collective_ranks, make_program
+from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.machine import machine_of
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.tensors.matrices import stack_of
+
+HSDP = (Replicate(), Shard(0))
+SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
+# Links that take no time: nothing is gained, and an all-to-all to all copies is one collective less.
+FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
+SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
+
+
+def parameter(index: int, mesh: Mesh, *placements: Placement) -> Parameter:
+    name = f"layers.{index}.w"
+    return Parameter(name, f"layers.{index}", Layout((8, 4), mesh, placements), stack_of(name, (8, 4)))
+
+
+def mesh(*shape: int) -> Mesh:
+    size = 1
+    for length in shape:
+        size *= length
+    return Mesh(shape, tuple(range(size)))
+
+
+def hsdp(count: int, *shape: int, machine: Machine = SLOW_LINKS) -> Plan:
+    return plan_of([parameter(i, mesh(*shape), *HSDP) for i in range(count)], wire_dtype="bfloat16", machine=machine)
+
+
+def by(plan: Plan, chosen: str) -> Plan:
+    return replace(plan, buckets=tuple(replace(bucket, exchange=chosen) for bucket in plan.buckets))
+
+
+def test_the_owner_of_one_matrix_sends_its_own_copy_and_a_line_the_rest() -> None:
+    """32 elements on 4 copies of 2 ranks: 16 to its peer, and 16 of each line to 3 copies; or 112 from the owner."""
+    plan = hsdp(1, 4, 2)
+    (owner,) = plan.buckets[0].owners
+    peer = owner ^ 1
+    sent = {cost.rank: cost.bytes_sent for cost in summarize(plan).ranks}
+    # Gathered is the peer's half.
+    assert sent == dict.fromkeys(range(8), 0) | {owner: 2 * (16 + 3 * 16), peer: 2 * (16 + 3 * 16)}
+    everywhere = {cost.rank: cost.bytes_sent for cost in summarize(by(plan, "all_to_all")).ranks}
+    assert everywhere == dict.fromkeys(range(8), 0) | {owner: 2 * (32 * 4 - 16), peer: 2 * 16}
+    assert sum(sent.values()) == sum(everywhere.values())
+
+
+def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
+    """Both ways are of 16 elements, each in 2 bytes at 1,000 a second, and begin with a latency."""
+    plan = by(hsdp(1, 4, 2), "hierarchical")
+    machine = machine_of(replace(SLOW_LINKS, network_latency_us=5e5), "cpu", None)
+    (bucket,), pieces = plan.buckets, Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    totals = PATTERNS["hierarchical"].totals(bucket, pieces)
+    times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
+    copy = {bucket.owners[0], bucket.owners[0] ^ 1}
+    there, back = times.legs
+    assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
+    # The owner's copy waits for the others, which get nothing before.
+    assert back == pytest.approx([0.032 + 0.5] * 8)
+    assert [totals[rank].legs[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
+
+
+def test_collectives_are_within_copies_and_over_lines() -> None:
+    plan = by(hsdp(3, 2, 2), "hierarchical")
+    assert collective_ranks(plan, Geometries(plan.parameters)) == ({(0, 1), (2, 3)}, {(0, 2), (1, 3)})
+    for rank in ranks_of(plan):
+        for run in make_program(plan, rank).buckets:
+            assert run.spreading is not None
+            assert [leg.group for leg in run.legs] == [((0, 1), (2, 3))[rank // 2]] * 2 + [((0, 2), (1, 3))[rank % 2]]
+
+
+def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
+    plan = by(hsdp(4, 4, 1), "hierarchical")
+    assert collective_ranks(plan, Geometries(plan.parameters)) == (set(), {(0, 1, 2, 3)})
+    assert all(run.legs[0].travels is False for run in make_program(plan, 0).buckets)
+
+
+@pytest.mark.parametrize(
+    ("machine", "taken"), [(SLOW_LINKS, "hierarchical"), (FAST_LINKS, "all_to_all"), (SLOW_CALLS, "all_to_all")]
+)
+def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: str) -> None:
+    plan = hsdp(3, 4, 2, machine=machine)
+    assert {bucket.exchange for bucket in plan.buckets} == {taken}
+    assert ("copies all-gather them among each other" in plan.reason) == (taken == "hierarchical")
+
+
+@pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])
+def test_it_is_not_taken_where_copies_share_nothing_or_another_exchange_was_asked_for(options: dict[str, str]) -> None:
+    plan = plan_of([parameter(i, mesh(4, 2), *HSDP) for i in range(3)], machine=SLOW_LINKS, **options)
+    assert "hierarchical" not in {bucket.exchange for bucket in plan.buckets}
+
+
+def test_matrices_with_copies_on_other_ranks_travel_from_owners_to_all() -> None:
+    """Two of the copies are of two ranks and four of one: they share no lines."""
+    parameters = [parameter(0, mesh(2, 2), *HSDP), parameter(1, mesh(4, 1), *HSDP)]
+    plan = by(plan_of(parameters, machine=SLOW_CALLS), "hierarchical")
+    (bucket,) = plan.buckets
+    assert set(bucket.matrices) == {0, 1}, "the case this test is for"
+    assert all(run.spreading is None for rank in ranks_of(plan) for run in make_program(plan, rank).buckets)
+    assert summarize(plan).ranks == summarize(by(plan, "all_to_all")).ranks
+
+
+def test_a_matrix_without_copies_travels_as_it_did() -> None:
+    plan = plan_of([parameter(i, mesh(4), Shard(0)) for i in range(3)], machine=SLOW_LINKS)
+    assert {bucket.exchange for bucket in plan.buckets} == {"all_to_all"}

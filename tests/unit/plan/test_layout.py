@@ -1,0 +1,148 @@
+"""Which rank stores what: as PyTorch's own placements cut, on any mesh."""
+
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, taken, torch_local
+from titan_muon.plan.terms.layout import Geometry, chunk, flattened, merged, overlap, region, spans, stored_as, take
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Replicate,
+    Segment,
+    Shard,
+    StridedShard,
+)
+
+LARGEST = {1: 30, 2: 30, 3: 12, 4: 6}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Layout:
+    ndim = draw(st.integers(1, 4))
+    shape = draw(st.lists(st.integers(0, LARGEST[ndim]), min_size=ndim, max_size=ndim))
+    mesh = draw(st.sampled_from(LARGE_MESHES))
+    return draw(layouts(shape, Mesh(mesh, tuple(range(prod(mesh))))))
+
+
+def indices(shape: tuple[int, ...]) -> Tensor:
+    return torch.arange(prod(shape)).view(shape)
+
+
+def at(full: Tensor, dims: tuple[tuple[Interval, ...], ...]) -> Tensor:
+    """The elements of a tensor at the crossings of intervals of each dim."""
+    for dim, intervals in enumerate(dims):
+        full = full.index_select(dim, torch.tensor([i for a, b in intervals for i in range(a, b)], dtype=torch.long))
+    return full
+
+
+@settings(PROPERTY, max_examples=600)
+@given(cases())
+def test_a_rank_stores_what_torch_gives_it(layout: Layout) -> None:
+    full = indices(layout.shape)
+    for _, coordinate in coordinates(layout.mesh):
+        assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))
+
+
+@settings(PROPERTY, max_examples=300)
+@given(cases())
+def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None:
+    full = indices(layout.shape)
+    stored: dict[tuple[int, ...], list[Tensor]] = {}
+    for _, coordinate in coordinates(layout.mesh):
+        axes = zip(layout.placements, coordinate, strict=True)
+        copy = tuple(index for placement, index in axes if isinstance(placement, Replicate))
+        stored.setdefault(copy, []).append(at(full, region(layout, coordinate)).flatten())
+    for pieces in stored.values():
+        assert torch.equal(torch.cat(pieces).sort().values, full.flatten())
+
+
+@settings(PROPERTY, max_examples=600)
+@given(st.data())
+def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.DataObject) -> None:
+    """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
+    shape, stack = data.draw(stacks("p"))
+    mesh = data.draw(st.sampled_from(LARGE_MESHES))
+    layout = data.draw(layouts(shape, Mesh(mesh, tuple(range(prod(mesh))))))
+    geometry, full = Geometry(layout, stack), indices(shape)
+    rows = full.reshape(prod(shape[: stack.row_dims]), -1)
+    for rank, coordinate in coordinates(layout.mesh):
+        local = torch_local(layout, coordinate, full)
+        assert geometry.local_shape[rank] == tuple(local.shape)
+        flat = local.reshape(prod(local.shape[: stack.row_dims]), prod(local.shape[stack.row_dims :]))
+        seen = 0
+        for index, piece in geometry.pieces[rank].items():
+            matrix = taken(rows, stack.matrices[index])
+            for span in spans(piece):
+                assert torch.equal(flat[span.local], matrix[span.whole])
+            assert geometry.elements(index)[rank] == piece.numel > 0
+            seen += piece.numel
+        assert seen == local.numel()
+
+
+@settings(PROPERTY, max_examples=200)
+@given(st.data())
+def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
+    layout = data.draw(cases())
+    full = indices(layout.shape)
+    split = data.draw(st.integers(0, len(layout.shape)))
+    rows, cols = layout.shape[:split], layout.shape[split:]
+    for _, coordinate in coordinates(layout.mesh):
+        dims = region(layout, coordinate)
+        two = (flattened(dims[:split], rows), flattened(dims[split:], cols))
+        found = at(full.reshape(prod(rows), prod(cols)), two)
+        assert torch.equal(found.flatten(), at(full, dims).flatten())
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 7, 30])
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_chunk_cuts_as_torch_does(length: int, count: int) -> None:
+    parts = [list(range(*chunk(length, count, index))) for index in range(count)]
+    expected = [part.tolist() for part in torch.arange(length).chunk(count)] if length else []
+    assert parts == expected + [[]] * (count - len(expected))
+
+
+def test_merged_joins_touching_intervals_and_drops_empty_ones() -> None:
+    pieces = [Interval(0, 2), Interval(2, 2), Interval(2, 5), Interval(7, 8)]
+    assert merged(pieces) == (Interval(0, 5), Interval(7, 8))
+
+
+def test_take_counts_the_listed_indices() -> None:
+    assert take((Interval(2, 5), Interval(8, 12)), 2, 5) == (Interval(4, 5), Interval(8, 10))
+
+
+def test_overlap_counts_both_sides_in_their_own_order() -> None:
+    stored, wanted = (Interval(2, 5), Interval(8, 12)), (Interval(4, 9), Interval(11, 20))
+    assert overlap(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
+
+
+def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:
+    """Tensor parallelism halves 8 rows first, FSDP halves each half: dp 0 has rows 0-1 and 4-5 of the whole."""
+    layout = Layout((8, 1), Mesh((2, 2), (0, 1, 2, 3)), (StridedShard(0, 2), Shard(0)))
+    rows = [region(layout, coordinate)[0] for coordinate in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert rows == [(Interval(0, 2),), (Interval(4, 6),), (Interval(2, 4),), (Interval(6, 8),)]
+
+
+def test_matrices_out_of_order_are_found() -> None:
+    """Rows of a fused weight may alternate between its projections, and the second may come first."""
+    stack = MatrixStack(1, (MatrixRows("b", (Interval(4, 8),)), MatrixRows("a", (Interval(0, 4),))))
+    geometry = Geometry(Layout((8, 3), Mesh((4,), (0, 1, 2, 3)), (Shard(0),)), stack)
+    assert [list(geometry.pieces[rank]) for rank in range(4)] == [[1], [1], [0], [0]]
+
+
+def test_a_mesh_needs_as_many_ranks_as_it_has_places() -> None:
+    with pytest.raises(AssertionError, match="cannot hold 3 ranks"):
+        Mesh((2, 2), (0, 1, 2))
+
+
+def test_a_layout_needs_a_placement_for_each_axis() -> None:
+    with pytest.raises(AssertionError, match="1 placements for a mesh of 2 axes"):
+        Layout((4, 4), Mesh((2, 2), (0, 1, 2, 3)), (Shard(0),))

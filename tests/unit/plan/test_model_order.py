@@ -1,0 +1,117 @@
+"""Rounds in the order of a pass of the model: what takes whose place, and which rounds the pass can hide."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.dist.features.test_overlap import SLOW
+from tests.unit.plan.test_timeline import STACK, parameters
+from tests.unit.plans import PROPERTY, plan_of, plans
+from titan_muon.options import Overlap
+from titan_muon.plan.search.model_order import ModelOrder
+from titan_muon.plan.search.owners import Task
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.schedule import EARLY, ordered_rounds
+from titan_muon.plan.terms.types import Bucket, Layout, Mesh, Parameter, Plan, Shard
+
+
+def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
+    """The plan's rounds as tasks, and their owners."""
+    groups = list(dict.fromkeys(bucket.group for bucket in plan.buckets))
+    rounds: list[list[Task]] = [[] for _ in range(plan.rounds)]
+    owners = {}
+    for bucket in plan.buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            found, group = plan.matrices[matrix], groups.index(bucket.group)
+            rounds[bucket.round].append(Task(matrix, group, found.flops, found.numel, ""))
+            owners[matrix, group] = owner
+    return rounds, owners
+
+
+def pieces_of(plan: Plan) -> Pieces:
+    return Pieces(plan.matrices, Geometries(plan.parameters))
+
+
+@settings(PROPERTY, max_examples=200)
+@given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
+def test_what_takes_anothers_place_costs_its_owner_the_same(plan: Plan, overlap: Overlap) -> None:
+    pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
+    found, owned = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
+    assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)
+    assert owned.keys() == owners.keys()
+    for before, after in zip(rounds, found, strict=True):
+        old, new = (
+            Counter((of[task.matrix, task.group], task.group, pieces.kinds[task.matrix], task.flops) for task in tasks)
+            for tasks, of in ((before, owners), (after, owned))
+        )
+        assert old == new, "each owner has as many of each kind in each round as before"
+    sliced = [matrix for matrix, each in enumerate(plan.matrices) if each.slice is not None]
+    assert all(owned[key] == owners[key] for key in owners if key[0] in sliced)
+
+
+@settings(PROPERTY, max_examples=100)
+@given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
+def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
+    pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
+    found, _ = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
+    kinds: dict[tuple[int, int], list[int]] = {}
+    for tasks in found:
+        for task in tasks:
+            if plan.matrices[task.matrix].slice is None:
+                kinds.setdefault((task.group, pieces.kinds[task.matrix]), []).append(task.matrix)
+    for matrices in kinds.values():
+        assert matrices == sorted(matrices, reverse=overlap == "backward")
+
+
+def test_a_matrix_stays_with_those_that_can_own_it() -> None:
+    plan = plan_of(parameters(4, 4))
+    pieces = pieces_of(plan)
+    rounds = [[Task(number, 0, 1, 1, "")] for number in (3, 2, 1, 0)]
+    owners = {(number, 0): number for number in range(4)}
+    able = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
+    found, owned = ModelOrder("forward", pieces, able).exchanged(rounds, owners)
+    assert [tasks[0].matrix for tasks in found] == [2, 3, 0, 1]
+    assert owned == {(2, 0): 3, (3, 0): 2, (0, 0): 1, (1, 0): 0}
+    assert all(rank in able[matrix] for (matrix, _), rank in owned.items())
+
+
+@pytest.mark.parametrize(
+    ("matrices", "backward", "forward"),
+    [
+        # One eighth of 16 are two: the round that has one of them hides nothing, nor those that come with it.
+        ([(12, 15), (8, 11), (4, 7), (0, 3)], 3, 0),
+        ([(0, 3), (4, 7), (8, 11), (12, 15)], 0, 3),
+        ([(0, 9), (2, 15), (3, 4)], 0, 2),
+        ([(3, 9), (1, 15), (2, 4)], 1, 0),
+        ([(5, 9)], 0, 0),
+    ],
+)
+def test_what_has_no_early_matrix_is_hidden(matrices: list[tuple[int, int]], backward: int, forward: int) -> None:
+    assert EARLY * 16 == 2
+    one = plan_of(parameters(16, 4)).buckets[0]
+    buckets: list[Bucket] = [replace(one, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]
+    found = [ordered_rounds(buckets, overlap) for overlap in get_args(Overlap)]
+    assert found == [0, backward, forward]
+
+
+@pytest.mark.parametrize("overlap", ["backward", "forward"])
+def test_what_the_user_wants_together_stays_together(overlap: Overlap) -> None:
+    """All matrices of a layer with one owner."""
+    layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
+    wide = Layout((64, 192), layout.mesh, layout.placements)
+    found = [
+        Parameter(f"layers.{number}.{name}", f"layers.{number}", of, STACK)
+        for number in range(10)
+        for name, of in (("q", layout), ("up", wide))[: 1 + (number % 3 > 0)]
+    ]
+    plan = plan_of(found, overlap=overlap, owners="per_layer", machine=SLOW)
+    owners: dict[str, set[int]] = {}
+    for bucket in plan.buckets:
+        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+            owners.setdefault(found[plan.matrices[matrix].parameter].layer, set()).add(owner)
+    assert {layer: len(taken) for layer, taken in owners.items()} == dict.fromkeys(owners, 1)

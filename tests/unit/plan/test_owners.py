@@ -1,0 +1,180 @@
+"""Owners: balanced by FLOPs within a soft cap on bytes, the same on every rank, and as their names say."""
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.plans import PROPERTY, plan_of
+from titan_muon.plan.search.owners import (
+    BYTES_OVER_MEAN,
+    OWNERS,
+    OwnerOf,
+    Task,
+    balanced,
+    balanced_rounds,
+    balanced_small_first,
+    per_layer,
+    round_robin,
+)
+from titan_muon.plan.search.rounds import rounds
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Shard
+
+GROUP = ((0, 1, 2, 3),)
+# Query, key, value and output projection, gate, up and down: FLOPs of a layer like Qwen3-8B's.
+LAYER = (600, 110, 110, 600, 1000, 1000, 1000)
+
+
+def tasks_of(flops: list[int], group: int = 0, per_layer: int = 1) -> list[Task]:
+    return [Task(i, group, f, f, f"layers.{i // per_layer}") for i, f in enumerate(flops)]
+
+
+def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None) -> Counter[int]:
+    total = Counter(load or {})
+    for task in tasks:
+        total[owners[task.matrix, task.group]] += task.flops
+    return total
+
+
+@settings(PROPERTY, max_examples=400)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))
+def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int) -> None:
+    """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), which the best cannot beat."""
+    tasks = tasks_of(flops)
+    path = max(loads(balanced([tasks], [tuple(range(ranks))], {}), tasks).values())
+    ordered = sorted(flops, reverse=True)
+    pair = ordered[ranks - 1] + ordered[ranks] if len(flops) > ranks else 0
+    mean = -(-sum(flops) // ranks)
+    assert path <= 4 / 3 * max(mean, ordered[0], pair) + ordered[0]
+    if len(flops) <= ranks:
+        assert path == ordered[0]
+
+
+@settings(PROPERTY, max_examples=200)
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.data())
+def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int, data: st.DataObject) -> None:
+    """No rank that was given a matrix could hand its smallest to the least loaded one and be better off."""
+    at_home = data.draw(st.lists(st.integers(0, 2000), min_size=ranks, max_size=ranks))
+    tasks = [Task(i, 0, f, 1, "l") for i, f in enumerate(flops)]
+    load = dict(enumerate(at_home))
+    owners = balanced([tasks], [tuple(range(ranks))], load)
+    total = loads(owners, tasks, load)
+    limit = max(BYTES_OVER_MEAN * len(tasks) / ranks, 1)
+    count = Counter(owners.values())
+    roomy = [total[rank] for rank in range(ranks) if count[rank] + 1 <= limit]
+    for task in tasks:
+        rank = owners[task.matrix, 0]
+        assert not roomy or total[rank] - task.flops <= max(min(roomy), at_home[rank])
+
+
+@settings(PROPERTY, max_examples=300)
+@given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(1, 8))
+def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, int]], ranks: int) -> None:
+    tasks = [Task(i, 0, flops, bytes_, "l") for i, (flops, bytes_) in enumerate(sizes)]
+    owners = balanced([tasks], [tuple(range(ranks))], {})
+    mean, largest = sum(b for _, b in sizes) / ranks, max(b for _, b in sizes)
+    held = Counter[int]()
+    for task in tasks:
+        held[owners[task.matrix, 0]] += task.bytes
+    cap = max(BYTES_OVER_MEAN * mean, largest)
+    assert all(bytes_ <= cap + largest for bytes_ in held.values())
+    if max(held.values()) > cap:
+        assert all(held[rank] + largest > cap for rank in range(ranks))
+
+
+def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
+    """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would take all of those."""
+    tasks = [Task(0, 0, 10_000, 1, "l"), *(Task(i, 0, 1, 100, "l") for i in range(1, 31))]
+    owners = balanced([tasks], [(0, 1)], {0: 0, 1: 0})
+    held = Counter(owners[task.matrix, 0] for task in tasks if task.bytes == 100)
+    assert min(held[0], held[1]) >= 10
+
+
+@pytest.mark.parametrize("name", list(OWNERS))
+def test_every_matrix_has_one_owner_of_its_group(name: str) -> None:
+    groups = ((0, 1, 2, 3), (0, 2), (1, 3))
+    tasks = [Task(i, i % 3, 10 + i, 10 + i, f"layers.{i // 4}") for i in range(40)]
+    for assign in OWNERS[name]:
+        owners = assign([tasks[:15], tasks[15:]], groups, {})
+        assert set(owners) == {(task.matrix, task.group) for task in tasks}
+        assert all(owner in groups[group] for (_, group), owner in owners.items())
+
+
+def test_a_small_group_is_evened_out_by_a_large_one() -> None:
+    """Ranks 0 and 1 alone can own the experts; the dense matrices then go to ranks 2 and 3."""
+    groups = ((0, 1, 2, 3), (0, 1))
+    tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
+    owners = balanced_small_first([tasks], groups, {})
+    assert max(loads(owners, tasks).values()) == 20
+
+
+def test_balanced_rounds_balances_each_round() -> None:
+    tasks = tasks_of([100, 50, 50, 50, 50, 100])
+    owners = balanced_rounds([tasks[:3], tasks[3:]], [(0, 1)], {})
+    assert max(loads(owners, tasks[:3]).values()) == max(loads(owners, tasks[3:]).values()) == 100
+
+
+def test_round_robin_deals_matrices_in_the_order_of_the_parameters() -> None:
+    tasks = tasks_of([5, 1, 9, 2, 7, 3])
+    owners = round_robin(rounds(tasks, [(4, 6, 8)], 2), [(4, 6, 8)], {})
+    assert [owners[task.matrix, 0] for task in tasks] == [4, 6, 8, 4, 6, 8]
+
+
+def test_per_layer_gives_whole_layers_in_turn() -> None:
+    tasks = tasks_of([5] * 12, per_layer=2)
+    owners = per_layer(rounds(tasks, GROUP, 3), GROUP, {})
+    assert [owners[task.matrix, 0] for task in tasks] == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]
+
+
+def test_matrices_of_a_layer_are_spread() -> None:
+    """4 identical layers of 4 matrices over 4 ranks: each rank owns one matrix of each layer."""
+    tasks = tasks_of([400, 300, 200, 100] * 4, per_layer=4)
+    owners = balanced([tasks], GROUP, {})
+    assert len({(task.layer, owners[task.matrix, 0]) for task in tasks}) == len(tasks)
+
+
+def test_a_real_model_is_balanced_to_a_few_percent() -> None:
+    tasks = tasks_of(list(LAYER) * 36, per_layer=len(LAYER))
+    for ranks in (8, 32):
+        total = loads(balanced([tasks], [tuple(range(ranks))], {}), tasks)
+        assert max(total.values()) <= 1.05 * sum(LAYER) * 36 / ranks
+
+
+@pytest.mark.parametrize("name", list(OWNERS))
+def test_the_order_of_the_load_does_not_matter(name: str) -> None:
+    flops = random.Random(0).choices(range(1, 100), k=50)
+    tasks, load = tasks_of(flops, per_layer=5), {rank: 10 * rank for rank in range(4)}
+    for assign in OWNERS[name]:
+        assert assign([tasks], GROUP, load) == assign([tasks], GROUP, dict(reversed(load.items())))
+
+
+def digests() -> str:
+    """Digests of plans over two overlapping meshes, for all owners."""
+    flat, square = Mesh((8,), tuple(range(8))), Mesh((2, 2), (1, 3, 5, 7))
+    parameters = []
+    for i in range(24):
+        layout = Layout((16 + i, 12), square if i % 3 == 0 else flat, (Shard(0), Shard(1))[: 1 + (i % 3 == 0)])
+        stack = MatrixStack(1, (MatrixRows("", (Interval(0, 16 + i),)),))
+        parameters.append(Parameter(f"layers.{i // 4}.w{i}", f"layers.{i // 4}", layout, stack))
+    return " ".join(plan_of(parameters, owners=name, buffer_bytes=4000).digest() for name in OWNERS)
+
+
+def test_plans_do_not_depend_on_the_hash_seed() -> None:
+    """Ranks are processes with different hash seeds: no set or dict order may reach the plan."""
+    code = "from tests.unit.plan.test_owners import digests; print(digests())"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.strip()
+        for seed in ("0", "1")
+    ]
+    assert found == [digests(), digests()]

@@ -1,0 +1,158 @@
+"""Owners are balanced by cost and bytes together, spread within layers, and the same for every rank that asks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from titan_muon.plan.owned.ownership import OwnedItem, OwnedTotals, Ownership, assign_owners, load_lines
+from titan_muon.plan.terms.work import standard_flops
+
+LLAMA_8B = {"wq": (4096, 4096), "wk": (1024, 4096), "wv": (1024, 4096), "wo": (4096, 4096)} | {
+    "w1": (14336, 4096),
+    "w2": (4096, 14336),
+    "w3": (14336, 4096),
+}
+
+
+def item(fqn: str, layer: str, rows: int, cols: int) -> OwnedItem:
+    return OwnedItem(fqn, layer, standard_flops(rows, cols, 5), 4 * rows * cols)
+
+
+def model(layers: int, shapes: dict[str, tuple[int, int]]) -> list[OwnedItem]:
+    return [item(f"{i}.{name}", str(i), *shape) for i in range(layers) for name, shape in shapes.items()]
+
+
+@st.composite
+def items(draw: st.DrawFn) -> list[OwnedItem]:
+    side = st.integers(1, 60)
+    shapes = draw(st.lists(st.tuples(st.integers(0, 5), side, side), min_size=1, max_size=40))
+    return [item(f"{i}", str(layer), rows, cols) for i, (layer, rows, cols) in enumerate(shapes)]
+
+
+def by_layer(ownership: Ownership) -> dict[str, list[int]]:
+    found = defaultdict(list)
+    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+        found[each.layer] += owners
+    return found
+
+
+@given(items(), st.integers(1, 12))
+def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
+    ownership = assign_owners(given_items, size)
+    assert all(0 <= owner < size for (owner,) in ownership.owners)
+    loads = ownership.loads()
+    assert len(loads) == size
+    assert sum(load.matrices for load in loads) == len(given_items)
+    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
+    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+
+
+@given(items(), st.integers(2, 12))
+def test_no_rank_owns_a_whole_layer(given_items: list[OwnedItem], size: int) -> None:
+    for owners in by_layer(assign_owners(given_items, size)).values():
+        assert len(owners) == 1 or len(set(owners)) > 1
+
+
+@given(items(), st.integers(1, 12), st.randoms(use_true_random=False))
+def test_owners_do_not_depend_on_the_order_of_items(given_items: list[OwnedItem], size: int, random: object) -> None:
+    shuffled = list(given_items)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    first, second = (assign_owners(these, size) for these in (given_items, shuffled))
+    assert dict(zip(first.items, first.owners, strict=True)) == dict(zip(second.items, second.owners, strict=True))
+
+
+@given(st.integers(1, 8), st.integers(1, 8))
+def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: int) -> None:
+    ownership = assign_owners([item(f"{i}", f"{i}", 8, 8) for i in range(matrices)], matrices + more)
+    assert sorted(load.matrices for load in ownership.loads()) == [0] * more + [1] * matrices
+
+
+@pytest.mark.parametrize(("size", "longest", "fullest"), [(2, 1.01, 1.05), (8, 1.01, 1.1), (64, 1.06, 1.1)])
+def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fullest: float) -> None:
+    """Longest path and most bytes over their means."""
+    loads = assign_owners(model(32, LLAMA_8B), size).loads()
+    flops, held = [load.flops for load in loads], [load.bytes for load in loads]
+    assert max(flops) <= longest * sum(flops) / size
+    assert max(held) <= fullest * sum(held) / size
+
+
+@st.composite
+def stacks(draw: st.DrawFn) -> list[OwnedItem]:
+    """Stacks and matrices, whose FLOPs and bytes their units share evenly."""
+    sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(0, 3)), min_size=1, max_size=20))
+    return [
+        OwnedItem(f"{i}", str(layer), units * cost, units * cost, units) for i, (units, cost, layer) in enumerate(sizes)
+    ]
+
+
+@given(stacks(), st.integers(1, 12))
+def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
+    """As many as it has units for, in runs that torch.chunk would make, none of them empty."""
+    ownership = assign_owners(given_items, size)
+    for each, owners in zip(ownership.items, ownership.owners, strict=True):
+        assert len(set(owners)) == len(owners)
+        assert len(owners) == len(torch.arange(each.units).chunk(min(each.units, size)))
+    loads = ownership.loads()
+    assert sum(load.matrices for load in loads) == sum(i.units for i in given_items)
+    assert sum(load.bytes for load in loads) == sum(i.bytes for i in given_items)
+    assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
+
+
+def test_experts_of_many_layers_are_even_where_ranks_exceed_experts() -> None:
+    """48 matrices of 16 experts in each of 30 layers, beside attention, on 32 ranks."""
+    attention = [item(f"{i}.{name}", str(i), 2048, 2048) for i in range(30) for name in ("q", "k", "v", "o")]
+    work = 16 * standard_flops(768, 2048, 5)
+    experts = [OwnedItem(f"{i}.{w}", str(i), work, 16 * 4 * 768 * 2048, 16) for i in range(30) for w in ("1", "2", "3")]
+    loads = assign_owners(attention + experts, 32).loads()
+    assert max(load.bytes for load in loads) <= 1.1 * sum(load.bytes for load in loads) / 32
+    assert max(load.flops for load in loads) <= 1.1 * sum(load.flops for load in loads) / 32
+
+
+def test_owners_that_are_named_count_first() -> None:
+    """A rank, and a layer that goes to one rank as a whole; what is balanced makes room for them."""
+    rank = [replace(each, owner=1) for each in model(1, {"a": (9, 9), "b": (9, 9)})]
+    layers = [
+        replace(each, fqn=f"l{each.fqn}", layer=f"l{each.layer}", owner="layer")
+        for each in model(2, {"c": (9, 9), "d": (9, 9)})
+    ]
+    stack = OwnedItem("e", "e", 4, 4, units=4, owner=2)
+    others = [item(f"o{i}", f"o{i}", 9, 9) for i in range(2)]
+    ownership = assign_owners([*rank, *layers, stack, *others], 4)
+    owners = dict(zip((each.fqn for each in ownership.items), ownership.owners, strict=True))
+    assert owners["0.a"] == owners["0.b"] == (1,)
+    assert owners["e"] == (2,)
+    assert owners["l0.c"] == owners["l0.d"] != owners["l1.c"] == owners["l1.d"]
+    assert (1,) not in (owners["o0"], owners["o1"])
+    with pytest.raises(ValueError, match="o0 cannot have owner = 4; 0 to 3 can own it"):
+        assign_owners([replace(others[0], owner=4)], 4)
+
+
+def test_what_nobody_orthogonalizes_is_even_in_bytes() -> None:
+    """Beside a matrix: by FLOPs all of it would go to the ranks without one."""
+    free = [OwnedItem(f"f{i}", f"f{i}", 0, 100) for i in range(9)]
+    loads = assign_owners([OwnedItem("c", "c", 10**6, 100), *free], 2).loads()
+    assert [load.bytes for load in loads] == [500, 500]
+
+
+def test_bytes_have_a_limit_of_their_own() -> None:
+    """Matrices that cost little and weigh much do not pile up where little is computed."""
+    costly = [item(f"c{i}", f"c{i}", 60, 60) for i in range(3)]
+    heavy = [OwnedItem(f"h{i}", f"h{i}", 1, 4 * 6000) for i in range(12)]
+    held = [load.bytes for load in assign_owners(costly + heavy, 4).loads()]
+    assert max(held) <= 1.3 * sum(held) / 4
+
+
+def test_the_table_joins_neighbours_that_own_equally_much() -> None:
+    owned = OwnedTotals(2, 2**20, 10**9)
+    lines = list(load_lines({0: owned, 1: owned, 2: OwnedTotals(0, 0, 0)}))
+    assert [line.split() for line in lines] == [
+        ["owner", "matrices", "MiB", "GFLOP"],
+        ["0-1", "2", "1.0", "1.0"],
+        ["2", "0", "0.0", "0.0"],
+    ]

@@ -1,0 +1,504 @@
+"""Any plan makes every matrix whole exactly once and brings it back: all ranks of random plans, run in one process."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from math import prod
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
+from titan_muon.comm.exchange import Slot, bucket_buffers, make_slots
+from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.program import BucketProgram, Collective, Leg, make_program
+from titan_muon.plan.terms.layout import Geometries, Span, spans
+from titan_muon.plan.terms.schedule import Act
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Plan,
+    Replicate,
+    Shard,
+)
+
+GATHER, RETURN, SPREAD, SLICES = "gather", "return", "spread", "slices"
+Key = tuple[int, str, tuple[int, ...]]
+"""A collective: its bucket, which of the bucket's it is, and its ranks."""
+
+
+def numbered(plan: Plan) -> list[Tensor]:
+    """Every parameter in full, as 2D views; no number occurs twice or is 0."""
+    full, seen = [], 1
+    for parameter in plan.parameters:
+        shape, split = parameter.layout.shape, parameter.stack.row_dims
+        values = torch.arange(seen, seen + prod(shape), dtype=torch.float64)
+        full.append(values.view(prod(shape[:split]), prod(shape[split:])))
+        seen += prod(shape)
+    return full
+
+
+def whole(plan: Plan, full: list[Tensor], matrix: int) -> Tensor:
+    place = plan.matrices[matrix]
+    return taken(full[place.parameter], plan.parameters[place.parameter].stack.matrices[place.index])
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """Stands for Newton-Schulz: a number that tells which element it came from."""
+    return 2 * matrix + 1
+
+
+class World:
+    """All ranks of a plan, each with the buffers of exchange.Slot, and the collectives between them.
+
+    What a collective writes is not a number from its launch until it is done. It is done as late as a rank waits for
+    it (`late`), or as early as all have launched it.
+    """
+
+    def __init__(self, plan: Plan, late: bool) -> None:
+        self.plan, self.late = plan, late
+        self.full = numbered(plan)
+        self.launched: dict[Key, set[int]] = {}
+        self.done: set[Key] = set()
+        self.work: Counter[tuple[int, int]] = Counter()
+        self.met: dict[int, set[int]] = {}
+        self.geometries = Geometries(plan.parameters)
+        self.ranks = {rank: Rank(self, rank) for rank in ranks_of(plan)}
+
+    def run(self) -> None:
+        running = {rank: one.step() for rank, one in self.ranks.items()}
+        while running:
+            before = self._progress()
+            for rank, steps in list(running.items()):
+                for collective in steps:
+                    if not self._finished(collective):
+                        self.ranks[rank].waiting = collective
+                        break
+                else:
+                    del running[rank]
+            assert self._progress() != before or not running, f"ranks {list(running)} wait for each other"
+
+    def _progress(self) -> tuple[int, int]:
+        met = sum(len(ranks) for ranks in (*self.launched.values(), *self.met.values()))
+        return met, len(self.done)
+
+    def launch(self, rank: int, collective: Key) -> None:
+        self.launched.setdefault(collective, set()).add(rank)
+        self.ranks[rank].output(collective).fill_(torch.nan)
+        if not self.late and self._complete(collective):
+            self._move(collective)
+
+    def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
+        """A rank has come to its slice of a matrix, whose first slice is number `first`."""
+        met = self.met.setdefault(first, set())
+        assert rank in team
+        assert rank not in met
+        met.add(rank)
+        if met == set(team):
+            self.done.add((first, SLICES, team))
+        return first, SLICES, team
+
+    def _complete(self, collective: Key) -> bool:
+        return self.launched.get(collective, set()) == set(collective[2])
+
+    def _finished(self, collective: Key) -> bool:
+        if collective[1] != SLICES and collective not in self.done and self._complete(collective):
+            self._move(collective)
+        return collective in self.done
+
+    def _move(self, collective: Key) -> None:
+        self.done.add(collective)
+        bucket = self.plan.buckets[collective[0]]
+        ranks = [self.ranks[rank] for rank in collective[2]]
+        sent = [rank.sent(collective) for rank in ranks]
+        for place, rank in enumerate(ranks):
+            received = [parts[place] for parts in sent]
+            if bucket.exchange == "all_gather_reduce_scatter" and collective[1] == RETURN:
+                rank.output(collective).copy_(torch.stack(received).sum(0))
+            else:
+                rank.output(collective).copy_(torch.cat(received))
+                assert [len(part) for part in received] == list(rank.received(collective))
+
+
+class Rank:
+    """One rank: its storage by PyTorch's own cut of every parameter, and the order of Muon.step."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        plan = world.plan
+        self.world, self.plan, self.rank = world, plan, rank
+        self.waiting: Key | None = None
+        self.program = make_program(plan, rank, world.geometries)
+        self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
+        self.slots = make_slots(self.program, torch.device("cpu"), torch.float64)
+        for slot in self.slots:
+            for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared):
+                buffer.fill_(torch.nan)
+        self.buffers = [
+            bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)
+        ]
+        self.stored = [
+            self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
+        ]
+        self.momenta = [torch.zeros_like(stored) for stored in self.stored]
+        self.updates = [torch.zeros_like(stored) for stored in self.stored]
+
+    def _stored(self, parameter: Parameter, full: Tensor) -> Tensor:
+        layout, split = parameter.layout, parameter.stack.row_dims
+        for rank, coordinate in coordinates(layout.mesh):
+            if rank == self.rank:
+                local = torch_local(layout, coordinate, full.view(layout.shape))
+                return local.reshape(prod(local.shape[:split]), prod(local.shape[split:]))
+        return full[:0]
+
+    def step(self) -> Iterator[Key]:
+        """BucketProgram until done; gives each collective that is waited for until it is finished."""
+        for act, number in self.program.turns:
+            if act is Act.HOME:
+                self._home()
+                continue
+            for index in self.program.rounds[number]:
+                if act is Act.GATHER:
+                    self._gather(index)
+                elif act is Act.ORTHOGONALIZE:
+                    yield from self._orthogonalize(index)
+                else:
+                    yield from self._apply(index)
+
+    def _home(self) -> None:
+        for item in self.program.home:
+            place = self.plan.matrices[item.matrix]
+            self._momentum(item.matrix, spans(item.piece), None)
+            assert item.piece.shape == (place.rows, place.cols)
+            self.world.work[item.matrix, self.rank] += 1
+            self._update(item.matrix, spans(item.piece), orthogonalized(whole(self.plan, self.world.full, item.matrix)))
+
+    def _gather(self, index: int) -> None:
+        buffers = self.buffers[index]
+        for piece in buffers.stored:
+            self._momentum(piece.matrix, piece.spans, buffers.packed.get(piece.matrix))
+        for target, source in buffers.repeated:
+            target.copy_(source)
+        self.world.launch(self.rank, self._key(index, GATHER))
+
+    def _orthogonalize(self, index: int) -> Iterator[Key]:
+        yield from self._wait(self._key(index, GATHER))
+        buffers = self.buffers[index]
+        if buffers.cleared is not None:
+            buffers.cleared.zero_()
+        chosen = self.program.buckets[index].matrices
+        for matrix, *others in batches(chosen, self.plan.matrices, self.plan.works):
+            part = self.plan.matrices[matrix].slice
+            if part is not None:
+                assert others == []
+                # The owners of the slices wait for each other.
+                yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
+        for matrix in chosen:
+            expected = whole(self.plan, self.world.full, matrix)
+            found = torch.full_like(expected, torch.nan)
+            for source in buffers.sources[matrix]:
+                for span in source.spans:
+                    found[span.whole].copy_(source.view[span.piece])
+            assert torch.equal(found, expected), f"matrix {matrix} is not whole on rank {self.rank}"
+            self.world.work[matrix, self.rank] += 1
+            for target in buffers.targets[matrix]:
+                for span in target.spans:
+                    target.view[span.piece].copy_(orthogonalized(found)[span.whole])
+        run = self.program.buckets[index]
+        if run.returning is not None:
+            self.world.launch(self.rank, self._key(index, RETURN))
+        if run.spreading is not None:
+            yield from self._wait(self._key(index, RETURN))
+            self.world.launch(self.rank, self._key(index, SPREAD))
+
+    def _apply(self, index: int) -> Iterator[Key]:
+        run = self.program.buckets[index]
+        if run.returning is not None:
+            yield from self._wait(self._key(index, RETURN if run.spreading is None else SPREAD))
+        for piece in self.buffers[index].stored:
+            self._update(piece.matrix, piece.spans, piece.view, packed=True)
+
+    def _wait(self, collective: Key) -> Iterator[Key]:
+        while collective not in self.world.done:
+            yield collective
+
+    def _momentum(self, matrix: int, places: Sequence[Span], into: Tensor | None) -> None:
+        parameter = self.plan.matrices[matrix].parameter
+        for span in places:
+            self.momenta[parameter][span.local] += 1
+            if into is not None:
+                into[span.piece].copy_(self.stored[parameter][span.local])
+
+    def _update(self, matrix: int, places: Sequence[Span], delta: Tensor, packed: bool = False) -> None:
+        parameter = self.plan.matrices[matrix].parameter
+        for span in places:
+            self.updates[parameter][span.local] += delta[span.piece if packed else span.whole]
+
+    def _key(self, index: int, which: str) -> Key:
+        run = self.program.buckets[index]
+        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[which]
+        assert leg is not None
+        return self.buckets[index], which, leg.group
+
+    def _leg(self, collective: Key) -> tuple[BucketProgram, Leg, Slot]:
+        index = self.buckets.index(collective[0])
+        run = self.program.buckets[index]
+        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[collective[1]]
+        assert leg is not None
+        return run, leg, self.slots[index]
+
+    def sent(self, collective: Key) -> list[Tensor]:
+        """What this rank sends to each rank of the group."""
+        run, leg, slot = self._leg(collective)
+        if leg.collective is Collective.ALL_TO_ALL:
+            buffer, splits = (
+                (slot.home[leg.kept :], leg.home_splits)
+                if collective[1] == GATHER
+                else (slot.leaving(run), leg.owned_splits)
+            )
+            return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
+        if leg.collective is Collective.ALL_GATHER:
+            return [slot.home[: leg.home_numel].clone()] * len(leg.group)
+        return [part.clone() for part in slot.leaving(run)[: sum(leg.owned_splits)].split(list(leg.owned_splits))]
+
+    def output(self, collective: Key) -> Tensor:
+        """Where this rank receives."""
+        _, leg, slot = self._leg(collective)
+        if collective[1] == SPREAD:
+            return slot.shared[: sum(leg.owned_splits)]
+        if collective[1] == GATHER:
+            return slot.inbox[: sum(leg.owned_splits)]
+        if leg.collective is Collective.ALL_TO_ALL:
+            return slot.home[leg.kept :][: sum(leg.home_splits)]
+        return slot.home[: leg.home_numel]
+
+    def received(self, collective: Key) -> tuple[int, ...]:
+        """Elements that this rank expects from each rank of the group."""
+        _, leg, _ = self._leg(collective)
+        return leg.home_splits if collective[1] == RETURN else leg.owned_splits
+
+
+def check_step(plan: Plan, late: bool) -> World:
+    """Run one step of all ranks: every stored element gets one momentum and its own orthogonalized value, once."""
+    world = World(plan, late)
+    world.run()
+    for rank in world.ranks.values():
+        for stored, momentum, update in zip(rank.stored, rank.momenta, rank.updates, strict=True):
+            assert torch.equal(momentum, torch.ones_like(stored)), "each stored element enters once"
+            assert torch.equal(update, orthogonalized(stored)), "each stored element is updated once, with its own"
+    return world
+
+
+def check_owners(world: World) -> None:
+    """Who orthogonalized each matrix: its owner, once for each group; or those that hold it, for themselves."""
+    plan, expected = world.plan, Counter[tuple[int, int]]()
+    for index, matrix in enumerate(plan.matrices):
+        expected.update((index, rank) for rank in plan.home[index])
+        holders = world.geometries[matrix.parameter].elements(matrix.index)
+        mesh = plan.parameters[matrix.parameter].layout.mesh
+        for bucket in plan.buckets:
+            assert set(bucket.owners) <= set(bucket.group)
+            for number, member in enumerate(bucket.matrices):
+                if member == index:
+                    assert not plan.home[index], "a matrix at home does not travel"
+                    assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
+                    found = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
+                    geometry = world.geometries[matrix.parameter]
+                    if bucket.exchange == "duplicated" and matrix.index in geometry.cut_by_peers:
+                        found = list(geometry.peers[found[0]])
+                    expected.update((index, rank) for rank in found)
+    assert world.work == expected
+
+
+def check_legs(world: World) -> None:
+    """Of each all-to-all: what a sends to b is what b expects from a, in that order, at the places the splits say."""
+    turn = Counter[int]()
+    for bucket in world.plan.buckets:
+        runs = {rank: world.ranks[rank].program.buckets[turn[rank]] for rank in bucket.group}
+        turn.update(bucket.group)
+        assert all(run.bucket == bucket for run in runs.values())
+        for run in runs.values():
+            assert not run.mirrored or run.gathering == run.returning
+            for leg in run.legs:
+                check_offsets(leg)
+        for legs in by_group(runs.values(), lambda run: run.gathering, runs):
+            check_routes(legs)
+        for legs in by_group(runs.values(), lambda run: run.returning, runs):
+            check_routes(legs)
+        for legs in by_group(runs.values(), lambda run: run.spreading, runs):
+            check_shares(legs)
+
+
+def by_group(
+    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Leg | None], runs: dict[int, BucketProgram]
+) -> list[dict[int, Leg]]:
+    """One of the legs of each rank, for each group of ranks that is in it together."""
+    groups = {leg.group for run in found if (leg := leg_of(run)) is not None}
+    assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
+    return [{rank: leg for rank in group if (leg := leg_of(runs[rank])) is not None} for group in groups]
+
+
+def check_shares(legs: dict[int, Leg]) -> None:
+    """Each rank gets the pieces of every rank, its own too, in the order in which that one has them."""
+    assert len({leg.travels for leg in legs.values()}) == 1
+    for leg in legs.values():
+        assert leg.group == tuple(sorted(legs)), "the order of a process group"
+        expected = [(peer, p.matrix, p.piece) for peer in leg.group for p in legs[peer].home]
+        assert [(p.peer, p.matrix, p.piece) for p in leg.owned] == expected
+        assert list(leg.owned_splits) == [legs[peer].home_numel for peer in leg.group]
+
+
+def check_offsets(leg: Leg) -> None:
+    for parcels, numel in ((leg.home, leg.home_numel), (leg.owned, leg.owned_numel)):
+        bounds = [(parcel.offset, parcel.offset + parcel.piece.numel) for parcel in parcels]
+        assert all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds, (numel, numel)])), "parcels touch, none overlap"
+
+
+def check_routes(legs: dict[int, Leg]) -> None:
+    """What a sends to b in an all-to-all is what b expects from a, in that order, at the places the splits say."""
+    group = next(iter(legs.values())).group
+    if any(leg.collective is not Collective.ALL_TO_ALL for leg in legs.values()):
+        return
+    for place, a in enumerate(group):
+        kept = [parcel for parcel in legs[a].home if parcel.peer == a]
+        assert list(legs[a].home[: len(kept)]) == kept, "what stays comes first"
+        assert all(parcel.peer != a for parcel in legs[a].owned), "nothing is sent to oneself"
+        for other, b in enumerate(group):
+            sent = [(p.matrix, p.piece) for p in legs[a].home if p.peer == b and a != b]
+            assert sent == [(p.matrix, p.piece) for p in legs[b].owned if p.peer == a]
+            numel = sum(piece.numel for _, piece in sent)
+            assert legs[a].home_splits[other] == legs[b].owned_splits[place] == numel
+    travels = any(split for leg in legs.values() for split in leg.home_splits)
+    for leg in legs.values():
+        assert leg.travels == travels, "a collective that any rank needs is launched by all, and no other"
+        peers = [group.index(p.peer) for p in leg.home if leg.home_splits[group.index(p.peer)] > 0]
+        assert peers == sorted(peers), "parcels follow the order of the group, as the splits do"
+        peers = [group.index(parcel.peer) for parcel in leg.owned]
+        assert peers == sorted(peers)
+
+
+@settings(PROPERTY, max_examples=2000)
+@given(plans())
+def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: Plan) -> None:
+    world = check_step(plan, late=True)
+    check_owners(world)
+    check_legs(world)
+
+
+@settings(PROPERTY, max_examples=300)
+@given(plans(cut=False, overlaps=("backward", "forward")))
+def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
+    """Their rounds are in its order, and matrices that are alike have taken each other's owners."""
+    world = check_step(plan, late=True)
+    check_owners(world)
+    check_legs(world)
+
+
+@settings(PROPERTY, max_examples=200)
+@given(plans())
+def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:
+    check_step(plan, late=False)
+
+
+def sharded(fqn: str, shape: tuple[int, int], mesh: Mesh, *dims: int | None) -> Parameter:
+    """A matrix cut along a dim on each mesh axis, or replicated (None)."""
+    placements = tuple(Replicate() if dim is None else Shard(dim) for dim in dims)
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),))
+    return Parameter(fqn, fqn, Layout(shape, mesh, placements), stack)
+
+
+FLAT = Mesh((4,), (0, 1, 2, 3))
+SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+
+
+def test_replicas_share_out_the_matrices_of_the_world() -> None:
+    """Over HSDP 2 x 2 each matrix is orthogonalized once in the world, and all four ranks have some."""
+    plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(8)])
+    work = check_step(plan, late=True).work
+    assert sorted(matrix for matrix, _ in work.elements()) == list(range(8))
+    assert {rank for _, rank in work} == {0, 1, 2, 3}
+
+
+def test_redundant_replicas_each_do_every_matrix_once() -> None:
+    plan = plan_of([sharded(f"{i}", (8, 6), SQUARE, None, 0) for i in range(4)], replicas="redundant")
+    work = check_step(plan, late=True).work
+    for copy in ({0, 1}, {2, 3}):
+        assert sorted(matrix for matrix, rank in work.elements() if rank in copy) == [0, 1, 2, 3]
+    assert {bucket.group for bucket in plan.buckets} == {(0, 1), (2, 3)}, "copies need not talk"
+
+
+def test_whole_experts_stay_home() -> None:
+    """Experts that expert parallelism leaves whole on a rank are orthogonalized there; nothing travels."""
+    stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
+    plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
+    assert plan.buckets == ()
+    assert plan.home == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,))
+    check_step(plan, late=True)
+
+
+def test_experts_over_few_ranks_travel_within_those() -> None:
+    """Expert parallelism 2 x expert FSDP 2: each expert is owned by one of the two ranks that hold it."""
+    stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2)))
+    plan = plan_of([Parameter("w1", "l", Layout((2, 4, 5), SQUARE, (Shard(1), Shard(0))), stack)])
+    assert {bucket.group: bucket.matrices for bucket in plan.buckets} == {(0, 2): (0,), (1, 3): (1,)}
+    check_step(plan, late=True)
+
+
+def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
+    """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank takes one of them."""
+    plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
+    work = check_step(plan, late=True).work
+    assert plan.home == ((0,), (0,)) or len({rank for _, rank in work}) == 2
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather", "all_gather_reduce_scatter"])
+def test_more_ranks_than_matrices(exchange: str) -> None:
+    plan = plan_of([sharded("one", (3, 5), FLAT, 0)], exchange=exchange)
+    assert plan.buckets[0].group == (0, 1, 2, 3)
+    check_step(plan, late=True)
+
+
+def test_a_plain_tensor_is_orthogonalized_by_every_rank_for_itself() -> None:
+    whole_stack = MatrixStack(1, (MatrixRows("", (Interval(0, 4),)),))
+    plain = Parameter("p", "p", Layout((4, 4), FLAT, (Replicate(),)), whole_stack, plain=True, own=True)
+    assert check_step(plan_of([plain]), late=True).work == Counter({(0, rank): 1 for rank in range(4)})
+
+
+def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> None:
+    """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
+    parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
+    parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
+    plan = plan_of(parameters, owners="round_robin", buffer_bytes=600)
+    # From owners to all copies, whatever the planner takes.
+    plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
+    runs = make_program(plan, 0).buckets
+    assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"
+    check_step(plan, late=True)
+
+
+@settings(PROPERTY, max_examples=300)
+@given(plans(), st.integers(0, 1000))
+def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
+    """Members that launched them in different orders would take each other's pieces for their own, or hang."""
+    for one in (plan, recut(plan, Random(seed))):
+        orders: dict[tuple[int, ...], set[tuple[tuple[Act, int], ...]]] = {}
+        for rank in ranks_of(one):
+            program = make_program(one, rank)
+            mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
+            seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
+            for act, number in program.turns:
+                for index in program.rounds[number] if act in (Act.GATHER, Act.ORTHOGONALIZE) else ():
+                    legs = program.buckets[index].legs
+                    for leg in legs[:1] if act is Act.GATHER else legs[1:]:
+                        seen.setdefault(leg.group, []).append((act, mine[index]))
+            for group, order in seen.items():
+                orders.setdefault(group, set()).add(tuple(order))
+        assert all(len(found) == 1 for found in orders.values())

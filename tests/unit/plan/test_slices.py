@@ -1,0 +1,237 @@
+"""Matrices that several ranks orthogonalize together: which are cut, for whom, and what that costs."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.plan.test_timeline import FREE
+from tests.unit.plans import SLICING, plan_of
+from titan_muon.options import Machine, OptionError
+from titan_muon.plan import planner
+from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.cost.timeline import play, timeline
+from titan_muon.plan.cost.times import BucketTimes, Owned
+from titan_muon.plan.program import make_program
+from titan_muon.plan.search import search
+from titan_muon.plan.search.rounds import Cut
+from titan_muon.plan.search.search import Draft, Problem, Way
+from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.machine import Link, machine_of
+from titan_muon.plan.terms.slices import teams_in
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    Matrix,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Plan,
+    Replicate,
+    Shard,
+    Slice,
+)
+from titan_muon.plan.terms.work import Work
+
+SLOW = replace(SLICING, ranks_per_node=2, network_gb=1e-12)
+"""Links between nodes that a step waits for."""
+
+
+def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
+    """Matrices of one shape, cut into rows over all ranks."""
+    layout = Layout(shape, Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),), transposed)
+    return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, stack) for index in range(count)]
+
+
+def teams(plan: Plan) -> list[tuple[int, ...]]:
+    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
+
+
+def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> None:
+    alone, shared = (plan_of(parameters(1, 4), machine=SLICING, split_over=over) for over in (1, 4))
+    assert teams(alone) == []
+    assert teams(shared) == [(0, 1, 2, 3)]
+    assert [(m.rows, m.cols) for m in shared.matrices] == [(16, 32)] * 4
+    assert sum(m.flops for m in shared.matrices) == alone.matrices[0].flops
+    assert 4 * summarize(shared).ns_flops_max == summarize(alone).ns_flops_max
+    assert summarize(shared).muon_matrices == summarize(shared).orthogonalizations == 1
+
+
+def test_slices_that_their_owners_store_are_not_exchanged() -> None:
+    """Rows cut over as many ranks as share the matrix: what a rank stores is its slice, and no leg moves anything."""
+    plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
+    runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
+    assert len(runs) == 4
+    assert not any(leg.travels for run in runs for leg in (run.gathering, run.returning) if leg)
+    [team] = {work.team for work in plan.works}
+    assert team is not None
+    assert summarize(plan).collectives_per_step == team.calls
+    assert summarize(plan).bytes_sent_max == team.sent
+
+
+def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> None:
+    for shape in ((64, 32), (32, 64), (32, 32)):
+        for transposed in (False, True):
+            plan = plan_of(parameters(1, 2, shape, transposed), machine=SLICING, split_over=2)
+            cut = plan.matrices[0]
+            assert plan.matrices[1].slice is not None
+            assert (cut.rows, cut.cols) == ((32, 32) if shape != (32, 32) else (16, 32))
+            assert {plan.out_in(number) for number in (0, 1)} == {shape[::-1] if transposed else shape}
+
+
+def test_what_does_not_divide_evenly_is_cut_so_that_it_does() -> None:
+    """Three equal matrices over two ranks: one has two of them, unless the third is shared."""
+    alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
+    assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
+    assert teams(shared) == [(0, 1)]
+    assert shared.whole_matrices == 3
+
+
+@pytest.mark.parametrize(
+    ("machine", "shape"),
+    [
+        pytest.param(replace(SLICING, node_gb=1e-12), (64, 32), id="slow links"),
+        pytest.param(replace(SLICING, ranks_per_node=1), (64, 32), id="one rank a node"),
+        pytest.param(SLICING, (63, 31), id="sides that do not divide"),
+    ],
+)
+def test_a_matrix_stays_whole_where_slices_cannot_be_or_end_no_sooner(machine: Machine, shape: tuple[int, int]) -> None:
+    plan = plan_of(parameters(1, 4, shape), machine=machine, split_over=8)
+    assert teams(plan) == []
+    assert len(plan.matrices) == 1
+
+
+def test_the_owners_of_a_matrix_are_of_one_node() -> None:
+    plan = plan_of(parameters(4, 8), machine=replace(SLICING, ranks_per_node=2), split_over=8)
+    assert teams(plan)
+    assert all(len({rank // 2 for rank in team}) == 1 for team in teams(plan))
+
+
+def test_at_most_as_many_as_are_asked_for_share_a_matrix() -> None:
+    assert {len(team) for team in teams(plan_of(parameters(1, 8), machine=SLICING, split_over=4))} == {4}
+
+
+def test_replicas_that_repeat_the_work_have_whole_matrices() -> None:
+    layout = Layout((64, 32), Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0)))
+    [parameter] = parameters(1, 4)
+    plan = plan_of([replace(parameter, layout=layout)], machine=SLICING, split_over=4, replicas="redundant")
+    assert teams(plan) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"orthogonalize": "reference"},
+        {"owners": "round_robin"},
+        {"exchange": "all_gather", "owners": "everyone"},
+    ],
+    ids=str,
+)
+def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dict[str, str]) -> None:
+    with pytest.raises(OptionError, match=r"^split_over = 2: .*, or split_over = 1$"):
+        plan_of(parameters(1, 4), split_over=2, **options)
+    assert plan_of(parameters(1, 4), split_over=1, **options).matrices
+    automatic = plan_of(parameters(1, 4), machine=SLICING, split_over="auto", **options)
+    assert teams(automatic) == []
+    assert "no matrix in slices: " in automatic.reason
+
+
+@pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
+def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
+    """A matrix that one rank of two has alone, after `beside` matrices on each."""
+    matrices = parameters(2 * beside + 1, 2)
+    assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
+    plan = plan_of(matrices, machine=SLICING, split_over="auto")
+    assert bool(teams(plan)) == cut
+    assert ("none would save 3% of the step" in plan.reason) != cut
+
+
+def overlapping() -> list[Parameter]:
+    """On two nodes of two ranks: two matrices over all ranks, and twelve small ones over each pair of ranks of both."""
+    small = [
+        replace(parameter, fqn=f"{parameter.fqn}.{pair[0]}", layout=replace(parameter.layout, mesh=Mesh((2,), pair)))
+        for pair in ((0, 2), (1, 3))
+        for parameter in parameters(12, 2)
+    ]
+    return parameters(2, 4, (128, 64)) + small
+
+
+def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_groups() -> None:
+    """Whole, each large matrix has to be made up for by the small ones of one pair: there one rank gathers most."""
+    whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
+    played = machine_of(SLOW)
+    assert sorted(teams(shared)) == [(0, 1), (2, 3)]
+    small = Counter(
+        owner
+        for bucket in shared.buckets
+        for number, owner in zip(bucket.matrices, bucket.owners, strict=True)
+        if shared.matrices[number].slice is None
+    )
+    assert small == dict.fromkeys(range(4), 6)
+    assert timeline(shared, played).last.seconds < timeline(whole, played).last.seconds
+
+
+def test_slices_are_searched_near_the_plan_of_whole_matrices_where_that_search_was_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+
+    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
+        found.append((near, search.fastest(problem, near)))
+        return found[-1][1]
+
+    monkeypatch.setattr(planner, "fastest", kept)
+    for most in (search.MOST_PLAYED, 10):
+        monkeypatch.setattr(search, "MOST_PLAYED", most)
+        plan_of(overlapping(), machine=SLOW, split_over=2)
+    nears, drafts = zip(*found, strict=True)
+    assert nears == (None, None, None, drafts[2].near)
+    assert drafts[0].near is None
+    assert drafts[2].near is not None
+
+
+def test_a_search_near_a_plan_begins_with_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[Problem] = []
+
+    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
+        problems.append(problem)
+        return search.fastest(problem, near)
+
+    monkeypatch.setattr(planner, "fastest", kept)
+    plan_of(overlapping(), machine=SLOW)
+    monkeypatch.setattr(search, "MOST_NEAR", 1)
+    for count in (1, 3):
+        draft = search.fastest(problems[0], (count, Way(cut=Cut.COUNT)))
+        assert {bucket.round for bucket in draft.buckets} == set(range(count))
+
+
+def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> None:
+    plan = plan_of(parameters(1, 2), machine=SLICING, split_over=2)
+    [work] = plan.works
+    assert work.team is not None
+    assert timeline(plan, replace(FREE, flops={"bfloat16": work.flops})).last.seconds == pytest.approx(1)
+    sent = timeline(plan, replace(FREE, node=Link(work.team.sent, 0))).last.orthogonalize
+    assert sent == pytest.approx(1)
+    called = timeline(plan, replace(FREE, node=Link(1e30, 1))).last.orthogonalize
+    assert called == pytest.approx(work.team.calls)
+
+
+def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -> None:
+    """Rank 1 has 1 s of work at home; what rank 0 has besides its slice follows."""
+    none = (0.0, 0.0)
+    owned = (Owned(0, 1.5, 0, 0), Owned(0, 1.0, 0, 0))
+    one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
+    assert play([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert play([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+
+
+def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
+    """In another order they would wait for each other forever; behind whole matrices, longer."""
+    whole = Matrix(0, 0, 8, 8, 1)
+    first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
+    matrices = [whole, first, second, whole]
+    works = [Work("whole", 1, batch=8), Work("sliced", 1, batch=8)]
+    assert batches((3, 2, 0, 1), matrices, works) == ((1,), (2,), (3, 0))
+    assert batches((1, 2), matrices, works) == batches((2, 1), matrices, works) == ((1,), (2,))

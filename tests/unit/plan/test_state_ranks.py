@@ -1,0 +1,93 @@
+"""Which ranks keep the momentum of copies: each momentum once in the world, on those that send it to its owner."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.plans import PROPERTY, parameter_lists, ranks_of, work
+from titan_muon.options import MuonOptions
+from titan_muon.plan.planner import make_plan
+from titan_muon.plan.program import make_program
+from titan_muon.plan.search.state import state_elements, with_state_ranks
+from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Placement, Plan, Replicate, Shard
+from titan_muon.tensors.matrices import stack_of
+
+OWNER = MuonOptions(state="owner", wire_dtype="float32")
+DDP = Mesh((4,), (0, 1, 2, 3)), (Replicate(),)
+HSDP = Mesh((2, 2), (0, 1, 2, 3)), (Replicate(), Shard(0))
+
+
+def parameter(name: str, shape: tuple[int, ...], placed: tuple[Mesh, tuple[Placement, ...]]) -> Parameter:
+    return Parameter(name, name, Layout(shape, *placed), stack_of(name, shape))
+
+
+def kept_on_owners(parameters: list[Parameter]) -> Plan:
+    return make_plan(with_state_ranks(parameters, OWNER, work, {}), work, OWNER)
+
+
+def advanced(plan: Plan, rank: int) -> Counter[int]:
+    """Elements of momentum that a rank advances in a step, by parameter: those that it packs, if owners keep it."""
+    program, found = make_program(plan, rank), Counter[int]()
+    for item in program.home:
+        found[plan.matrices[item.matrix].parameter] += item.piece.numel
+    for run in program.buckets:
+        for parcel in run.stored:
+            if not plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
+                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+        for parcel in run.gathering.home:
+            if plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:
+                found[plan.matrices[parcel.matrix].parameter] += parcel.piece.numel
+    return found
+
+
+@settings(PROPERTY, max_examples=100)
+@given(parameter_lists())
+def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
+    plan = kept_on_owners(parameters)
+    kept, total = state_elements(plan), Counter[int]()
+    for rank in ranks_of(plan):
+        assert advanced(plan, rank) == +Counter(kept[rank])
+        total.update(kept[rank])
+    for number, each in enumerate(plan.parameters):
+        assert total[number] == sum(m.numel for m in plan.matrices if m.parameter == number), each.fqn
+
+
+@pytest.mark.parametrize("placed", [DDP, HSDP], ids=["ddp", "hsdp"])
+def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tuple[Placement, ...]]) -> None:
+    plan = kept_on_owners([parameter(f"layers.{index}.w", (8, 16), placed) for index in range(12)])
+    assert {sum(held.values()) for held in state_elements(plan).values()} == {12 * 8 * 16 // 4}
+
+
+def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
+    """By FLOPs alone all of them would be kept where the large one is not."""
+    shapes = [(64, 64), *[(1, 256)] * 32]
+    plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
+    held = [sum(each.values()) for each in state_elements(plan).values()]
+    assert max(held) <= 1.5 * sum(held) / len(held)
+
+
+@pytest.mark.parametrize(("experts", "parts"), [(8, [2, 2, 2, 2]), (5, [2, 2, 1]), (2, [1, 1])])
+def test_a_stack_is_kept_in_chunks_of_whole_experts(experts: int, parts: list[int]) -> None:
+    plan = kept_on_owners([parameter("experts", (experts, 4, 6), DDP)])
+    ranks, kept = plan.parameters[0].state_ranks, state_elements(plan)
+    assert len(set(ranks)) == len(parts)
+    assert [kept[rank][0] // 24 for rank in ranks] == parts
+
+
+def test_what_is_kept_stays_when_the_step_is_planned_again() -> None:
+    """Momentum does not move by itself."""
+    found = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
+    kept = {each.fqn: each.state_ranks for each in found}
+    more = [parameter("z", (16, 16), DDP), *(replace(each, state_ranks=()) for each in found)]
+    again = {each.fqn: each.state_ranks for each in with_state_ranks(more, OWNER, work, kept)}
+    assert {name: again[name] for name in kept} == kept
+    assert len(again["z"]) == 1
+
+
+def test_what_each_rank_has_for_itself_keeps_its_own_momentum() -> None:
+    own = replace(parameter("own", (8, 8), DDP), plain=True, own=True)
+    plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
+    assert plan.parameters[0].state_ranks == ()
+    assert [held[0] for held in state_elements(plan).values()] == [64] * 4

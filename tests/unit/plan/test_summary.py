@@ -1,0 +1,295 @@
+"""A plan's numbers are what its programs do; equal plans, and only those, have equal digests."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.plans import BATCH, PROPERTY, parameter_lists, plan_of, plans, ranks_of
+from titan_muon.comm.exchange import make_slots
+from titan_muon.options import OptionError
+from titan_muon.plan.cost.batches import batches
+from titan_muon.plan.program import BucketProgram, Program, make_program
+from titan_muon.plan.summary import RankCost, summarize
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    Matrix,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+    StridedShard,
+)
+from titan_muon.plan.terms.work import standard_flops
+
+FLAT = Mesh((4,), (0, 1, 2, 3))
+SQUARE = Mesh((2, 2), (0, 1, 2, 3))
+
+
+def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Placement) -> Parameter:
+    layout = Layout((rows, cols), mesh, placements or (Shard(0),))
+    return Parameter(
+        f"layers.{index}.w", f"layers.{index}", layout, MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
+    )
+
+
+def counted(plan: Plan, rank: int) -> RankCost:
+    """The cost of a rank from its own program and the buffers that the exchange allocates for it."""
+    program = make_program(plan, rank)
+    sent, received = (
+        map(sum, zip(*(traffic(run, rank) for run in program.buckets), strict=True)) if program.buckets else (0, 0)
+    )
+    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
+    mine = [matrix for part in parts for matrix in part]
+    stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
+    whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
+    loads = [sum(plan.matrices[m].numel for m in batch) for batch in batches(parts[0], plan.matrices, plan.works)]
+    loads += [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
+    teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
+    assert len(teams) == len(program.teams)
+    among = sum(team.sent for team in teams)
+    return RankCost(
+        rank=rank,
+        matrices=len(mine),
+        ns_flops=sum(plan.matrices[m].flops for m in mine),
+        bytes_sent=sent * plan.wire_bytes + among,
+        bytes_received=received * plan.wire_bytes + among,
+        buffer_bytes=buffer_numel(program) * plan.wire_bytes,
+        whole_bytes=whole * plan.wire_bytes,
+        work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
+        collectives=sum(leg.travels for run in program.buckets for leg in run.legs) + sum(team.calls for team in teams),
+        loads=len(loads),
+        load_elements=max(loads, default=0),
+        state_elements=sum(item.piece.numel for item in program.home) + sum(loads[len(loads) - len(program.buckets) :]),
+    )
+
+
+def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
+    """The largest stack on the wire's dtype, and in bfloat16 X, the next X, X Xᵀ and its polynomial.
+
+    What is at home is a part, and so is each run; of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
+    stacked.
+    """
+    whole = iteration = 0
+    for together in parts:
+        for m in together:
+            if m.slice is not None:
+                # The slice twice, three square matrices of the whole one's smaller side, and its part of five.
+                square = min(m.whole_shape) ** 2
+                whole = max(whole, m.numel)
+                iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
+        for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
+            stacked = math.ceil(count / math.ceil(count / BATCH))
+            whole = max(whole, stacked * rows * cols)
+            iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
+    return whole * wire_bytes + iteration * 2
+
+
+def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
+    """Elements that a rank sends to others and receives from them in a run."""
+    if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
+        assert run.returning is not None
+        there, back = run.gathering, run.returning
+        sent = sum(there.home_splits) + sum(back.owned_splits)
+        received = sum(there.owned_splits) + sum(back.home_splits)
+        if (shared := run.spreading) is None:
+            return sent, received
+        return sent + shared.home_numel * (len(shared.group) - 1), received + shared.owned_numel - shared.home_numel
+    mine, total, others = run.gathering.home_numel, run.gathering.owned_numel, len(run.bucket.group) - 1
+    there_and_back = (mine * others + total - mine, total - mine + mine * others)
+    return there_and_back if run.returning is not None else (mine * others, total - mine)
+
+
+def buffer_numel(program: Program) -> int:
+    slots = make_slots(program, torch.device("meta"), torch.bfloat16)
+    buffers = {id(buffer): buffer for slot in slots for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared)}
+    return sum(buffer.numel() for buffer in buffers.values())
+
+
+@settings(PROPERTY, max_examples=500)
+@given(plans())
+def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
+    summary = summarize(plan)
+    assert summary.ranks == tuple(counted(plan, rank) for rank in ranks_of(plan))
+    wholes = [m for m in plan.matrices if m.slice is None or m.slice.place == 0]
+    assert summary.muon_matrices == len(wholes)
+    assert summary.orthogonalizations == sum(cost.matrices for cost in summary.ranks) - len(plan.matrices) + len(wholes)
+    for name in ("bytes_sent", "buffer_bytes"):
+        assert getattr(summary, f"{name}_max") == max(getattr(cost, name) for cost in summary.ranks)
+    assert summary.collectives_per_step == max(cost.collectives for cost in summary.ranks)
+    assert sum(cost.bytes_sent for cost in summary.ranks) == sum(cost.bytes_received for cost in summary.ranks)
+
+
+@settings(PROPERTY, max_examples=300)
+@given(plans())
+def test_lower_bounds_are_below_what_the_plan_does(plan: Plan) -> None:
+    summary = summarize(plan)
+    assert summary.ns_flops_lower_bound <= summary.ns_flops_max
+    assert max(cost.ns_flops for cost in summary.ranks) <= summary.ns_flops_max
+    assert summary.bytes_sent_lower_bound <= summary.bytes_sent_max
+
+
+@pytest.mark.parametrize("owners", ["balanced", "round_robin", "per_layer"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_shard_0_sends_each_element_there_and_back_once(owners: str, ranks: int) -> None:
+    """Mean bytes sent of even Shard(0): 2 (N-1)/N x P b / N exactly, whoever the owners are; the least there is."""
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    shapes = [(16, 24), (8, 40), (32, 8), (24, 24), (8, 8)]
+    plan = plan_of([matrix(i, rows, cols, mesh) for i, (rows, cols) in enumerate(shapes)], owners=owners)
+    elements = sum(rows * cols for rows, cols in shapes)
+    summary = summarize(plan)
+    sent = sum(cost.bytes_sent for cost in summary.ranks)
+    assert sent * ranks == 2 * (ranks - 1) * elements * plan.wire_bytes
+    assert summary.bytes_sent_lower_bound == sent // ranks
+
+
+def test_replicas_that_share_the_work_orthogonalize_each_matrix_once() -> None:
+    parameters = [matrix(i, 8, 8, SQUARE, Replicate(), Shard(0)) for i in range(6)]
+    assert summarize(plan_of(parameters)).orthogonalizations == 6
+    assert summarize(plan_of(parameters, replicas="redundant")).orthogonalizations == 12
+
+
+def test_a_plan_without_buckets_sends_nothing() -> None:
+    summary = summarize(plan_of([matrix(i, 4, 4, Mesh((1,), (0,))) for i in range(3)]))
+    assert (summary.bytes_sent_max, summary.buffer_bytes_max, summary.collectives_per_step) == (0, 0, 0)
+    assert summary.ns_flops_max == summary.ns_flops_lower_bound == 3 * standard_flops(4, 4, 5)
+
+
+def test_standard_flops_counts_three_products_a_step() -> None:
+    """Wide 2 x 5: X Xᵀ and B X take 2 x 2 x 2 x 5 = 40 each, A A takes 2 x 2 x 2 x 2 = 16."""
+    assert standard_flops(2, 5, 1) == standard_flops(5, 2, 1) == 96
+    assert standard_flops(2, 5, 3) == 288
+
+
+def test_the_least_sent_is_a_bound_where_replicas_repeat_the_work() -> None:
+    """9 rows over 2 ranks, twice: each copy gathers 4 rows and returns them, 16 in all, over 4 ranks."""
+    summary = summarize(plan_of([matrix(0, 9, 4, SQUARE, Shard(0), Replicate())], replicas="redundant"))
+    assert sum(cost.bytes_sent for cost in summary.ranks) == 2 * 2 * 4 * 4 * 2
+    assert summary.bytes_sent_lower_bound <= sum(cost.bytes_sent for cost in summary.ranks) / 4
+
+
+@pytest.mark.parametrize("ranks", [100, 1024])
+def test_a_matrix_of_a_few_bytes_can_be_planned_over_any_ranks(ranks: int) -> None:
+    mesh = Mesh((ranks,), tuple(range(ranks)))
+    assert summarize(plan_of([matrix(0, 2, 1, mesh)])).orthogonalizations == 1
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    ["all_to_all", "all_gather", "all_gather_reduce_scatter"],
+)
+@pytest.mark.parametrize("budget", [6_000, 9_000])
+def test_buffers_stay_within_what_the_user_gave(exchange: str, budget: int) -> None:
+    parameters = [matrix(i, 16 + 4 * (i % 3), 12) for i in range(24)]
+    assert summarize(plan_of(parameters, exchange=exchange, buffer_bytes=budget)).buffer_bytes_max <= budget
+
+
+@settings(PROPERTY, max_examples=200)
+@given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]))
+def test_no_plan_has_more_buffers_than_the_user_gave(parameters: list[Parameter], budget: int) -> None:
+    try:
+        plan = plan_of(parameters, buffer_bytes=budget, wire_dtype="float32")
+    except ValueError:
+        return
+    assert summarize(plan).buffer_bytes_max <= budget
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    ["all_to_all", "all_gather_reduce_scatter", "auto", "all_gather"],
+)
+@pytest.mark.parametrize(
+    ("budget", "problem"),
+    [
+        (0, r"= 0 .* more than 0"),
+        (-1, r"= -1 .* more than 0"),
+        (1, r"= 1 is too small: .* at least \d+ bytes"),
+    ],
+)
+def test_buffers_too_small_for_a_matrix_are_refused(exchange: str, budget: int, problem: str) -> None:
+    with pytest.raises(OptionError, match=rf"^buffer_bytes {problem}"):
+        plan_of([matrix(i, 16, 12) for i in range(4)], exchange=exchange, buffer_bytes=budget)
+
+
+@pytest.mark.parametrize("key", ["exchange", "owners", "replicas"])
+def test_unknown_options_name_the_key_and_the_choices(key: str) -> None:
+    with pytest.raises(OptionError, match=rf"^{key} = 'nonsense' is not one of .*, "):
+        plan_of([matrix(0, 4, 4)], **{key: "nonsense"})
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all", "all_gather_reduce_scatter", "auto"])
+def test_everyone_owns_only_what_everyone_gathers(exchange: str) -> None:
+    with pytest.raises(OptionError, match=r"^owners = 'everyone' .* exchange = 'all_gather'"):
+        plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
+
+
+@settings(PROPERTY, max_examples=200)
+@given(plans())
+def test_json_is_read_back_whole(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    assert set(data) == {field.name for field in fields(Plan)}
+    assert [bucket["matrices"] for bucket in data["buckets"]] == [list(bucket.matrices) for bucket in plan.buckets]
+    assert len(data["parameters"]) == len(plan.parameters)
+    assert plan.to_json() == replace(plan).to_json()
+
+
+def changed(value: Any) -> Iterator[Any]:
+    """The value with one leaf changed, in every way there is."""
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        for i, item in enumerate(value):
+            yield from ((*value[:i], other, *value[i + 1 :]) for other in changed(item))
+        yield (*value, value[-1] if value else 7)
+    elif isinstance(value, tuple):
+        yield from (type(value)(*other) for i in range(len(value)) for other in bumped(tuple(value), i))
+    elif is_dataclass(value):
+        yield from (replace_unchecked(value, f.name, o) for f in fields(value) for o in changed(getattr(value, f.name)))
+    elif value is None:
+        yield 7
+    else:
+        yield value + "x" if isinstance(value, str) else (not value if isinstance(value, bool) else value + 1)
+
+
+def bumped(value: tuple[Any, ...], i: int) -> Iterator[tuple[Any, ...]]:
+    yield (*value[:i], value[i] + 1, *value[i + 1 :])
+
+
+def replace_unchecked(value: Any, name: str, other: Any) -> Any:
+    """dataclasses.replace without the checks of __post_init__, which would refuse most of these."""
+    new = object.__new__(type(value))
+    for field in fields(value):
+        object.__setattr__(new, field.name, other if field.name == name else getattr(value, field.name))
+    return new
+
+
+def test_digests_are_equal_for_equal_plans_and_differ_for_all_others() -> None:
+    parameters = [
+        matrix(0, 8, 6, SQUARE, StridedShard(0, 2), Shard(0)),
+        matrix(1, 5, 7, SQUARE, Replicate(), Shard(1)),
+        matrix(2, 5, 7, Mesh((1,), (0,))),
+    ]
+    plan = plan_of(parameters)
+    assert plan.digest() == plan_of(parameters).digest()
+    others = list(changed(plan))
+    assert len(others) > 50
+    assert plan.digest() not in {other.digest() for other in others}
+    assert len({other.digest() for other in others}) == len(set(others))
+
+
+@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (StridedShard(0, 2), Shard(0)), (Replicate(), Shard(0))])
+def test_digests_tell_placements_apart(placements: tuple[Placement, ...]) -> None:
+    plan, other = (replace(plan_of([matrix(0, 8, 8, SQUARE, Shard(0), Shard(0))]), matrices=()) for _ in range(2))
+    layout = Layout((8, 8), SQUARE, placements)
+    other = replace(other, parameters=(replace(other.parameters[0], layout=layout),))
+    assert plan.digest() != other.digest()

@@ -1,0 +1,143 @@
+"""Plans in which tensor-parallel groups have what tensor parallelism cuts: who does what, and what is refused."""
+
+from math import prod
+from typing import Any
+
+import pytest
+
+from tests.unit.plans import plan_of
+from titan_muon.options import Machine, OptionError
+from titan_muon.plan.program import make_program
+from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.slices import teams_in
+from titan_muon.plan.terms.types import (
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Placement,
+    Plan,
+    Replicate,
+    Shard,
+)
+
+
+def matrix(name: str, shape: tuple[int, int], mesh: tuple[int, ...], *placements: Placement) -> Parameter:
+    """A matrix on a mesh whose last axis is that of tensor parallelism."""
+    cut = None if isinstance(placements[-1], Replicate) else len(mesh) - 1
+    layout = Layout(shape, Mesh(mesh, tuple(range(prod(mesh)))), placements, cut)
+    return Parameter(name, name, layout, MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),)))
+
+
+def teams(plan: Plan) -> list[tuple[int, ...]]:
+    return [ranks for bucket in plan.buckets for ranks in teams_in(bucket, plan.matrices).values()]
+
+
+@pytest.mark.parametrize(("shape", "placement"), [((64, 32), Shard(0)), ((32, 64), Shard(1))])
+def test_slices_of_the_side_that_tensor_parallelism_cuts_stay_where_they_are(
+    shape: tuple[int, int], placement: Placement
+) -> None:
+    """The longer side is cut, and nothing else cuts: what the ranks send each other is Gram matrices alone."""
+    plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
+    assert teams(plan) == [(0, 1, 2, 3)]
+    [team] = {work.team for work in plan.works}
+    assert team is not None
+    for cost in summarize(plan).ranks:
+        assert (cost.collectives, cost.bytes_sent) == (team.calls, team.sent)
+
+
+def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
+    given = [matrix(f"{i}", (64, 32), (2, 2), Shard(1), Shard(0)) for i in range(4)]
+    plan = plan_of(given, tensor_parallel="distributed")
+    assert sorted(teams(plan)) == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert {cost.ns_flops for cost in summarize(plan).ranks} == {sum(m.flops for m in plan.matrices) // 4}
+    assert "matrices in slices: 4" in plan.reason
+
+
+def test_what_tensor_parallelism_leaves_whole_has_one_owner() -> None:
+    """A router that tensor parallelism replicates, beside a matrix that it cuts."""
+    given = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
+    for mode in ("distributed", "duplicated"):
+        plan = plan_of(given, tensor_parallel=mode)
+        done = [number for rank in range(4) for run in make_program(plan, rank).buckets for number in run.matrices]
+        assert len(done) == 3
+        assert done.count(max(done)) == 1
+
+
+@pytest.mark.parametrize("replicas", ["split", "redundant"])
+def test_duplicated_matrices_return_from_each_rank_to_its_own_place_alone(replicas: str) -> None:
+    """HSDP 2 x TP 2 of one matrix: two ranks have all of it, and a rank is sent its part by one of these."""
+    placements = (Replicate(), Shard(0))
+    plan = plan_of([matrix("w", (8, 6), (2, 2), *placements)], tensor_parallel="duplicated", replicas=replicas)
+    programs = [make_program(plan, rank) for rank in range(4)]
+    done = [rank for rank, program in enumerate(programs) for run in program.buckets for _ in run.matrices]
+    assert done == ([0, 1] if replicas == "split" else [0, 1, 2, 3])
+    for rank, program in enumerate(programs):
+        for run in program.buckets:
+            assert run.returning is not None
+            # Ranks 0 and 2 have the first rows, 1 and 3 the last.
+            assert all(parcel.peer % 2 == rank % 2 for parcel in (*run.returning.home, *run.returning.owned))
+    # There each of the two sends the other its 24 elements; back the other replica gets its own from one rank each.
+    sent = [cost.bytes_sent // plan.wire_bytes for cost in summarize(plan).ranks]
+    assert sent == ([48, 48, 0, 0] if replicas == "split" else [24] * 4)
+
+
+def test_ranks_that_all_do_a_matrix_are_busy_with_it() -> None:
+    """A large matrix for both ranks of a tensor-parallel group, and small ones: these go to the other group."""
+    given = [matrix("large", (64, 64), (2, 2), Shard(1), Shard(0))]
+    given += [matrix(f"small{i}", (8, 8), (2, 2), Shard(1), Replicate()) for i in range(4)]
+    plan = plan_of(given, tensor_parallel="duplicated")
+    done = {rank: [m for run in make_program(plan, rank).buckets for m in run.matrices] for rank in range(4)}
+    busy = {rank for rank, matrices in done.items() if 0 in matrices}
+    assert busy in ({0, 1}, {2, 3})
+    assert all(done[rank] == [0] for rank in busy)
+
+
+SQUARE = ((2, 2), Shard(1), Shard(0))
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "fault"),
+    [
+        ("distributed", {"orthogonalize": "reference"}, "orthogonalize = 'reference' is of whole matrices"),
+        ("distributed", {"exchange": "all_gather", "owners": "everyone"}, "exchange = 'all_gather' has no owners"),
+        ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
+        ("distributed", {"replicas": "auto"}, "replicas = 'auto' may repeat the work"),
+        ("distributed", {"split_over": "auto"}, "split_over = 'auto' gives other ranks slices; choose 1"),
+        ("distributed", {"owners": "per_layer"}, "owners = 'per_layer' gives each matrix one rank"),
+        ("duplicated", {"owners": "per_layer"}, "owners = 'per_layer' gives each matrix one rank"),
+        ("duplicated", {"split_over": 2}, "split_over = 2 gives other ranks slices; choose 1"),
+        ("duplicated", {"exchange": "auto"}, "exchange = 'auto' takes no part back .* choose 'all_to_all'"),
+    ],
+)
+def test_other_options_that_a_mode_does_not_take_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(OptionError, match=rf"^tensor_parallel = '{mode}': {fault}.*, or tensor_parallel = 'owner'$"):
+        plan_of([matrix("w", (8, 8), *SQUARE)], tensor_parallel=mode, **options)
+
+
+@pytest.mark.parametrize(
+    ("shape", "machine", "fault"),
+    [
+        ((9, 8), Machine(), r"layers.1.w \(9 x 8\) cannot be cut into 2 equal slices"),
+        (
+            (8, 8),
+            Machine(ranks_per_node=1),
+            r"layers.1.w \(8 x 8\) is cut over several nodes \(machine",
+        ),
+    ],
+)
+def test_a_matrix_that_has_no_slices_is_refused_by_name(shape: tuple[int, int], machine: Machine, fault: str) -> None:
+    given = [matrix("layers.1.w", shape, *SQUARE)]
+    with pytest.raises(OptionError, match=f"^tensor_parallel = 'distributed': {fault}.*; set 'owner'"):
+        plan_of(given, tensor_parallel="distributed", machine=machine)
+    assert len(plan_of(given, tensor_parallel="duplicated", machine=machine).matrices) == 1
+
+
+def test_a_matrix_with_parts_on_some_ranks_of_each_group_is_refused_by_name() -> None:
+    """Two heads over four ranks: each is on two of them, which have nothing to do with the others."""
+    layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
+    heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
+    with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts on some ranks of each"):
+        plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tensor_parallel="duplicated")

@@ -1,0 +1,254 @@
+"""Plans played on machines: what takes how long, what hides behind what, and that faster plans are taken."""
+
+import re
+from dataclasses import replace
+from typing import get_args, get_type_hints
+
+import pytest
+from hypothesis import given, settings
+
+from tests.unit.plans import PROPERTY, plan_of, plans
+from titan_muon.options import Machine as MachineOptions
+from titan_muon.options import MuonOptions, OptionError, Overlap
+from titan_muon.plan.cost.bounds import Chain, chains, least_whole
+from titan_muon.plan.cost.timeline import timeline
+from titan_muon.plan.cost.times import Costs
+from titan_muon.plan.search.search import Draft
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.machine import MACHINES, Link, Machine, machine_of
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.schedule import ordered_rounds
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
+
+# Nothing but one thing takes time, so that what is expected can be said in a line.
+FREE = Machine(
+    "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
+)
+STACK = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
+
+
+def parameters(count: int, ranks: int) -> list[Parameter]:
+    """64 x 64 matrices cut into rows over all ranks."""
+    layout = Layout((64, 64), Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
+    return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, STACK) for index in range(count)]
+
+
+def seconds(plan: Plan, machine: Machine) -> float:
+    return timeline(plan, machine).last.seconds
+
+
+@pytest.fixture
+def plan() -> Plan:
+    """Four matrices over four ranks in one round: each rank owns one."""
+    return plan_of(parameters(4, 4), machine=MachineOptions(node_latency_us=1e6))
+
+
+def test_each_thing_takes_its_time(plan: Plan) -> None:
+    assert plan.rounds == 1, "one call each way, where calls alone cost"
+    flops, elements = plan.matrices[0].flops, 64 * 64
+    assert seconds(plan, FREE) == pytest.approx(0, abs=1e-12)
+    assert seconds(plan, replace(FREE, flops={"bfloat16": flops})) == pytest.approx(1)
+    assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
+    # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
+    assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
+    # 12 + 2 bytes to pack, 8 + 2 to apply, and four times 2 to make matrices whole and to cut them up again.
+    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(14 + 10 + 8)
+
+
+def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
+    slow = Link(64 * 64 * 2, 0)
+    assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
+    # Of the four quarters two are on the other node.
+    assert seconds(plan, replace(FREE, ranks_per_node=2, network=slow)) == pytest.approx(1)
+    assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
+
+
+def test_three_slots_hide_a_return_behind_the_next_round() -> None:
+    """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
+    plan, machine = four_rounds()
+    took = {slots: seconds(replace(plan, slots=slots), machine) for slots in (1, 3)}
+    assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
+
+
+def four_rounds(*, backward: bool = True) -> tuple[Plan, Machine]:
+    """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
+    1 s there, and 0.4 s each way."""
+    plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
+    one = plan.buckets[0]
+    matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
+    buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
+    machine = replace(FREE, flops={"bfloat16": plan.matrices[0].flops}, node=Link(64 * 64 * 1.5 / 0.4, 0))
+    return replace(plan, buckets=buckets), machine
+
+
+@pytest.mark.parametrize(
+    ("slots", "overlap", "step", "exposed", "hidden"),
+    [
+        (4, "none", 4.8, 0.8, None),
+        # Three of four gathers in backward, the last behind the first rounds: the last return is left.
+        (4, "backward", 4.4, 0.4, 1.2),
+        (2, "backward", 5.2, 1.2, 0.4),
+        # A round that waits for the buffers of the one before cannot be there.
+        (1, "backward", 4 * 1.8, 4 * 0.8, 0.0),
+    ],
+)
+def test_backward_hides_the_gathers_that_have_buffers(
+    slots: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
+) -> None:
+    plan, machine = four_rounds()
+    played = timeline(replace(plan, slots=slots), machine, overlap=overlap)
+    assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
+    assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
+    # In the step links carry what backward has left of eight ways.
+    assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
+    assert played.whole <= played.last.seconds
+
+
+def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
+    """The second round has the first matrix, whose gradient is the last: that of the third round cannot be sooner."""
+    plan, machine = four_rounds()
+    first, second, third, last = plan.buckets
+    swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
+    played = timeline(
+        replace(plan, buckets=(first, swapped[0], third, swapped[1]), slots=4), machine, overlap="backward"
+    )
+    assert played.hidden == pytest.approx(0.4)
+    assert ordered_rounds(plan.buckets, "backward") == 3
+    assert ordered_rounds(plan.buckets[:1], "backward") == ordered_rounds((), "backward") == 0
+    assert ordered_rounds(plan.buckets, "forward") == ordered_rounds(plan.buckets, "none") == 0
+
+
+@pytest.mark.parametrize(("slots", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
+def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(slots: int, tail: float) -> None:
+    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their slots."""
+    plan, machine = four_rounds()
+    # A rank has a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are read and written.
+    played = timeline(replace(plan, slots=slots), replace(machine, memory=64 * 64 * 10 / 0.2))
+    assert played.tail == pytest.approx(tail)
+
+
+def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
+    plan = plan_of(parameters(2, 1))
+    played = timeline(plan, replace(FREE, memory=64 * 64))
+    assert not plan.buckets
+    assert (played.tail, played.last.seconds > 0) == (0, True)
+
+
+def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
+    """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
+    plan = plan_of(parameters(2, 2), machine=MachineOptions(node_latency_us=1e6))
+    (one,) = plan.buckets
+    buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
+    flops = {"bfloat16": plan.matrices[0].flops}
+    played = timeline(replace(plan, buckets=buckets, slots=1), replace(FREE, flops=flops))
+    assert played.last.seconds == pytest.approx(2)
+    assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
+    assert played.exposed == pytest.approx(0, abs=1e-12)
+    # Rank 0 is done with its own matrix a second before, and cannot go on alone.
+    assert played.tail == pytest.approx(0, abs=1e-12)
+
+
+@settings(PROPERTY, max_examples=100)
+@given(plans())
+def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
+    for overlap in get_args(Overlap):
+        played = timeline(plan, MACHINES["h100x8"], overlap=overlap)
+        assert all(rank.waits >= -1e-12 for rank in played.ranks)
+        assert played.last.seconds >= played.link - 1e-12
+        assert played.last.seconds >= max(rank.orthogonalize + rank.passes for rank in played.ranks) - 1e-12
+        assert 0 <= played.tail <= played.last.seconds - max(rank.orthogonalize for rank in played.ranks) + 1e-12
+        assert -1e-12 <= played.exposed <= played.last.seconds + 1e-12
+        assert timeline(plan, MACHINES["h100x8"], overlap=overlap) == played
+
+
+def least(plan: Plan, machine: Machine) -> float:
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    return least_whole(chains(plan.buckets, costs), [0.0] * len(pieces.ranks()), 100 * seconds(plan, machine))
+
+
+@settings(PROPERTY, max_examples=100)
+@given(plans())
+def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
+    """In particular not one of other buckets, owners and rounds."""
+    for machine in (MACHINES["h100x8"], replace(MACHINES["cpu"], ranks_per_node=2, launch=0)):
+        assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
+        for overlap in get_args(Overlap):
+            played = timeline(plan, machine, overlap=overlap)
+            assert played.last.seconds >= played.whole * (1 - 1e-9)
+            assert played.whole >= played.limit
+
+
+# Of 240 large matrices each needs a rank of its own, so that 144 ranks have a middle one beside it, and wait for the
+# way of one of them there and of the other one back.
+LARGE, MIDDLE = Chain(44.0, 10.0, 10.0), Chain(23.5, 3.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "ranks", "beside", "expected"),
+    [
+        ({LARGE: 240, MIDDLE: 160}, 256, 0.0, 44 + 23.5 + 3 + 10),
+        ({LARGE: 240, MIDDLE: 160}, 256, 20.0, 44 + 23.5 + 20),
+        ({LARGE: 1}, 256, 0.0, 10 + 44 + 10),
+        ({LARGE: 512}, 256, 0.0, 10 + 2 * 44 + 10),
+        ({Chain(1.0, 0.0, 0.0): 8}, 4, 0.5, 2.5),
+        ({}, 4, 0.5, 0.5),
+    ],
+)
+def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, beside: float, expected: float) -> None:
+    assert least_whole(matrices, [beside] * ranks, 1000.0) == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
+    """On FLOPs alone one round is as good as any; on this machine it takes nearly twice as long as several."""
+    tasks = parameters(64, 4)
+    options = MachineOptions(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
+    machine = machine_of(options)
+    chosen = plan_of(tasks, machine=options)
+    one = plan_of(tasks, machine=MachineOptions(node_latency_us=1e9))
+    assert (one.rounds, chosen.rounds > 2) == (1, True)
+    assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
+
+
+def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
+    """Matrices of 1 GiB, which Newton-Schulz needs four times, whatever is in transit."""
+    side = 2**14 * 3 // 2
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, side),)),))
+    layout = Layout((side, side), Mesh((4,), tuple(range(4))), (Shard(0),))
+    plan = plan_of([Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(16)])
+    assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
+    assert not plan_of(parameters(4, 4)).reason
+    prices = [Draft((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
+    assert prices == pytest.approx([1, 1.03, 1.13])
+
+
+@pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
+def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
+    machine = machine_of(MachineOptions(name=name))  # type: ignore[arg-type]
+    rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
+    assert rates == sorted(set(rates))
+    assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
+
+
+def test_what_an_option_says_comes_before_the_named_machine() -> None:
+    machine = machine_of(MachineOptions(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
+    assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
+    assert machine.node == MACHINES["a100x8"].node
+
+
+def test_the_option_names_every_machine() -> None:
+    assert set(get_args(get_type_hints(MachineOptions)["name"])) == {"auto", *MACHINES}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("name", "h100"), ("node_gb", 0.0), ("ranks_per_node", 0), ("launch_us", -1)]
+)
+def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
+    with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
+        MuonOptions(machine=MachineOptions(**{key: value}))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
+def test_a_file_that_is_no_machine_is_refused_by_name(text: str) -> None:
+    with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
+        machine_of(MachineOptions(file="x.json"), "cuda", text)

@@ -1,0 +1,364 @@
+"""States on the host: what comes to the device when, on which stream, and that a step with them has the same bits."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.stream_order import StreamOrder, stream_order
+from titan_muon import Muon
+from titan_muon import adam as batched
+from titan_muon.state.host import ALIGNMENT, TRANSFERS_AT_ONCE, Transfer, Window
+
+__all__ = ["stream_order"]
+
+SHAPES = {"square": (16, 20), "wide": (4, 12), "tall": (12, 4), "experts": (3, 4, 6), "more": (5, 7)}
+CPU = torch.device("cpu")
+
+
+def transfers(count: int = 5) -> list[Transfer]:
+    """Each of two tensors that are changed, of bytes that would leave the next one misaligned, and one that is not."""
+    return [
+        Transfer(
+            [torch.full((3, 3), float(i), dtype=torch.bfloat16), torch.full((4 + i,), float(i))],
+            [torch.full((3,), float(i))],
+        )
+        for i in range(count)
+    ]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What windows do from now on, in order."""
+    log: list[str] = []
+    fetch, take, give_back = Window._fetch, Window.take, Window.give_back
+
+    def fetches(self: Window, number: int) -> None:
+        fetch(self, number)
+        log.append(f"{number} comes")
+        assert len(self._here) <= TRANSFERS_AT_ONCE
+
+    def takes(self: Window) -> list[Tensor]:
+        log.append(f"{self._used} is used")
+        return take(self)
+
+    def gives_back(self: Window) -> None:
+        log.append(f"{self._used} goes")
+        give_back(self)
+
+    for name, method in (("_fetch", fetches), ("take", takes), ("give_back", gives_back)):
+        monkeypatch.setattr(Window, name, method)
+    return log
+
+
+ORDER = [
+    "0 comes",
+    "1 comes",
+    "0 is used",
+    "0 goes",
+    "2 comes",
+    "1 is used",
+    "1 goes",
+    "3 comes",
+    "2 is used",
+    "2 goes",
+]
+
+
+def test_a_load_comes_while_the_one_before_is_used_and_two_are_there_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, window, host = watched(monkeypatch), Window(CPU), transfers()
+    window.begin(host)
+    assert [slot.nbytes for slot in window.slots] == [3 * ALIGNMENT] * TRANSFERS_AT_ONCE, "as large as the largest"
+    for number, transfer in enumerate(host):
+        here = window.take()
+        assert [tensor.shape for tensor in here] == [tensor.shape for tensor in transfer.tensors]
+        for tensor in here:
+            assert torch.equal(tensor, torch.full_like(tensor, float(number)))
+            tensor.add_(100)
+        assert all((tensor == number).all() for tensor in transfer.tensors), "not in place on the host"
+        window.give_back()
+        assert all((tensor == 100 + number).all() for tensor in transfer.changed)
+        assert all((tensor == number).all() for tensor in transfer.read), "only what is changed goes back"
+    window.end()
+    assert log[: len(ORDER)] == ORDER
+    assert window.slots == (), "between steps their memory is free"
+
+
+def used(window: Window, host: list[Transfer]) -> None:
+    window.begin(host)
+    for _ in host:
+        for tensor in window.take():
+            tensor.mul_(2)
+        window.give_back()
+    window.end()
+
+
+def steps(window: Window, host: list[Transfer]) -> None:
+    """Steps, after each of which something else is computed in what may be their memory."""
+    for _ in range(2):
+        used(window, host)
+        torch.ones(14).add_(1)
+
+
+def test_no_stream_uses_what_another_is_not_done_with(stream_order: StreamOrder) -> None:
+    """Over two steps: the second brings what the first sent back, and both have their slots from what computes."""
+    with stream_order:
+        steps(Window(CPU), transfers())
+    copies = {stream for stream, name in stream_order.log if name == "aten::copy_"}
+    assert len(copies) == 2
+    assert stream_order.compute not in copies
+
+
+@pytest.mark.parametrize("stream", ["_arriving", "_leaving", "_current"])
+@pytest.mark.parametrize("method", ["wait_stream", "wait_event"])
+def test_each_wait_is_needed(stream: str, method: str, stream_order: StreamOrder) -> None:
+    if (stream, method) in (("_arriving", "wait_event"), ("_leaving", "wait_event")):
+        return
+    with stream_order:
+        window, host = Window(CPU), transfers()
+        used(window, host)
+        setattr(getattr(window, stream), method, lambda other: None)
+        with pytest.raises(AssertionError, match="does not wait for"):
+            steps(window, host)
+
+
+def test_a_step_that_raised_leaves_nothing_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, host = Window(CPU), transfers()
+    window.begin(host)
+    window.take()[0].add_(1)
+    used(window, host)
+    assert all((tensor == 2 * i).all() for i, transfer in enumerate(host) for tensor in transfer.changed)
+
+
+def named(seed: int = 0) -> dict[str, nn.Parameter]:
+    draw = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in SHAPES.items()}
+
+
+def train(optimizer: torch.optim.Optimizer, params: dict[str, nn.Parameter], seeds: range) -> None:
+    for seed in seeds:
+        draw = torch.Generator().manual_seed(seed)
+        for param in params.values():
+            param.grad = torch.randn(param.shape, generator=draw)
+        optimizer.step()
+
+
+def equal(left: dict[str, nn.Parameter], right: dict[str, nn.Parameter]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left.values(), right.values(), strict=True))
+
+
+Build = Callable[..., Any]
+OPTIMIZERS: dict[str, Build] = {
+    "muon": lambda params, **options: Muon(params.items(), lr=0.02, nonfinite="skip", **options),
+    "adamw": lambda params, **options: batched.AdamW(params.items(), lr=0.02, **options),
+    "adam": lambda params, **options: batched.Adam(params.items(), lr=0.02, fused=True, **options),
+}
+
+
+def averages(optimizer: Any) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_states_pass_through_the_window_and_the_bits_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 600)
+    log, build = watched(monkeypatch), OPTIMIZERS[name]
+    here, there = named(), named()
+    resident, offloaded = build(here), build(there, offload="state")
+    train(resident, here, range(3))
+    assert log == []
+    train(offloaded, there, range(3))
+    assert log.count("0 comes") == 3
+    assert log[: len(ORDER)] == ORDER
+    assert equal(here, there)
+    for optimizer, to in ((offloaded, "reload"), (resident, "offload")):
+        before = averages(optimizer)
+        getattr(optimizer, to)()
+        assert all(a is not b and torch.equal(a, b) for a, b in zip(before, averages(optimizer), strict=True))
+    log.clear()
+    train(offloaded, there, range(3, 5))
+    assert log == []
+    train(resident, here, range(3, 5))
+    assert log.count("0 comes") == 2
+    assert equal(here, there)
+    assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parameters_and_gradients_pass_through_the_window_too(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 1200)
+    log, build = watched(monkeypatch), OPTIMIZERS[name]
+    here, there = named(), named()
+    resident, offloaded = build(here), build(there, offload="parameters")
+    train(resident, here, range(3))
+    train(offloaded, there, range(3))
+    assert log.count("0 comes") == 3
+    assert log[: len(ORDER)] == ORDER
+    assert equal(here, there)
+    assert all(torch.equal(a, b) for a, b in zip(averages(resident), averages(offloaded), strict=True))
+    offloaded.offload()
+    with pytest.raises(ValueError, match="reload: the parameters are on the host"):
+        offloaded.reload()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("offload", ["state", "parameters"])
+def test_the_host_changes_by_what_comes_back_alone(offload: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = named()
+    optimizer = OPTIMIZERS[name](params, offload=offload)
+    train(optimizer, params, range(1))
+    take, begin, changed = Window.take, Window.begin, set[int]()
+
+    def begins(window: Window, transfers: list[Transfer]) -> None:
+        changed.update(tensor.data_ptr() for transfer in transfers for tensor in transfer.changed)
+        begin(window, transfers)
+
+    monkeypatch.setattr(Window, "begin", begins)
+    monkeypatch.setattr(Window, "take", lambda window: [tensor.clone() for tensor in take(window)])
+    kept = [*averages(optimizer), *(params.values() if offload == "parameters" else ())]
+    before = copy.deepcopy(kept)
+    train(optimizer, params, range(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(kept, before, strict=True))
+    assert changed.isdisjoint(param.grad.data_ptr() for param in params.values()), "gradients do not go back"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_whoever_reads_what_is_on_the_host_finds_it_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[Window] = []
+    monkeypatch.setattr(Window, "synchronize", lambda window: waits.append(window))
+    for offload, of_a_step in (("state", 0), ("parameters", 1)):
+        params = named()
+        optimizer = OPTIMIZERS[name](params, offload=offload)
+        waits.clear()
+        train(optimizer, params, range(1))
+        assert len(waits) == of_a_step, "parameters are read without a word to the optimizer"
+        saved = optimizer.state_dict()
+        assert len(waits) == of_a_step + 1
+        optimizer.load_state_dict(saved)
+        assert len(waits) > of_a_step + 1, "what is still on its way would overwrite what was loaded"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("to", ["none", "state"])
+def test_state_dicts_load_wherever_states_are(name: str, to: str) -> None:
+    build, first, second = OPTIMIZERS[name], named(), named()
+    saving = build(first, offload="state" if to == "none" else "none")
+    loading = build(second, offload=to)
+    train(saving, first, range(2))
+    train(loading, second, range(7, 9))
+    state = copy.deepcopy(saving.state_dict())
+    places = [tensor.data_ptr() for tensor in averages(loading)]
+    loading.load_state_dict(state)
+    assert [tensor.data_ptr() for tensor in averages(loading)] == places, "loaded in place"
+    with torch.no_grad():
+        for param, other in zip(second.values(), first.values(), strict=True):
+            param.copy_(other)
+    for optimizer, params in ((saving, first), (loading, second)):
+        train(optimizer, params, range(2, 4))
+    assert equal(first, second)
+
+
+@pytest.mark.parametrize("offload", ["none", "state"])
+def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: str) -> None:
+    params = named()
+    muon = OPTIMIZERS["muon"](params, offload=offload)
+    train(muon, params, range(1))
+    before = copy.deepcopy(params)
+    state = muon.state[params["wide"]]
+    kept, state["momentum_buffer"] = state["momentum_buffer"], state["momentum_buffer"].clone()
+    with pytest.raises(ValueError, match=re.escape("wide: the momentum was replaced or moved since Muon was built")):
+        train(muon, params, range(1, 2))
+    del state["momentum_buffer"]
+    with pytest.raises(ValueError, match="wide: the momentum was replaced"):
+        train(muon, params, range(1, 2))
+    assert equal(params, before)
+    state["momentum_buffer"] = kept
+    train(muon, params, range(1, 2))
+    assert not equal(params, before)
+
+
+def test_adamws_states_that_were_replaced_are_followed() -> None:
+    """They are looked up in each step."""
+    params, others = named(), named()
+    for offload, each in (("none", params), ("state", others)):
+        adamw = OPTIMIZERS["adamw"](each, offload=offload)
+        train(adamw, each, range(2))
+        for state in adamw.state.values():
+            state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+        train(adamw, each, range(2, 3))
+        assert all(average.abs().sum() > 0 for average in averages(adamw))
+    assert equal(params, others)
+
+
+IMPLEMENTATIONS = {"for-loop": (False, False), "foreach": (True, False), "fused": (False, True)}
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
+def test_batches_have_the_bits_of_torchs_own(kind: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 600)
+    foreach, fused = IMPLEMENTATIONS[implementation]
+    options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
+    theirs, ours, offloaded = named(), named(), named()
+    expected = getattr(torch.optim, kind)(theirs.items(), **options)
+    found = getattr(batched, kind)(ours.items(), **options)
+    third = getattr(batched, kind)(offloaded.items(), offload="state", **options)
+    for optimizer, params in ((expected, theirs), (found, ours), (third, offloaded)):
+        train(optimizer, params, range(4))
+    assert equal(theirs, ours)
+    assert equal(theirs, offloaded)
+    for mine in (found, third):
+        for left, right in zip(expected.state.values(), mine.state.values(), strict=True):
+            assert left.keys() == right.keys()
+            assert all(torch.equal(left[name], right[name]) and left[name].dtype == right[name].dtype for name in left)
+    found.load_state_dict(expected.state_dict())
+    expected.load_state_dict(third.state_dict())
+
+
+def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batched, "BATCH_BYTES", 600)
+    wide, ours, offloaded = named(), named(), named()
+    options = {"lr": 0.02, "betas": (0.9, 0.95), "foreach": False}
+    reference = torch.optim.AdamW(wide.items(), **options)
+    found = batched.AdamW(ours.items(), state_dtype="bfloat16", **options)
+    third = batched.AdamW(offloaded.items(), state_dtype="bfloat16", offload="state", **options)
+    for step in range(4):
+        for optimizer, params in ((reference, wide), (found, ours), (third, offloaded)):
+            train(optimizer, params, range(step, step + 1))
+        for state in reference.state.values():
+            for name in batched.AVERAGES:
+                state[name].copy_(state[name].bfloat16())
+    assert {average.dtype for average in averages(found)} == {torch.bfloat16}
+    assert equal(wide, ours)
+    assert equal(wide, offloaded)
+
+
+def test_an_average_that_bfloat16_would_stop_is_refused() -> None:
+    with pytest.raises(ValueError, match=re.escape("betas = [0.9, 0.999] are not accepted with state_dtype")):
+        batched.AdamW(named().items(), state_dtype="bfloat16", betas=(0.9, 0.999))
+    # What the refusal is for: with 0.999 a second moment never shrinks, and with the largest that is taken it does.
+    for beta, shrinks in ((0.999, False), (batched.SLOWEST_IN_BFLOAT16, True)):
+        values = torch.linspace(1, 2, 129)[:-1].bfloat16()
+        assert bool(((values.float() * beta).bfloat16() < values).all()) == shrinks
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "maximize", "capturable", "differentiable"])
+def test_what_is_not_done_in_batches_is_refused(option: str) -> None:
+    with pytest.raises(ValueError, match=f"{option} = True is not accepted"):
+        batched.AdamW([{"params": [nn.Parameter(torch.ones(2))], option: True}])
+
+
+def test_states_of_another_optimizer_are_refused() -> None:
+    params = named()
+    adamw = OPTIMIZERS["adamw"](params)
+    train(adamw, params, range(1))
+    state = copy.deepcopy(adamw.state_dict())
+    for each in state["state"].values():
+        del each["exp_avg"]
+    with pytest.raises(ValueError, match="its states have no exp_avg"):
+        adamw.load_state_dict(state)

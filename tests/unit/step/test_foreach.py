@@ -1,0 +1,30 @@
+"""Which rectangle of a parameter's storage a part is."""
+
+import pytest
+import torch
+
+from titan_muon.plan.terms.layout import Span
+from titan_muon.step.foreach import Part, part_of
+
+EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("local", "place"),
+    [
+        ((EVERY, EVERY), None),
+        ((slice(1, 3), EVERY), slice(1, 3)),
+        ((EVERY, slice(1, 3)), (EVERY, slice(1, 3))),
+        # From the first to the last, and yet not all: gate and up that take turns.
+        ((OTHER, EVERY), OTHER),
+        ((EVERY, OTHER), (EVERY, OTHER)),
+    ],
+    ids=str,
+)
+def test_a_part_is_as_much_of_the_storage_as_its_span(
+    local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
+) -> None:
+    stored = torch.arange(25.0).view(5, 5)
+    part = part_of(7, Span(local, local, local), stored)
+    assert part == Part(7, place)
+    assert torch.equal(part.of(stored), stored[local])

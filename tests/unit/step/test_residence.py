@@ -1,0 +1,105 @@
+"""What a step finds where its tensors are on the host: parts of what came, which goes back from there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_muon.options import Offload
+from titan_muon.state.host import Window
+from titan_muon.step.foreach import Advance, Apply, Part
+from titan_muon.step.gradients import Gradients
+from titan_muon.step.residence import Offloaded, StageUse, rows_of
+from titan_muon.step.update import Tensors
+from titan_muon.tensors.storage import Storage
+
+CPU = torch.device("cpu")
+LEFT = Part(0, (slice(2, 5), slice(0, 3)))
+RIGHT = Part(0, (slice(2, 5), slice(4, 7)))
+WHOLE = Part(1, None)
+ROWS = Part(2, slice(1, 3))
+PARTS = (LEFT, RIGHT, WHOLE, ROWS)
+
+
+def storage(seed: int) -> Storage:
+    generator = torch.Generator().manual_seed(seed)
+    param, average = (torch.randn(6, 7, generator=generator) for _ in range(2))
+    return Storage(param, average, nn.Parameter(param), param.untyped_storage(), average.untyped_storage())
+
+
+@dataclass(frozen=True)
+class Host:
+    """Three parameters on the host, with their gradients."""
+
+    storage: tuple[Storage, ...]
+    gradients: Gradients
+
+    @classmethod
+    def of(cls, missing: frozenset[int] = frozenset(), left: frozenset[int] = frozenset()) -> Host:
+        stored: list[Tensor | None] = [None if i in missing | left else torch.full((6, 7), i + 1.0) for i in range(3)]
+        return cls(tuple(map(storage, range(3))), Gradients(stored, left, uniform=not missing | left, scaling=None))
+
+    def advance(self) -> Advance:
+        """Of the parts that have a gradient."""
+        parts = tuple(part for part in PARTS if self.gradients.stored[part.parameter] is not None)
+        return Advance({}, parts, tuple(part.of(self.storage[part.parameter].average) for part in parts), ())
+
+    def apply(self) -> Apply:
+        """Of all parts."""
+        params = tuple(part.of(self.storage[part.parameter].param) for part in PARTS)
+        return Apply({}, (6, 7), PARTS, params, params, (), 0).without(self.gradients.left)
+
+
+def begun(host: Host, offload: Offload) -> Offloaded:
+    stages = (StageUse("advance", rows_of([Host.of().advance()])), StageUse("apply", rows_of([Host.of().advance()])))
+    residence = Offloaded(stages, host.storage, offload, Window(CPU))
+    residence.begin(host.gradients)
+    return residence
+
+
+def test_rectangles_beside_each_other_come_as_the_rows_that_they_are_in() -> None:
+    assert rows_of([Host.of().advance()]) == (Part(0, slice(2, 5)), WHOLE, ROWS)
+
+
+def check_brought(found: Tensors, host: Tensors) -> None:
+    """Each is the part on the host, in other memory; change it there."""
+    for there, here in zip(found, host, strict=True):
+        assert torch.equal(there, here)
+        assert there.untyped_storage().data_ptr() != here.untyped_storage().data_ptr()
+        there.add_(100)
+
+
+@pytest.mark.parametrize("offload", ["state", "parameters"])
+@pytest.mark.parametrize(
+    ("missing", "left"), [((), ()), ((0,), ()), ((), (1,)), ((2,), (0,))], ids=["all", "missing", "left", "both"]
+)
+def test_parts_that_are_changed_there_are_changed_on_the_host(
+    offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
+) -> None:
+    """And nothing else is: not beside them, not gradients, and not parameters that are left alone."""
+    host = Host.of(frozenset(missing), frozenset(left))
+    advance, apply = host.advance(), host.apply()
+    before = [(each.param.clone(), each.average.clone()) for each in host.storage]
+    grads = [part.of(host.gradients.stored[part.parameter]) for part in advance.parts]
+    residence = begun(host, offload)
+    with residence.there("advance"):
+        check_brought(residence.averages(advance), advance.averages)
+        if offload == "parameters":
+            check_brought(residence.grads(advance, host.gradients), grads)
+    with residence.there("apply"):
+        if offload == "parameters":
+            check_brought(residence.params(apply), apply.params)
+        else:
+            assert residence.params(apply) is apply.params
+    residence.end()
+    for part in advance.parts:
+        part.of(before[part.parameter][1]).add_(100)
+    for part in apply.parts if offload == "parameters" else ():
+        part.of(before[part.parameter][0]).add_(100)
+    for (param, average), each in zip(before, host.storage, strict=True):
+        assert torch.equal(param, each.param)
+        assert torch.equal(average, each.average)
+    assert all((grad == part.parameter + 1).all() for grad, part in zip(grads, advance.parts, strict=True))

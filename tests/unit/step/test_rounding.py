@@ -1,0 +1,190 @@
+"""Weights in bfloat16: rounded so that they are right on average, alike on copies and after a resume."""
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titan_muon import Muon
+from titan_muon.step.rounding import BYTES, chunks, memory_bytes
+
+SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
+
+
+def full(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value.bfloat16()) for name, value in full(0).items()}
+
+
+def step(params: dict[str, nn.Parameter], muon: Muon, seed: int) -> None:
+    for name, grad in full(seed).items():
+        params[name].grad = grad.bfloat16()
+    muon.step()
+
+
+def contents(params: dict[str, nn.Parameter]) -> list[Tensor]:
+    return [param.detach().clone() for param in params.values()]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(map(torch.equal, ours, theirs))
+
+
+def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range, most: int = 2**20) -> Tensor:
+    """Each of these steps on the same values, (steps, *shape)."""
+    scratch = torch.empty(max(most, memory_bytes(values[:1])), dtype=torch.uint8)
+    found = []
+    for number in steps:
+        param = values.clone()
+        for chunk in chunks([param], [7], scratch, most):
+            chunk.update([param], [updates], keep, alpha, number)
+        found.append(param)
+    return torch.stack(found)
+
+
+def test_the_mean_of_many_draws_is_the_unrounded_value() -> None:
+    values, updates = (torch.randn(40, 50, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
+    exact = (values.double() * 0.99 - 3e-3 * updates.double()).float()
+    draws = drawn(values, updates, 0.99, -3e-3, range(1000))
+    below = (exact.view(torch.int32) & -65536).view(torch.float32)
+    above = ((exact.view(torch.int32) & -65536) + 65536).view(torch.float32)
+    assert ((draws == below) | (draws == above)).all(), "one of the two neighbours"
+    # Of 1,000 draws the mean is off by 1/2 / sqrt(1000) of a step at most, in one standard deviation.
+    off = (draws.double().mean(0) - exact) / (above - below)
+    assert off.abs().max() < 5 * 0.5 / math.sqrt(1000)
+    assert off.mean().abs() < 5 * 0.5 / math.sqrt(1000 * off.numel())
+
+
+def test_the_errors_of_a_matrix_are_noise_and_no_pattern() -> None:
+    """The largest singular value of (n, n) noise is 2 sqrt(n) standard deviations, that of a pattern up to n."""
+    values = torch.full((256, 256), 1.0).bfloat16()
+    errors = drawn(values, torch.zeros_like(values), 1 + 2**-9, 0.0, range(1))[0].double() - (1 + 2**-9)
+    assert torch.linalg.matrix_norm(errors, 2) < 1.1 * 2 * math.sqrt(256) * errors.std()
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    values = torch.tensor([[math.inf, -math.inf, math.nan, 1.0]]).bfloat16()
+    updates = torch.zeros(1, 4)
+    # All bits set, as CUDA writes it: a draw would count on from there to zero.
+    updates[0, 3] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+    for param in drawn(values, updates, 1.0, 1.0, range(50)):
+        assert param[0, :2].tolist() == [math.inf, -math.inf]
+        assert param[0, 2:].isnan().all()
+
+
+def test_a_tensor_that_does_not_fit_is_updated_in_rows_to_the_same_bits() -> None:
+    values, updates = (torch.randn(40, 50, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
+    whole = drawn(values, updates, 0.99, -3e-3, range(3))
+    for most in (BYTES * 7 * 64, 1):
+        assert torch.equal(drawn(values, updates, 0.99, -3e-3, range(3), most), whole)
+
+
+def shrunk(**options: Any) -> float:
+    """What is left of the weights after 60 steps of decay alone, each below half a step of bfloat16."""
+    params = parameters()
+    muon = Muon(list(params.items()), lr=1e-3, weight_decay=1.0, momentum=0.0, ns_dtype="float32", **options)
+    before = torch.cat([param.detach().flatten() for param in params.values()]).double().norm()
+    for param in params.values():
+        param.grad = torch.zeros_like(param)
+    for _ in range(60):
+        muon.step()
+    return float(torch.cat([param.detach().flatten() for param in params.values()]).double().norm() / before)
+
+
+def test_updates_below_half_a_step_add_up() -> None:
+    assert shrunk() == pytest.approx((1 - 1e-3) ** 60, rel=2e-3)
+    assert shrunk(rounding="nearest") == 1.0, "to the nearest, no weight ever moves"
+
+
+def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    for seed in (1, 2):
+        step(params, muon, seed)
+    state, saved = copy.deepcopy(muon.state_dict()), contents(params)
+    step(params, muon, 3)
+    again = {name: nn.Parameter(value.clone()) for name, value in zip(SHAPES, saved, strict=True)}
+    resumed = Muon(list(again.items()), **OPTIONS)
+    resumed.load_state_dict(state)
+    step(again, resumed, 3)
+    assert same(contents(again), contents(params))
+    fresh = {name: nn.Parameter(value.clone()) for name, value in zip(SHAPES, saved, strict=True)}
+    other = Muon(list(fresh.items()), **OPTIONS)
+    state["param_groups"][0]["step"] = 0
+    other.load_state_dict(state)
+    step(fresh, other, 3)
+    assert not same(contents(fresh), contents(params)), "each step draws anew"
+
+
+def test_a_checkpoint_from_before_draws_were_counted_is_loaded() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    state = muon.state_dict()
+    del state["param_groups"][0]["step"]
+    muon.load_state_dict(state)
+    step(params, muon, 1)
+
+
+def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
+    """Float32 weights are not rounded, and their checkpoints have the keys that they had."""
+    wide = {name: nn.Parameter(value) for name, value in full(0).items()}
+    for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
+        muon = Muon(list(params.items()), rounding=rounding, **OPTIONS)
+        assert ("step" in muon.param_groups[0]) == counted
+
+
+def test_draws_do_not_depend_on_what_is_updated_together() -> None:
+    """Two tensors in one chunk get the bits that each gets alone, and so does what is left of them in a step."""
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(3)).bfloat16() for shape in ((5, 7), (4, 9))]
+    updates, scratch = [torch.zeros_like(value) for value in values], torch.empty(2**14, dtype=torch.uint8)
+
+    def rounded(firsts: list[int], chosen: list[int], kept: list[bool]) -> list[Tensor]:
+        params = [values[i].clone() for i in chosen]
+        (chunk,) = chunks(params, firsts, scratch, 2**14)
+        those = [i for i, keep in enumerate(kept) if keep]
+        chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], 0.999, 0.0, 1)
+        return [params[i] for i in those]
+
+    both = rounded([2**31 + 5, 11], [0, 1], [True, True])
+    assert same(both[:1], rounded([2**31 + 5], [0], [True]))
+    assert same(both[1:], rounded([11], [1], [True]))
+    assert same(both[1:], rounded([2**31 + 5, 11], [0, 1], [False, True]))
+
+
+def test_a_distributed_checkpoint_has_the_count_of_steps() -> None:
+    """By parameter name, as TorchTitan saves it: what goes on from it draws what the run would have drawn."""
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def made() -> tuple[nn.Linear, Muon]:
+        model = nn.Linear(12, 8, bias=False, dtype=torch.bfloat16)
+        nn.init.constant_(model.weight, 0.1)
+        return model, Muon(list(model.named_parameters()), weight_decay=0.5, ns_dtype="float32")
+
+    def advance(model: nn.Linear, muon: Muon) -> None:
+        model.weight.grad = torch.zeros_like(model.weight)
+        muon.step()
+
+    (model, muon), (other, resumed) = made(), made()
+    for _ in range(3):
+        advance(model, muon)
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, get_optimizer_state_dict(model, muon, options=flat), options=flat)
+    assert resumed.param_groups[0]["step"] == 3
+    for _ in range(5):
+        advance(model, muon)
+        advance(other, resumed)
+    assert torch.equal(model.weight, other.weight)
+    assert not torch.equal(model.weight, torch.full_like(model.weight, 0.1))

@@ -1,0 +1,130 @@
+"""The element-wise parts of a step: learning-rate scales, momentum and apply; all of it as torch.optim.Muon."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.reference_muon import ReferenceMuon
+from titan_muon import Muon
+from titan_muon.step import update
+
+SHAPES = {"tall": (48, 20), "wide": (20, 48), "square": (32, 32), "row": (1, 40), "column": (40, 1), "tiny": (1, 1)}
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def torch_muon(lr_scale: str, nesterov: bool, weight_decay: float, steps: int) -> tuple[dict, dict]:
+    """Parameters and momenta after some steps of torch.optim.Muon."""
+    params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
+    optimizer = torch.optim.Muon(
+        params.values(), lr=0.02, weight_decay=weight_decay, nesterov=nesterov, adjust_lr_fn=lr_scale
+    )
+    for step in range(steps):
+        for name, grad in drawn(step + 1).items():
+            params[name].grad = grad
+        optimizer.step()
+    return params, {name: optimizer.state[param]["momentum_buffer"] for name, param in params.items()}
+
+
+@pytest.mark.parametrize("lr_scale", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_muon_in_one_process_is_torch_optim_muon(lr_scale: str, nesterov: bool, weight_decay: float) -> None:
+    """Four steps, bit for bit, of Muon and of the tests' own reference; parameters and momentum; gradients kept."""
+    expected, momenta = torch_muon(lr_scale, nesterov, weight_decay, steps=4)
+    params = {name: torch.nn.Parameter(value) for name, value in drawn(0).items()}
+    options: dict[str, Any] = {"lr": 0.02, "lr_scale": lr_scale, "nesterov": nesterov, "weight_decay": weight_decay}
+    optimizer = Muon(params.items(), orthogonalize="reference", **options)
+    reference = ReferenceMuon(drawn(0), **options)
+    for step in range(4):
+        grads = drawn(step + 1)
+        for name, grad in grads.items():
+            params[name].grad = grad.clone()
+        optimizer.step()
+        reference.step(grads)
+        kept = [param.grad for param in params.values() if param.grad is not None]
+        assert all(torch.equal(one, grad) for one, grad in zip(kept, grads.values(), strict=True))
+    for name, param in params.items():
+        assert torch.equal(param, expected[name]), name
+        assert torch.equal(optimizer.state[param]["momentum_buffer"], momenta[name]), name
+        assert torch.equal(reference.params[name], expected[name]), name
+        assert torch.equal(reference.average[name], momenta[name]), name
+
+
+def test_a_stack_is_updated_matrix_by_matrix() -> None:
+    """A (3, 20, 12) parameter moves as three (20, 12) parameters do."""
+    full, grad = (torch.randn(3, 20, 12, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    stack = torch.nn.Parameter(full.clone())
+    apart = {f"w{i}": torch.nn.Parameter(full[i].clone()) for i in range(3)}
+    stack.grad = grad.clone()
+    for i, param in enumerate(apart.values()):
+        param.grad = grad[i].clone()
+    Muon([("experts", stack)], lr=0.1, orthogonalize="reference").step()
+    Muon(apart.items(), lr=0.1, orthogonalize="reference").step()
+    assert torch.equal(stack, torch.stack(tuple(apart.values())))
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "cols", "value"),
+    [
+        ("match_rms_adamw", 100, 25, 2.0),
+        ("match_rms_adamw", 25, 100, 2.0),
+        ("original", 100, 25, 2.0),
+        ("original", 25, 100, 1.0),
+        ("spectral", 100, 25, 2.0),
+        ("spectral", 25, 100, 0.5),
+    ],
+)
+def test_lr_scales(name: str, rows: int, cols: int, value: float) -> None:
+    assert update.lr_scale(name, rows, cols) == pytest.approx(value)
+
+
+@pytest.mark.parametrize("name", ["", "rms", "Original", None])
+def test_an_unknown_lr_scale_names_those_there_are(name: str) -> None:
+    with pytest.raises(ValueError, match=r"lr_scale = .*match_rms_adamw, original, spectral"):
+        update.lr_scale(name, 2, 2)
+
+
+def test_momentum_is_an_average_and_nesterov_blends_the_gradient_in() -> None:
+    average, grad = torch.tensor([[2.0]]), torch.tensor([[4.0]])
+    blended = torch.empty_like(grad)
+    update.momentum([average], [grad], [blended], decay=0.75, nesterov=True)
+    assert average.item() == 0.75 * 2 + 0.25 * 4 == 2.5
+    assert blended.item() == 0.25 * 4 + 0.75 * 2.5
+    assert grad.item() == 4
+
+
+def test_without_nesterov_the_average_itself_is_orthogonalized() -> None:
+    average, packed = torch.tensor([[2.0]]), torch.tensor([[0.0]])
+    update.momentum([average], [torch.tensor([[4.0]])], [packed], decay=0.5, nesterov=False)
+    assert packed.item() == average.item() == 3
+
+
+def test_where_nothing_is_packed_the_average_advances_all_the_same() -> None:
+    average = torch.tensor([[2.0]])
+    update.momentum([average], [torch.tensor([[4.0]])], [], decay=0.5, nesterov=True)
+    assert average.item() == 3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_bf16_average_is_advanced_in_the_gradients_dtype(nesterov: bool) -> None:
+    """The result does not carry the rounding of the state; the state is the rounded average."""
+    start, grad = torch.randn(64, 2).unbind(1)
+    average, exact = start.bfloat16(), start.bfloat16().float()
+    expected, blended = torch.empty(64), torch.empty(64)
+    update.momentum([exact], [grad], [expected], 0.9, nesterov)
+    update.momentum([average], [grad], [blended], 0.9, nesterov)
+    assert torch.equal(blended, expected)
+    assert torch.equal(average, exact.bfloat16())
+
+
+def test_apply_decays_by_lr_alone_and_scales_the_update() -> None:
+    param, delta = torch.tensor([[10.0]]), torch.tensor([[1.0]], dtype=torch.bfloat16)
+    update.apply([param], [delta], lr=0.5, scale=4.0, weight_decay=0.2)
+    assert math.isclose(param.item(), 10 * (1 - 0.5 * 0.2) - 0.5 * 4)
+    assert delta.item() == 1

@@ -1,0 +1,135 @@
+"""einops' notation for what a parameter's matrices are: which rows and columns each takes, and what is refused."""
+
+from math import prod
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from tests.unit.plans import taken
+from titan_muon import Muon
+from titan_muon.options import Split
+from titan_muon.plan.terms.layout import Geometry
+from titan_muon.plan.terms.types import Layout, MatrixStack, Mesh, Shard
+from titan_muon.tensors.matrices import stack_of
+
+READ = [
+    ((8, 6), "(h f) d -> h | f d", {"h": 4}),
+    ((2, 10, 8), "g f d -> g | f d", {}),
+    ((10, 2, 8), "f g d -> g | f d", {}),
+    ((3, 5, 2, 8), "e f g d -> e g | f d", {}),
+    ((3, 4, 10), "e d (f g) -> e g | d f", {"g": 2}),
+    ((3, 10, 4), "e (f g) d -> e g | f d", {"f": 5}),
+    ((6, 3, 2, 2), "o i h w -> | o (i h w)", {}),
+    ((4, 3, 2, 5), "d p h k -> p h | d k", {}),
+    ((24, 4), "(n p k) d -> p | (n k) d", {"p": 3, "k": 4}),
+]
+
+
+def matrices(shape: tuple[int, ...], dims: str, lengths: dict[str, int | tuple[int, ...]]) -> list[Tensor]:
+    stack = stack_of("w", shape, [Split(match="*", dims=dims, lengths=lengths)])
+    full = torch.arange(prod(shape)).reshape(prod(shape[: stack.row_dims]), -1)
+    return [taken(full, matrix) for matrix in stack.matrices]
+
+
+@pytest.mark.parametrize(("shape", "dims", "lengths"), READ, ids=[dims for _, dims, _ in READ])
+def test_matrices_are_those_that_einops_makes(shape: tuple[int, ...], dims: str, lengths: dict[str, int]) -> None:
+    left, _, right = dims.partition("->")
+    count, _, matrix = right.partition("|")
+    full = torch.arange(prod(shape)).reshape(shape)
+    expected = rearrange(full, f"{left} -> ({count}) {matrix}", **lengths)
+    found = torch.stack(matrices(shape, dims, dict(lengths)))
+    assert torch.equal(found, expected)
+
+
+def test_a_list_of_lengths_is_parts_of_unequal_size() -> None:
+    """Two groups of 2 + 1 + 1 heads of 3 rows: q, k and v are a matrix each."""
+    q, k, v = matrices((24, 2), "(g p h) d -> p | (g h) d", {"p": (2, 1, 1), "h": 3})
+    groups = torch.arange(48).view(2, 4, 3, 2)
+    assert torch.equal(q, groups[:, :2].reshape(12, 2))
+    assert torch.equal(k, groups[:, 2].reshape(6, 2))
+    assert torch.equal(v, groups[:, 3].reshape(6, 2))
+
+
+def test_what_is_stored_as_in_out_is_transposed() -> None:
+    def stack(dims: str) -> MatrixStack:
+        return stack_of("w", (4, 6), [Split(match="*", dims=dims)])
+
+    assert stack("d f -> | f d").transposed
+    assert not stack("f d -> | f d").transposed
+    assert stack("d f -> | f d").matrices == stack("f d -> | f d").matrices
+
+
+@pytest.mark.parametrize(
+    ("dims", "lengths", "problem"),
+    [
+        ("(g f) d -> g | f d", {}, r"leaves the lengths of g, f open"),
+        ("(g f) d -> g | f d", {"g": 5}, r"does not fit the shape \(6, 4\): g = 5 does not fill 6"),
+        ("(g f) d -> g | f d", {"g": 2, "f": 2}, r"g = 2, f = 2 does not fill 6"),
+        ("(g f) d -> g | f d", {"g": (2, 3)}, r"leaves|does not fill 6"),
+        ("f d -> | f d", {"d": 3}, r"d = 3 does not fill 4"),
+        ("f d -> | f d", {"z": 2}, r"no axis 'z'"),
+        ("f d -> | f d", {"f": 0}, r"lengths\.f a whole number from 1 on"),
+        ("f d -> | f d", {"f": (2, -1)}, r"lengths\.f a whole number from 1 on"),
+        ("f d -> | f d", {"f": (2, 4)}, r"only an axis before the bar has parts"),
+        ("f d -> f d", {}, r"no arrow and bar"),
+        ("f d | f d", {}, r"no arrow and bar"),
+        ("f d -> | f", {}, r"has 1 terms after the bar"),
+        ("f d -> f | d", {}, r"has 1 terms after the bar"),
+        ("e f d -> e | f d", {}, r"names 3 dims, and the shape is \(6, 4\)"),
+        ("(2 f) d -> | f d", {}, r"a number or dots"),
+        ("... d -> | ... d", {}, r"a number or dots"),
+        ("f d -> | f e", {}, r"the axis '[de]' not once on each side"),
+        ("(f d -> | f d", {}, r"no einops notation"),
+        ("f d -> | f d d", {}, r"no einops notation"),
+        ("(a b) c -> | a (b c)", {"a": 2}, r"rows and columns within dim 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(dims: str, lengths: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=rf"^layers\.0\.w: muon\.split: dims = .*({problem})"):
+        stack_of("layers.0.w", (6, 4), [Split(match="*", dims=dims, lengths=lengths)])
+
+
+def test_rows_between_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"w: muon\.split.*rows between dims of columns.*permute"):
+        stack_of("w", (2, 3, 4), [Split(match="*", dims="i o k -> | o (i k)")])
+
+
+def test_dims_and_rows_are_not_said_together() -> None:
+    with pytest.raises(ValueError, match=r"w: muon\.split has dims and rows"):
+        stack_of("w", (6, 4), [Split(match="*", dims="f d -> | f d", rows=(2,))])
+
+
+@pytest.mark.parametrize("dim", range(4))
+def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
+    """However experts' gate and up, (E, F, 2, D), are cut, a copy moves more than a row."""
+    shape = (2, 64, 2, 8)
+    stack = stack_of("w", shape, [Split(match="*", dims="e f g d -> e g | f d")])
+    geometry = Geometry(Layout(shape, Mesh((2,), (0, 1)), (Shard(dim),)), stack)
+    for held in geometry.pieces.values():
+        assert all(len(piece.rows) * len(piece.cols) == 1 for piece in held.values())
+
+
+def test_the_scale_is_of_the_matrix_and_not_of_its_storage() -> None:
+    """A layer that stores (in, out) trains as its transpose does that stores (out, in)."""
+    values, grad = torch.randn(4, 12), torch.randn(4, 12)
+    stored, turned = nn.Parameter(values.clone()), nn.Parameter(values.T.contiguous())
+    stored.grad, turned.grad = grad.clone(), grad.T.contiguous()
+    options = {"lr": 0.02, "lr_scale": "spectral", "orthogonalize": "reference"}
+    Muon([("w", stored)], **options, split=[Split(match="w", dims="d f -> | f d")]).step()
+    Muon([("w", turned)], **options).step()
+    assert torch.equal(stored, turned.T)
+
+
+@pytest.mark.parametrize("dims", ["(f g) d -> g | f d", "d (g f) -> g | d f"])
+def test_offload_does_not_take_matrices_that_share_rows(dims: str) -> None:
+    parameter = nn.Parameter(torch.zeros(6, 6))
+    split = [Split(match="*", dims=dims, lengths={"g": 2})]
+    with pytest.raises(ValueError, match=r'offload = "state" does not take layers\.0\.w, whose matrices share rows'):
+        Muon([("layers.0.w", parameter)], split=split, offload="state")
+    optimizer = Muon([("layers.0.w", parameter)], split=split)
+    with pytest.raises(ValueError, match="share rows"):
+        optimizer.offload()
+    parameter.grad = torch.ones(6, 6)
+    optimizer.step()

@@ -1,0 +1,218 @@
+"""A parameter as matrices, and the optimizer that takes it: rules in order, defaults by name and shape, errors."""
+
+import pytest
+import torch
+
+from titan_muon.options import Split
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
+from titan_muon.tensors.matrices import check_splits, planned, stack_of
+from titan_muon.titan.assign.roles import Seen
+from titan_muon.titan.assign.rules import Assignment, assign, default_rules
+from titan_muon.titan.recipe.sections import Rule
+
+# Names and shapes as TorchTitan's models have them.
+MODEL = {
+    "tok_embeddings.weight": (512, 64),
+    "layers.0.attention.qkv_linear.wq.weight": (64, 64),
+    "layers.0.attention.wo.weight": (64, 64),
+    "layers.0.attention.q_norm.weight": (16,),
+    "layers.0.attention_norm.weight": (64,),
+    "layers.0.feed_forward.w1.weight": (128, 64),
+    "layers.1.moe.router.gate.weight": (8, 64),
+    "layers.1.moe.routed_experts.inner_experts.w1_EFD": (8, 32, 64),
+    "layers.1.moe.shared_experts.w1.weight": (32, 64),
+    "norm.weight": (64,),
+    "lm_head.weight": (512, 64),
+}
+
+SEEN = {name: Seen(shape) for name, shape in MODEL.items()}
+
+
+def rule(match: str, optimizer: str) -> Rule:
+    return Rule(match=match, optimizer=optimizer)
+
+
+def assigned(rules: list[Rule], defaults: bool = True, **options: bool) -> dict[str, Assignment]:
+    found = assign(SEEN, rules, default_rules() if defaults else None, **options)
+    assert [one.fqn for one in found] == list(MODEL), "in the order of the parameters"
+    assert all(one.shape == MODEL[one.fqn] for one in found)
+    return {one.fqn: one for one in found}
+
+
+@pytest.mark.parametrize(
+    ("fqn", "optimizer", "reason"),
+    [
+        ("tok_embeddings.weight", "adamw", "embedding"),
+        ("lm_head.weight", "adamw", "output head"),
+        ("layers.0.attention.qkv_linear.wq.weight", "muon", "hidden matrix"),
+        ("layers.0.attention.wo.weight", "muon", "hidden matrix"),
+        ("layers.0.feed_forward.w1.weight", "muon", "hidden matrix"),
+        ("layers.1.moe.shared_experts.w1.weight", "muon", "hidden matrix"),
+        ("layers.1.moe.routed_experts.inner_experts.w1_EFD", "muon", "stack of expert matrices"),
+        ("layers.1.moe.router.gate.weight", "adamw", "router of a mixture of experts"),
+        ("layers.0.attention.q_norm.weight", "adamw", "vector"),
+        ("layers.0.attention_norm.weight", "adamw", "vector"),
+        ("norm.weight", "adamw", "vector"),
+    ],
+)
+def test_defaults_by_name_and_shape(fqn: str, optimizer: str, reason: str) -> None:
+    found = assigned([])[fqn]
+    assert found.optimizer == optimizer
+    assert found.reason.startswith(reason)
+    assert found.rule is None
+
+
+@pytest.mark.parametrize(
+    ("fqn", "shape", "reason"),
+    [
+        ("patch.weight", (32, 3, 4, 4), "4D and not a stack of experts"),
+        ("mixer.conv1d.weight", (64, 1, 4), "3D and not a stack of experts"),
+        ("scale", (), "vector"),
+        ("output.weight", (512, 64), "output head"),
+    ],
+)
+def test_what_is_no_hidden_matrix_is_left_to_adamw(fqn: str, shape: tuple[int, ...], reason: str) -> None:
+    (found,) = assign({fqn: Seen(shape)}, [], default_rules())
+    assert found.optimizer == "adamw"
+    assert found.reason.startswith(reason)
+
+
+def test_routers_go_where_the_recipe_says() -> None:
+    found = assign(SEEN, [], default_rules(router="muon"))
+    assert {one.fqn: one.optimizer for one in found}["layers.1.moe.router.gate.weight"] == "muon"
+
+
+def test_the_first_rule_that_matches_wins() -> None:
+    rules = [rule("*.wo.weight", "adamw"), rule("layers.0.attention.*", "muon")]
+    found = assigned(rules)
+    assert (found["layers.0.attention.wo.weight"].optimizer, found["layers.0.attention.wo.weight"].rule) == ("adamw", 0)
+    assert found["layers.0.attention.wo.weight"].reason == "optimizer.rule[0] '*.wo.weight'"
+    assert found["layers.0.attention.qkv_linear.wq.weight"].rule == 1
+    assert found["layers.0.feed_forward.w1.weight"].rule is None
+
+
+def test_rules_win_over_defaults() -> None:
+    found = assigned([rule("tok_embeddings.*", "muon")])["tok_embeddings.weight"]
+    assert (found.optimizer, found.reason, found.rule) == ("muon", "optimizer.rule[0] 'tok_embeddings.*'", 0)
+
+
+@pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
+def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.rule: .* takes no parameter.*remove it"):
+        assigned([rule(pattern, "adamw")])
+
+
+def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.rule: '\*\.wo\.weight' takes no parameter.*move it up"):
+        assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
+
+
+def test_a_pipeline_stage_may_have_nothing_for_a_rule() -> None:
+    assert assigned([rule("layers.7.*", "adamw")], all_rules=False)["norm.weight"].optimizer == "adamw"
+
+
+def test_without_defaults_every_parameter_needs_a_rule() -> None:
+    with pytest.raises(ValueError, match=r"no rule matches norm\.weight, lm_head\.weight \(2 parameters\).*defaults"):
+        assigned([rule("layers.*", "muon"), rule("tok*", "adamw")], defaults=False)
+
+
+def test_many_open_parameters_are_named_in_part() -> None:
+    with pytest.raises(ValueError, match=r"\.\.\. \(10 parameters\)"):
+        assigned([rule("norm.weight", "adamw")], defaults=False)
+
+
+def test_without_defaults_rules_alone_decide() -> None:
+    found = assigned([rule("*", "adamw")], defaults=False)
+    assert {one.optimizer for one in found.values()} == {"adamw"}
+
+
+def rows(*bounds: tuple[int, int]) -> tuple[Interval, ...]:
+    return tuple(Interval(start, stop) for start, stop in bounds)
+
+
+def blocks_of(shape: tuple[int, ...], *splits: Split) -> list[tuple[Interval, ...]]:
+    return [
+        tuple(Interval(i, i + 1) for start, stop in block.rows for i in range(start, stop, block.row_step))
+        if block.row_step > 1
+        else block.rows
+        for block in stack_of("layers.0.w", shape, splits).matrices
+    ]
+
+
+def test_a_matrix_is_one_block() -> None:
+    assert blocks_of((6, 4)) == [rows((0, 6))]
+    assert stack_of("w", (6, 4)).row_dims == 1
+
+
+def test_experts_are_a_block_each() -> None:
+    assert blocks_of((3, 2, 5)) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
+    assert stack_of("w", (3, 2, 5)).row_dims == 2
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 2, 2, 2), (0, 4), (4, 0), (0, 2, 2)])
+def test_what_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"layers\.0\.w: Muon takes matrices .*give it to another optimizer"):
+        stack_of("layers.0.w", shape)
+
+
+def test_heads_are_rows_of_equal_number() -> None:
+    assert blocks_of((6, 4), Split(match="*.w", rows=(2,))) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
+
+
+def test_q_k_and_v_fused_head_by_head() -> None:
+    """Two groups of 2 + 1 + 1 heads: q, k and v of each group apart, or joined over the groups."""
+    parts = [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7), (7, 8)]
+    assert blocks_of((8, 4), Split(match="*.w", rows=(2, 1, 1))) == [rows(part) for part in parts]
+    joined = blocks_of((8, 4), Split(match="*.w", rows=(2, 1, 1), joined=True))
+    assert joined == [rows((0, 2), (4, 6)), rows((2, 3), (6, 7)), rows((3, 4), (7, 8))]
+
+
+def test_each_expert_is_cut_by_itself() -> None:
+    """Gate and up fused in each of two experts of 6 rows."""
+    assert blocks_of((2, 6, 4), Split(match="*", rows=(3, 3))) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
+    joined = blocks_of((2, 4, 4), Split(match="*", rows=(1, 1), joined=True))
+    assert joined == [rows((0, 1), (2, 3)), rows((1, 2), (3, 4)), rows((4, 5), (6, 7)), rows((5, 6), (7, 8))]
+
+
+def test_every_row_is_in_one_block_whatever_the_split() -> None:
+    for shape in ((12, 4), (3, 12, 4)):
+        for joined in (False, True):
+            taken = blocks_of(shape, Split(match="*", rows=(3, 2, 1), joined=joined))
+            every = sorted(i for block in taken for start, stop in block for i in range(start, stop))
+            assert every == list(range(12 if len(shape) == 2 else 36))
+
+
+def test_a_convolution_is_read_as_the_split_says() -> None:
+    stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", row_dims=1)])
+    assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
+    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).matrices[0].rows == rows((0, 2))
+
+
+def test_the_first_split_that_matches_wins() -> None:
+    splits = (Split(match="other", rows=(1,)), Split(match="*.w", rows=(3,)), Split(match="*", rows=(2,)))
+    assert blocks_of((6, 4), *splits) == [rows((0, 3)), rows((3, 6))]
+
+
+@pytest.mark.parametrize("pattern", [(4,), (5, 2), (0,), (-1,), (6, 6), (7,), (3, -1)])
+def test_rows_that_do_not_fill_the_matrix_are_refused(pattern: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"layers\.0\.w: muon\.split has rows = .* do not fill 6 rows"):
+        blocks_of((6, 4), Split(match="*", rows=pattern))
+
+
+@pytest.mark.parametrize("row_dims", [0, 2, -1])
+def test_row_dims_out_of_range_are_refused(row_dims: int) -> None:
+    with pytest.raises(ValueError, match=r"muon\.split has row_dims = .*takes 1 to 1"):
+        blocks_of((6, 4), Split(match="*", row_dims=row_dims))
+
+
+def test_a_split_that_matches_nothing_is_named() -> None:
+    check_splits(["layers.0.w"], [Split(match="*.w")])
+    with pytest.raises(ValueError, match=r"muon\.split: '\*\.v' matches no Muon parameter"):
+        check_splits(["layers.0.w"], [Split(match="*.w"), Split(match="*.v")])
+
+
+def test_a_plain_tensor_is_planned_as_whole_on_every_rank() -> None:
+    found = planned("layers.3.mlp.w", torch.zeros(4, 2))
+    assert (found.fqn, found.layer, found.plain) == ("layers.3.mlp.w", "layers.3", True)
+    assert found.layout == Layout((4, 2), Mesh((1,), (0,)), (Replicate(),))
+    assert isinstance(found.stack.matrices[0], MatrixRows)

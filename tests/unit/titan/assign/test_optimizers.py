@@ -1,0 +1,375 @@
+"""A recipe's optimizers: who takes which parameter, in which group, with which options, and what is refused."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon import Muon, registry
+from titan_muon.adam import AdamW
+from titan_muon.options import Split
+from titan_muon.titan import compat
+from titan_muon.titan.assign.roles import Seen, see
+from titan_muon.titan.recipe import Recipe, RecipeError, sections
+
+compat.install()
+
+from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config  # noqa: E402
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(6, 8, bias=False)
+        self.wo = nn.Linear(8, 6, bias=False)
+        self.norm = nn.LayerNorm(6, bias=False)
+
+
+class Model(nn.Module):
+    """Layers named by numbers from `first` on, and what a language model has besides."""
+
+    def __init__(self, layers: int = 2, first: int = 0, ends: bool = True, hidden: bool = True) -> None:
+        super().__init__()
+        if ends:
+            self.tok_embeddings = nn.Embedding(10, 6)
+            self.output = nn.Linear(6, 10, bias=False)
+        if hidden:
+            self.layers = nn.ModuleDict({str(first + i): Block() for i in range(layers)})
+
+
+HIDDEN = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("wq", "wo")}
+OTHERS = {"tok_embeddings.weight", "output.weight", "layers.0.norm.weight", "layers.1.norm.weight"}
+
+
+def rule(match: str, optimizer: str, **options: object) -> sections.Rule:
+    return sections.Rule(match=match, optimizer=optimizer, options=options)
+
+
+def recipe(*rules: sections.Rule, stages: int = 1, **optimizer: Any) -> Recipe:
+    return Recipe(
+        optimizer=sections.Optimizer(rule=rules, implementation="for-loop", **optimizer),
+        parallelism=sections.Parallelism(pipeline_parallel_degree=stages),
+        muon=sections.Muon(lr=0.02, state_dtype="bfloat16"),
+        adamw=sections.AdamW(lr=0.003),
+    )
+
+
+def container(of: Recipe, *parts: nn.Module) -> HybridOptimizers:
+    return HybridOptimizers(optimizer_config(of), model_parts=list(parts) if parts else [Model()])
+
+
+def names(optimizers: HybridOptimizers) -> dict[str, list[set[str]]]:
+    """The names in each group of each optimizer."""
+    pairs = zip(optimizers.groups, optimizers.optimizers, strict=True)
+    return {name: [set(group["param_names"]) for group in taker.param_groups] for name, taker in pairs}
+
+
+# Groups, options and tags
+
+
+def test_without_rules_muon_takes_hidden_matrices_and_adamw_the_rest_in_one_group_each() -> None:
+    optimizers = container(recipe())
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+    assert {type(optimizer) for optimizer in optimizers} == {Muon, AdamW}
+    assert optimizers.learning_rates() == {"muon": 0.02, "adamw": 0.003}
+
+
+def test_each_parameter_rests_beside_its_own_name() -> None:
+    model = Model()
+    named = dict(model.named_parameters())
+    for optimizer in container(recipe(), model):
+        for group in optimizer.param_groups:
+            assert all(named[n] is p for n, p in zip(group["param_names"], group["params"], strict=True))
+
+
+def test_a_rule_with_options_makes_a_group_and_a_rule_without_does_not() -> None:
+    optimizers = container(recipe(rule("*.wq.weight", "muon", lr=0.5, momentum=0.8), rule("*.wo.*", "adamw")))
+    queries, outputs = ({f"layers.{i}.{name}.weight" for i in range(2)} for name in ("wq", "wo"))
+    assert names(optimizers) == {"muon": [queries], "adamw": [OTHERS | outputs]}
+    assert optimizers.learning_rates() == {"muon/*.wq.weight": 0.5, "adamw": 0.003}
+    muon = next(optimizer for optimizer in optimizers if isinstance(optimizer, Muon))
+    assert (muon.param_groups[0]["momentum"], muon.param_groups[0]["weight_decay"]) == (0.8, 0.1)
+
+
+def test_the_first_rule_that_matches_decides() -> None:
+    optimizers = container(recipe(rule("layers.0.wq.*", "muon", lr=0.5), rule("*.wq.*", "muon", lr=0.25)))
+    assert optimizers.learning_rates() == {
+        "muon/layers.0.wq.*": 0.5,
+        "muon": 0.02,
+        "muon/*.wq.*": 0.25,
+        "adamw": 0.003,
+    }
+    assert {"layers.0.wq.weight"} in names(optimizers)["muon"]
+    assert {"layers.1.wq.weight"} in names(optimizers)["muon"]
+
+
+def test_learning_rates_are_those_of_now() -> None:
+    optimizers = container(recipe())
+    for optimizer in optimizers:
+        optimizer.param_groups[0]["lr"] /= 2
+    assert optimizers.learning_rates() == {"muon": 0.01, "adamw": 0.0015}
+
+
+def test_parameters_are_found_by_the_name_of_their_optimizer() -> None:
+    model = Model()
+    optimizers = container(recipe(rule("*.norm.*", "adamw", lr=0.1)), model)
+    named = dict(model.named_parameters())
+    assert {id(p) for p in optimizers.parameters("adamw")} == {id(named[name]) for name in OTHERS}
+    assert {id(p) for p in optimizers.parameters("muon")} == {id(named[name]) for name in HIDDEN}
+    assert optimizers.parameters("adam") == []
+
+
+def test_options_of_a_whole_optimizer_reach_it() -> None:
+    muon = container(recipe()).optimizers[1]
+    assert isinstance(muon, Muon)
+    assert {state["momentum_buffer"].dtype for state in muon.state.values()} == {torch.bfloat16}
+
+
+def test_offload_and_state_dtype_reach_every_optimizer() -> None:
+    adamw, muon = container(replace(recipe(offload="state"), adamw=sections.AdamW(state_dtype="bfloat16")))
+    assert isinstance(adamw, AdamW)
+    assert isinstance(muon, Muon)
+    assert (adamw._offload, adamw._state_dtype, muon._options.offload) == ("state", "bfloat16", "state")
+    optimizers = container(recipe())
+    optimizers.offload()
+    assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["state"] * 2
+    optimizers.reload()
+    assert [optimizers.optimizers[0]._offload, optimizers.optimizers[1]._options.offload] == ["none"] * 2
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = Model()
+    model.get_parameter("layers.0.wq.weight").requires_grad_(False)
+    model.get_parameter("output.weight").requires_grad_(False)
+    optimizers = container(recipe(), model)
+    assert names(optimizers) == {"adamw": [OTHERS - {"output.weight"}], "muon": [HIDDEN - {"layers.0.wq.weight"}]}
+
+
+@pytest.mark.parametrize("taker", ["adamw", "muon"])
+def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
+    model = Model()
+    model.layers["0"].router = nn.ModuleDict({"gate": nn.Linear(6, 4, bias=False)})
+    assert any("layers.0.router.gate.weight" in group for group in names(container(recipe(router=taker), model))[taker])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option"),
+    [
+        ("muon", {"exchange": "auto"}),
+        ("muon", {"buffer_gib": 2.0}),
+        ("muon", {"split": ()}),
+        ("adamw", {"fused": True}),
+        ("adamw", {"state_dtype": "bfloat16"}),
+    ],
+)
+def test_an_option_of_the_whole_optimizer_is_refused_in_a_rule(optimizer: str, option: dict[str, object]) -> None:
+    (key,) = option
+    of = recipe(rule("*.norm.*", "adamw"), rule("*.wq.*", optimizer, **option))
+    with pytest.raises(RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: .* set {optimizer}\.{key}$"):
+        optimizer_config(of)
+
+
+def test_an_unknown_optimizer_is_refused_with_the_rule() -> None:
+    with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.optimizer = 'muno' is unknown; did you mean 'muon'"):
+        optimizer_config(recipe(rule("*.wq.*", "adamw"), rule("*.wo.*", "muno")))
+
+
+def test_an_unknown_option_is_refused_with_the_rule() -> None:
+    of = recipe(rule("*.norm.*", "adamw"), rule("*.wq.*", "muon", dampening=0.1))
+    with pytest.raises(
+        RecipeError, match=r"^optimizer\.rule\[1\]\.options\.dampening: muon has no such .* lr, momentum"
+    ):
+        container(of)
+
+
+def test_a_model_without_muon_parameters_is_an_error() -> None:
+    with pytest.raises(RecipeError, match="Muon takes no parameter"):
+        container(recipe(rule("layers.*", "adamw")))
+
+
+def test_rules_for_every_parameter_may_leave_muon_none() -> None:
+    assert list(names(container(recipe(rule("*", "adamw"))))) == ["adamw"]
+
+
+# Optimizers of other packages
+
+
+@pytest.fixture
+def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an optimizer that another package registered; `foreach` holds for all of it."""
+    monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
+    entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
+    registry.optimizers.register("their_sgd", entry)
+    return "their_sgd"
+
+
+def test_parameters_on_the_host_are_said_to_every_optimizer_that_knows_of_it(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5))
+    taken = container(replace(of, training=replace(of.training, enable_cpu_offload=True)))
+    by_name = dict(zip(names(taken), taken, strict=True))
+    assert by_name["adamw"]._offload == by_name["muon"]._options.offload == "parameters"
+    assert isinstance(by_name[sgd], torch.optim.SGD), "another package's steps where its parameters are"
+
+
+def test_another_packages_optimizer_gets_its_options(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5, momentum=0.8), rule("tok_*", sgd, lr=0.25, foreach=True))
+    taker = dict(zip(names(container(of)), container(of), strict=True))[sgd]
+    assert isinstance(taker, torch.optim.SGD)
+    found = {(g["param_names"][0], g["lr"], g["momentum"], g["foreach"]) for g in taker.param_groups}
+    assert found == {("layers.0.norm.weight", 0.5, 0.8, True), ("tok_embeddings.weight", 0.25, 0.0, True)}
+
+
+def test_an_optimizer_that_keeps_its_states_on_the_device_is_refused_where_all_are_offloaded(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5), offload="state")
+    said = r'^optimizer\.offload = "state": their_sgd keeps its states on the device; set "none", .* adam, adamw, muon$'
+    with pytest.raises(RecipeError, match=said):
+        container(of)
+    with pytest.raises(RecipeError, match=r"^offload: their_sgd cannot move its states$"):
+        container(recipe(rule("*.norm.*", sgd, lr=0.5))).offload()
+
+
+@pytest.mark.parametrize("key", ["momentun", "params", "param_names"])
+def test_an_option_that_another_packages_optimizer_does_not_know_is_refused(sgd: str, key: str) -> None:
+    of = recipe(rule("*.wq.*", "adamw"), rule("*.norm.*", sgd, lr=0.5, **{key: 0.8}))
+    with pytest.raises(
+        RecipeError, match=rf"^optimizer\.rule\[1\]\.options\.{key}: their_sgd has no such option; .* lr"
+    ):
+        container(of)
+
+
+def test_rules_that_disagree_on_what_holds_for_all_are_refused(sgd: str) -> None:
+    of = recipe(rule("*.norm.*", sgd, lr=0.5, foreach=True), rule("tok_*", sgd, lr=0.5, foreach=False))
+    with pytest.raises(RecipeError, match=r"^optimizer\.rule\[1\]\.options\.foreach: .* an earlier rule says True"):
+        optimizer_config(of)
+
+
+# Clipping
+
+
+def test_another_packages_optimizer_is_clipped_as_adamw_is(sgd: str) -> None:
+    """By default only Muon is spared: `adamw` must not mean that an optimizer nobody thought of goes unclipped."""
+    model = Model()
+    optimizers = container(recipe(rule("*.norm.*", sgd, lr=0.5), rule("*.wo.*", "adam")), model)
+    taken = {name: {id(p) for p in optimizers.parameters(name)} for name in ("muon", "adamw", "adam", sgd)}
+    assert all(taken.values())
+    assert {id(p) for p in optimizers.clipped_parameters("adamw")} == taken["adamw"] | taken["adam"] | taken[sgd]
+    assert {id(p) for p in optimizers.clipped_parameters("all")} == {id(p) for p in model.parameters()}
+    assert optimizers.clipped_parameters("none") == []
+
+
+# Model parts: the chunks of pipeline stages
+
+
+def test_several_parts_have_one_optimizer_of_each_name() -> None:
+    parts = Model(layers=1, ends=True), Model(layers=1, first=1, ends=False)
+    optimizers = container(recipe(stages=2), *parts)
+    assert names(optimizers) == {"muon": [HIDDEN], "adamw": [OTHERS]}
+
+
+def test_parts_of_the_same_names_are_a_mistake() -> None:
+    with pytest.raises(AssertionError, match="mismatch"):
+        container(recipe(stages=2), Model(), Model())
+
+
+def whole_model() -> dict[str, Seen]:
+    return see([Model()])
+
+
+def test_every_stage_has_the_groups_of_the_whole_model() -> None:
+    of = recipe(rule("layers.1.wq.*", "muon", lr=0.5), stages=2)
+    config = optimizer_config(of, whole_model())
+    first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
+    stages = [HybridOptimizers(config, model_parts=[stage]) for stage in (first, second)]
+    assert [names(stage)["muon"] for stage in stages] == [
+        [{"layers.0.wq.weight", "layers.0.wo.weight"}, set()],
+        [{"layers.1.wo.weight"}, {"layers.1.wq.weight"}],
+    ]
+    assert stages[0].learning_rates() == stages[1].learning_rates()
+    assert {a.fqn for a in stages[1].assignments} == {name for name, _ in second.named_parameters()}
+
+
+def test_rules_are_judged_by_the_whole_model() -> None:
+    stage = Model(hidden=False)
+    with pytest.raises(RecipeError, match="takes no parameter"):
+        container(recipe(rule("*.wq.*", "muon", lr=0.5)), stage)
+    config = optimizer_config(recipe(rule("layers.7.*", "adamw"), stages=2), whole_model())
+    with pytest.raises(RecipeError, match=r"'layers\.7\.\*' takes no parameter"):
+        HybridOptimizers(config, model_parts=[stage])
+
+
+def test_splits_are_judged_by_the_whole_model() -> None:
+    """A split may be for the layers of one pipeline rank alone."""
+    of = recipe(stages=2)
+    of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", rows=(2,)),)))
+    config = optimizer_config(of, whole_model())
+    first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
+    plans = [HybridOptimizers(config, model_parts=[stage]).optimizers for stage in (first, second)]
+    found = [next(one for one in built if isinstance(one, Muon)).plan for built in plans]
+    assert [len(p.stack.matrices) > 1 for plan in found for p in plan.parameters] == [False, False, True, False]
+    unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", rows=(2,)),)))
+    with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
+        HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
+
+
+def test_a_stage_without_hidden_matrices_builds_muon_with_the_others(monkeypatch) -> None:
+    """Muon compares ranks when it is built: left out on one, the others would wait for it."""
+    built: dict[str, list[tuple[str, ...]]] = {}
+
+    def build(name: str, groups: Any, *_: Any) -> torch.optim.Optimizer:
+        built[name] = [group.names for group in groups]
+        return torch.optim.SGD([{"params": [stage.get_parameter(n) for n in group.names]} for group in groups])
+
+    stage = Model(hidden=False)
+    monkeypatch.setattr("titan_muon.titan.assign.container._build", build)
+    HybridOptimizers(optimizer_config(recipe(stages=2), whole_model()), model_parts=[stage])
+    assert built == {"muon": [()], "adamw": [("tok_embeddings.weight", "output.weight")]}
+
+
+def test_a_known_layout_is_split_in_the_optimizer_and_refused_with_offload_by_its_key() -> None:
+    """GPT-OSS's experts take turns in their rows, whose momentum cannot come from the host."""
+    experts = type("GptOssGroupedExperts", (nn.Module,), {})()
+    experts.mlp1_weight_EGD = nn.Parameter(torch.zeros(2, 8, 6))
+    model = Model()
+    model.experts = experts
+    (muon,) = (one for one in container(recipe(), model) if isinstance(one, Muon))
+    assert {len(p.stack.matrices) for p in muon.plan.parameters if p.fqn.startswith("experts")} == {4}
+    with pytest.raises(RecipeError, match=r'^optimizer\.offload = "state" does not take experts\.mlp1_weight_EGD'):
+        container(recipe(offload="state"), model)
+
+
+# Checkpoints
+
+
+def train(optimizers: HybridOptimizers, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for part in optimizers.model_parts:
+        for parameter in part.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizers.step()
+    optimizers.zero_grad()
+
+
+def test_the_state_is_flat_by_parameter_name_and_loads_back() -> None:
+    of = recipe(rule("*.wq.*", "muon", lr=0.5))
+    first, second = Model(), Model()
+    saving, loading = container(of, first), container(of, second)
+    train(saving, seed=1)
+    state = copy.deepcopy(saving.state_dict())
+    assert not any(isinstance(value, dict) for value in state.values())
+    assert {key for key in state if "layers.0.wq." in key and key.startswith("state.")} == {
+        "state.layers.0.wq.weight.momentum_buffer"
+    }
+    assert {f"state.{name}.exp_avg_sq" for name in OTHERS} <= set(state)
+    assert state["param_groups.layers.1.wq.weight.lr"] == 0.5
+    second.load_state_dict(first.state_dict())
+    loading.load_state_dict(state)
+    for optimizers in (saving, loading):
+        train(optimizers, seed=2)
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)

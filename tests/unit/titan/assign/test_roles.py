@@ -1,0 +1,197 @@
+"""What modules say of their parameters: roles by type and place, known fused layouts, and warnings."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon.options import Split
+from titan_muon.titan.assign.doubts import doubts, split_lines
+from titan_muon.titan.assign.roles import see
+from titan_muon.titan.assign.rules import Assignment, assign, default_rules, splits_with
+from titan_muon.titan.recipe.sections import Rule
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(shape, device="meta"))
+
+
+def module(kind: str = "Module", *, of: type[nn.Module] = nn.Module, **members: object) -> nn.Module:
+    """A module whose class has a name of its own."""
+    made = type(kind, (of,), {})()
+    for name, member in members.items():
+        setattr(made, name, member)
+    return made
+
+
+def linear(rows: int, cols: int) -> nn.Linear:
+    return nn.Linear(cols, rows, bias=False, device="meta")
+
+
+def model(tied: bool = False, **layer: object) -> nn.Module:
+    made = module(
+        embed=nn.Embedding(512, 64, device="meta"),
+        layers=nn.ModuleList([module(**layer), module(**deepcopy(layer))]),
+        head=linear(512, 64),
+    )
+    if tied:
+        made.head.weight = made.embed.weight
+    return made
+
+
+def taken(made: nn.Module, **options: str) -> Mapping[str, Assignment]:
+    return {a.fqn: a for a in assign(see([made]), [], default_rules(**options))}
+
+
+def test_a_head_is_known_by_the_vocabulary_and_not_by_its_name() -> None:
+    found = taken(model(up=linear(512, 64)))
+    assert found["head.weight"].reason == "output head"
+    assert found["embed.weight"].reason.startswith("embedding")
+    # As wide as the vocabulary, and within a layer: hidden.
+    assert found["layers.0.up.weight"].optimizer == "muon"
+
+
+def test_a_tied_head_is_the_embedding() -> None:
+    found = taken(model(tied=True))
+    assert [a.reason for a in found.values()] == ["embedding: its rows are looked up, not multiplied"]
+
+
+def test_a_linear_layer_is_hidden_whatever_its_name() -> None:
+    assert taken(model(embed_proj=linear(64, 32)))["layers.0.embed_proj.weight"].reason == "hidden matrix"
+
+
+def test_without_a_vocabulary_names_decide() -> None:
+    found = taken(module(embed_in=linear(64, 32), output=linear(32, 64), layers=module(a=linear(64, 32))))
+    assert {fqn for fqn, a in found.items() if a.optimizer == "muon"} == {"layers.a.weight"}
+
+
+@pytest.mark.parametrize(
+    ("member", "name", "reason"),
+    [
+        (nn.Conv2d(3, 8, 4, bias=False, device="meta"), "x.weight", "convolution"),
+        (nn.Conv1d(8, 8, 4, groups=8, bias=False, device="meta"), "x.weight", "convolution"),
+        (nn.LayerNorm((8, 8), bias=False, device="meta"), "x.weight", "scale of a norm"),
+        (parameter(16, 64), "pos_embed", "table"),
+        (parameter(16, 64), "position_embeddings", "table"),
+        (parameter(64, 16), "A_log", "acts element by element"),
+        (parameter(8, 128), "down_proj_bias", "biases"),
+        (parameter(8, 128), "mlp1_bias_EG", "biases"),
+        (parameter(1, 64), "shared_gate", "vector: one row"),
+        (linear(8, 64), "lora_a.weight", "factor of LoRA"),
+        (module("TopKRouter", gate=linear(8, 64)), "x.gate.weight", "router"),
+        (module("TopKRouter", weight=parameter(8, 64)), "x.weight", "router"),
+    ],
+)
+def test_what_is_no_hidden_matrix_goes_to_adamw(member: object, name: str, reason: str) -> None:
+    found = taken(model(**{name.partition(".")[0]: member}))[f"layers.0.{name}"]
+    assert found.optimizer == "adamw"
+    assert found.reason.startswith(reason)
+
+
+def test_a_gate_beside_experts_is_a_router() -> None:
+    layer = {"gate": linear(8, 64), "experts": module("MyExperts", w=parameter(8, 32, 64)), "gate_proj": linear(32, 64)}
+    found = taken(model(**layer))
+    assert found["layers.0.gate.weight"].reason.startswith("router")
+    assert found["layers.0.experts.w"].reason == "stack of expert matrices"
+    assert found["layers.0.gate_proj.weight"].reason == "hidden matrix"
+    assert taken(model(**layer), router="muon")["layers.0.gate.weight"].optimizer == "muon"
+
+
+class Conv1D(nn.Module):
+    """As GPT-2's layers: (in, out)."""
+
+    def __init__(self, cols: int, rows: int) -> None:
+        super().__init__()
+        self.weight = parameter(rows, cols)
+
+
+EXPERTS = {"gate_up_proj": parameter(4, 128, 64)}
+FUSED = [
+    (module(w13=parameter(96, 2, 64)), "w13", "f g d -> g | f d", {}),
+    (module(w13=parameter(2, 96, 64)), "w13", "g f d -> g | f d", {}),
+    (module(w13=parameter(4, 96, 2, 64)), "w13", "e f g d -> e g | f d", {}),
+    (module(gate_up_proj=linear(128, 64)), "gate_up_proj.weight", "(g f) d -> g | f d", {"g": 2}),
+    (module("Experts", **EXPERTS), "gate_up_proj", "e (g f) d -> e g | f d", {"g": 2}),
+    (module("Experts", is_transposed=True, **EXPERTS), "gate_up_proj", "e d (g f) -> e g | f d", {"g": 2}),
+    (
+        module("Experts", is_transposed=True, is_concatenated=False, **EXPERTS),
+        "gate_up_proj",
+        "e d (f g) -> e g | f d",
+        {"g": 2},
+    ),
+    (
+        module("FusedQKVLinear", heads_per_kv=4, head_dim=16, wqkv=linear(192, 64)),
+        "wqkv.weight",
+        "(g p h) d -> p | (g h) d",
+        {"p": (4, 1, 1), "h": 16},
+    ),
+    (
+        module(head_dim=16, num_key_value_heads=2, qkv_proj=linear(128, 64)),
+        "qkv_proj.weight",
+        "(p h) d -> p | h d",
+        {"p": (4, 2, 2), "h": 16},
+    ),
+    (module(c_attn=Conv1D(192, 64)), "c_attn.weight", "d (g f) -> g | f d", {"g": 3}),
+    (module(c_fc=Conv1D(256, 64)), "c_fc.weight", "d f -> | f d", {}),
+    (
+        module("GptOssGroupedExperts", mlp1_weight_EGD=parameter(4, 128, 64)),
+        "mlp1_weight_EGD",
+        "e (f g) d -> e g | f d",
+        {"g": 2},
+    ),
+    (nn.MultiheadAttention(64, 4, bias=False, device="meta"), "in_proj_weight", "(p f) d -> p | f d", {"p": 3}),
+]
+
+
+@pytest.mark.parametrize(("member", "name", "dims", "lengths"), FUSED, ids=[f"{n} {d}" for _, n, d, _ in FUSED])
+def test_known_fused_layouts_are_split(member: nn.Module, name: str, dims: str, lengths: dict[str, int]) -> None:
+    found = taken(model(mlp=member))[f"layers.0.mlp.{name}"]
+    assert found.optimizer == "muon"
+    assert found.split == Split(match=f"layers.0.mlp.{name}", dims=dims, lengths=lengths)
+
+
+def test_a_name_alone_is_no_known_layout() -> None:
+    """qkv_proj of modules that do not say their heads, and c_attn of a layer that stores (out, in)."""
+    layer = {"qkv_proj": linear(192, 64), "c_attn": linear(192, 64)}
+    assert all(a.split is None for a in taken(model(**layer)).values())
+
+
+def test_a_split_of_the_recipe_comes_before_a_known_layout() -> None:
+    found = list(taken(model(mlp=module(gate_up_proj=linear(128, 64)))).values())
+    own = Split(match="layers.0.*", dims="f d -> | f d")
+    assert [split.match for split in splits_with((own,), found)] == ["layers.0.*", "layers.1.mlp.gate_up_proj.weight"]
+    (line,) = split_lines(found, (own,))
+    assert line == "split, as its layout is known: layers.*.mlp.gate_up_proj.weight as (g f) d -> g | f d with g = 2"
+
+
+def test_nothing_is_doubted_of_a_usual_model() -> None:
+    assert list(doubts(list(taken(model(up=linear(128, 64), norm=nn.LayerNorm(64))).values()), ())) == []
+
+
+def test_little_for_muon_is_a_warning() -> None:
+    (found,) = doubts(list(taken(model(up=linear(128, 64), stem=nn.Conv2d(64, 64, 7, device="meta"))).values()), ())
+    assert found.startswith(
+        "warning: Muon takes 3.9 % of the parameters besides embeddings and output head; the largest"
+    )
+    assert "layers.*.stem.weight" in found
+
+
+def test_thin_matrices_are_a_warning() -> None:
+    heads = Split(match="*.up.weight", dims="(h f) d -> h | f d", lengths={"f": 8})
+    (found,) = doubts(list(taken(model(up=linear(128, 64))).values()), (heads,))
+    assert found == "warning: matrices with a side under 16, which Muon does little for: layers.*.up.weight (128x64)"
+
+
+def test_a_family_that_is_taken_apart_is_a_warning() -> None:
+    made = model(up=linear(1280, 64))
+    rules = [Rule(match="layers.1.up.*", optimizer="adamw")]
+    found = list(doubts(assign(see([made]), rules, default_rules()), ()))
+    assert found[-1] == "warning: matrices of one name go to different optimizers: layers.*.up.weight (adamw, muon)"
+
+
+def test_frozen_parameters_are_not_seen() -> None:
+    made = model(up=linear(128, 64))
+    made.layers[0].up.weight.requires_grad_(False)
+    assert "layers.0.up.weight" not in see([made])

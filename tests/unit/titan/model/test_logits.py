@@ -1,0 +1,142 @@
+"""Inner attentions keep the largest logit of each head under the masks of packed documents, and compute the same."""
+
+import math
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+import models  # noqa: F401 (registers the families)
+from tests.unit.titan.model.test_attention import LENGTH, _block_mask, _positions
+from titan_muon.titan.model import logits
+from titan_muon.titan.model.attention import DenseMask, DenseMaskAttention
+from titan_muon.titan.model.logits import ObservedDenseAttention, ObservedFlexAttention, ObservedVarlenAttention
+
+STARTS = ((0, 7, 40), (0, 1, 47))
+SCALE = 0.3
+LONGEST = 46
+"""Tokens of the longest document: keys that a query can see."""
+
+
+def qkv(kv_heads: int, value_dim: int) -> list[torch.Tensor]:
+    """Queries, keys and values (batch, tokens, heads, dim), large in one head."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((4, 8), (kv_heads, 8), (kv_heads, value_dim))
+    q, k, v = (torch.randn(len(STARTS), LENGTH, *shape, generator=generator, requires_grad=True) for shape in shapes)
+    with torch.no_grad():
+        q[:, :, 1] *= 10
+    return [q, k, v]
+
+
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """Logits that the masks leave, -inf elsewhere: (batch, heads, queries, keys)."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    found = torch.einsum("binh,bjnh->bnij", q, k) * SCALE
+    document = torch.stack([(row == 0).cumsum(0) for row in _positions(*STARTS)])
+    index = torch.arange(LENGTH)
+    allowed = (index[:, None] >= index) & (document[:, :, None] == document[:, None, :])
+    return found.detach().masked_fill(~allowed[:, None], -math.inf)
+
+
+def observer(inner: Any, heads: int = 4) -> Any:
+    inner.keep_in(torch.full((heads,), -math.inf))
+    return inner.train()
+
+
+def test_logits_are_kept_where_a_pipeline_puts_back_what_its_trial_run_did() -> None:
+    inner = observer(ObservedDenseAttention.Config().build())
+    assert [name for name, _ in inner.named_buffers()] == ["logits_max"]
+    assert inner.state_dict() == {}
+
+
+@pytest.mark.parametrize(("kv_heads", "value_dim", "exact"), [(4, 8, False), (2, 8, False), (4, 6, True), (2, 6, True)])
+def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
+    kv_heads: int, value_dim: int, exact: bool
+) -> None:
+    q, k, v = qkv(kv_heads, value_dim)
+    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    inner = observer(ObservedDenseAttention.Config().build())
+    out = inner(q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
+    plain = DenseMaskAttention.Config().build()
+    expected = plain(q, k, v, attention_masks=mask, scale=SCALE, enable_gqa=kv_heads != 4)
+    largest = scores(q, k).amax((0, 2, 3))
+    if exact:
+        torch.testing.assert_close(inner.logits_max, largest)
+        torch.testing.assert_close(out, expected)
+    else:
+        assert torch.equal(out, expected), "the same kernel"
+        above = inner.logits_max - largest
+        assert above.min() >= -1e-4
+        assert above.max() <= math.log(LONGEST)
+        torch.testing.assert_close(inner.logits_max, scores(q, k).logsumexp(-1).amax((0, 2)))
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    gradients = torch.autograd.grad((out * weights).sum(), (q, k, v))
+    torch.testing.assert_close(gradients, torch.autograd.grad((expected * weights).sum(), (q, k, v)))
+
+
+def test_flex_attention_keeps_what_its_kernel_tells() -> None:
+    """The kernel that tells it runs on GPUs alone; here stands in what it tells."""
+    q, k, v = qkv(2, 8)
+    inner = observer(ObservedFlexAttention.Config().build())
+    asked = []
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, return_aux: AuxRequest, **options: Any) -> Any:
+        asked.append((return_aux, options["scale"], options["enable_gqa"]))
+        found = scores(q.transpose(1, 2), k.transpose(1, 2))
+        lse = found.logsumexp(-1) if return_aux.lse else None
+        return torch.zeros_like(q), AuxOutput(lse=lse, max_scores=found.amax(-1))
+
+    with mock.patch.object(logits.FlexAttention, "compiled_flex_attn", staticmethod(kernel)):
+        arguments = {"attention_masks": _block_mask(_positions(*STARTS)), "scale": SCALE, "enable_gqa": True}
+        assert inner(q, k, v, **arguments).shape == q.shape
+        shapes = []
+        inner(q, k, v, **arguments, out_transform=lambda out, lse: shapes.append((out.shape, lse.shape)) or out)
+    torch.testing.assert_close(inner.logits_max, scores(q, k).amax((0, 2, 3)))
+    assert asked == [(AuxRequest(lse, True), SCALE, True) for lse in (False, True)]
+    assert shapes == [(q.shape, q.shape[:3])]
+
+
+def test_varlen_attention_keeps_its_kernels_log_sum_exp() -> None:
+    from torchtitan.models.common.attention import create_varlen_metadata_for_document
+
+    q, k, v = qkv(2, 8)
+    positions = _positions(*STARTS)
+    inner = observer(ObservedVarlenAttention.Config().build())
+    lse = scores(q, k).logsumexp(-1)
+
+    def kernel(q: torch.Tensor, *rest: Any, return_aux: Any, scale: float, enable_gqa: bool, **options: Any) -> Any:
+        assert (return_aux.lse, scale, enable_gqa) == (True, SCALE, True)
+        return torch.zeros_like(q), lse.transpose(0, 1).flatten(1)
+
+    with mock.patch("torchtitan.models.common.attention.varlen_attn", kernel):
+        masks = create_varlen_metadata_for_document(positions)
+        out = inner(q, k, v, attention_masks=masks, scale=SCALE, enable_gqa=True)
+    assert out.shape == q.shape
+    torch.testing.assert_close(inner.logits_max, lse.amax((0, 2)))
+
+
+def test_several_passes_keep_the_largest_and_validation_keeps_nothing() -> None:
+    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    inner = observer(ObservedDenseAttention.Config().build())
+    q, k, v = qkv(4, 6)
+    with torch.no_grad():
+        for factor in (0.5, 2.0, 1.0):
+            inner(factor * q, k, v, attention_masks=mask, scale=SCALE)
+        torch.testing.assert_close(inner.logits_max, 2 * scores(q, k).amax((0, 2, 3)))
+        kept = inner.logits_max.clone()
+        inner.eval()(9 * q, k, v, attention_masks=mask, scale=SCALE)
+    assert torch.equal(inner.logits_max, kept)
+
+
+def test_an_attention_without_a_place_to_keep_them_runs_all_the_same() -> None:
+    q, k, v = qkv(4, 8)
+    mask = DenseMask.from_block_mask(_block_mask(_positions(*STARTS)))
+    out = ObservedDenseAttention.Config().build()(q, k, v, attention_masks=mask, scale=SCALE)
+    assert out.shape == q.shape
+
+
+def test_each_attention_has_one_that_observes_it() -> None:
+    for plain, observed in logits.OBSERVED.items():
+        assert issubclass(observed, plain)

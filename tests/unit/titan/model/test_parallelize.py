@@ -1,0 +1,97 @@
+"""What cannot run is refused when the model is put together, with the key and what to do."""
+
+import dataclasses
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import models  # noqa: F401 (registers the families)
+from tests import tiny
+from titan_muon.plan.terms.work import gram_flops, standard_flops
+from titan_muon.titan.model import owned_placement
+from titan_muon.titan.model.owned_placement import _flops
+from titan_muon.titan.model.parallelize import with_placement
+from titan_muon.titan.model.spec import model_spec
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.sections import Parallelism, Placement
+
+
+def _spec():
+    return model_spec("qwen3", "tiny")
+
+
+def test_a_placement_that_is_not_there_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'shard1' is unknown; did you mean 'shard0'"):
+        with_placement(_spec(), Recipe(placement=Placement(muon="shard1")))
+
+
+def test_owned_is_for_decoders_of_torchtitan() -> None:
+    spec = dataclasses.replace(_spec(), parallelize_fn=lambda model, **_: model)
+    with pytest.raises(RecipeError, match=r"placement\.muon = 'owned' knows TorchTitan's decoders.*use 'shard0'"):
+        with_placement(spec, Recipe(placement=Placement(muon="owned")))
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "degrees", "message"),
+    [
+        ("qwen3", "tiny", {"tensor_parallel_degree": 8}, "degree = 8 must divide the model's 8 query heads and 4"),
+        ("deepseek_v3", "tiny", {"tensor_parallel_degree": 3}, "degree = 3 must divide the model's 8 query heads"),
+        ("qwen3", "moe_tiny", {"expert_parallel_degree": 3}, "degree = 3 must divide the model's 16 experts"),
+        ("llama3", "tiny", {"expert_parallel_degree": 2}, "degree = 2, but the model has no experts"),
+    ],
+)
+def test_degrees_that_do_not_divide_the_model_are_refused(name, flavor, degrees, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        with_placement(model_spec(name, flavor), Recipe(parallelism=Parallelism(**degrees)))
+
+
+def test_degrees_that_divide_the_model_are_taken() -> None:
+    degrees = Recipe(parallelism=Parallelism(tensor_parallel_degree=8, expert_parallel_degree=16))
+    with_placement(model_spec("deepseek_v3", "tiny"), degrees)
+
+
+def test_a_sequence_that_context_parallelism_cannot_cut_is_refused() -> None:
+    spec = with_placement(_spec(), Recipe())
+    training = SimpleNamespace(seq_len=384)
+    with pytest.raises(RecipeError, match=r"training\.seq_len = 384 must be a multiple of 256"):
+        spec.parallelize_fn(None, training=training, parallelism=SimpleNamespace(context_parallel_degree=2))
+
+
+def test_the_given_specification_is_left_alone() -> None:
+    spec = _spec()
+    parallelize_fn = spec.parallelize_fn
+    assert with_placement(spec, Recipe()).parallelize_fn is not parallelize_fn
+    assert spec.parallelize_fn is parallelize_fn
+
+
+def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `auto` takes the Gram iteration for a wide matrix, which costs less than the standard one."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
+    assert flops["cpu"] == standard_flops(1024, 8192, 5)
+    assert flops["cuda"] == gram_flops(1024, 8192, 5, restarts=1) < flops["cpu"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_dry_run_balances_owners_by_the_costs_of_the_device_that_it_plans_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    """The Gram iteration is worth it elsewhere on GPUs, and other costs make other owners."""
+    # After `titan.model`, which prepares TorchTitan for the CPU.
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+
+    asked = []
+    monkeypatch.setattr(owned_placement, "_flops", lambda recipe, kind: asked.append(kind) or (lambda rows, cols: 1))
+    build_meta_model(tiny.recipe(tmp_path, placement__muon="owned"), 2, device)
+    assert set(asked) == {device}
+
+
+def test_a_dry_run_counts_a_tied_embedding_once(tmp_path: Path) -> None:
+    """Sharding makes two parameters of it under spmd_types, which torch from 2.14 on takes by itself."""
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+
+    tied = tiny.recipe(tmp_path, model__flavor="0.6B")
+    names = [name for name in build_meta_model(tied, 2, "cuda").parameters if "embedding" in name or "head" in name]
+    assert len(names) == 1

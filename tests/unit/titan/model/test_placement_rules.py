@@ -1,0 +1,212 @@
+"""Placement rules: the first that matches decides, what it names is owned, and what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import models  # noqa: F401 (registers the families)
+from benchmarks.owned_model import DIM, Block, Net, make, matrices
+from tests import tiny
+from titan_muon import Owners, own
+from titan_muon.options import PlacementRule
+from titan_muon.owned import is_owned
+from titan_muon.owned.owners import check_rules, placed
+from titan_muon.owned.param import holders
+from titan_muon.titan import compat
+from titan_muon.titan import model as _model  # noqa: F401 (prepares TorchTitan for the CPU)
+from titan_muon.titan.recipe import RecipeError
+
+NAMES = ("layers.0.wq", "layers.0.norm", "layers.1.wq", "head")
+
+
+def owned(match: str, owner: object = "balanced") -> PlacementRule:
+    return PlacementRule(match=match, placement="owned", owner=owner)  # type: ignore[arg-type]
+
+
+def shard0(match: str, owner: object = "balanced") -> PlacementRule:
+    return PlacementRule(match=match, placement="shard0", owner=owner)  # type: ignore[arg-type]
+
+
+def test_the_first_rule_that_matches_decides_and_what_none_matches_follows_the_choice() -> None:
+    rules = [shard0("layers.1.*"), owned("*.wq", 1), owned("*.norm", "layer")]
+    found = placed(NAMES, {"layers.1.wq", "head"}, rules)
+    assert found == {"layers.0.wq": 1, "layers.0.norm": "layer", "head": "balanced"}
+    assert placed(NAMES, {"head"}, ()) == {"head": "balanced"}
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([owned("layers.2.*")], r"placement\.rule\[0\]\.match = 'layers\.2\.\*' matches no parameter"),
+        ([owned("*"), shard0("head")], r"placement\.rule\[1\]\.match = 'head' matches no parameter.*move it up"),
+        ([owned("*", "first")], r"placement\.rule\[0\]\.owner = 'first' is not accepted; it takes \"balanced\""),
+        ([owned("*", -1)], r"placement\.rule\[0\]\.owner = -1 is not accepted"),
+        ([replace(owned("*"), placement="own")], r"placement\.rule\[0\]\.placement = 'own' is not one of owned"),
+        ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: what is sharded has no owner"),
+    ],
+)
+def test_a_rule_that_nothing_follows_is_refused(rules: list[PlacementRule], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_rules(NAMES, rules)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[None]:
+    """Rank 0 of four; nothing is communicated."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def owners_of(net: Net, *rules: PlacementRule) -> Owners:
+    return Owners(net, mesh=init_device_mesh("cpu", (4,)), params=matrices(net), rules=rules)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_the_library_takes_rules_for_any_parameter() -> None:
+    net = make()
+    owners = owners_of(
+        net, shard0("layers.0.wq.*"), owned("*.norm1.*", 3), owned("layers.1.*", "layer"), owned("*.wv.weight", 2)
+    )
+    assert "layers.0.wq.weight" not in owners.infos
+    assert {owners.owners(f"layers.{i}.norm1.weight") for i in range(3)} == {(3,)}
+    assert len({owners.owners(name) for name in owners.infos if name.startswith("layers.1.w")}) == 1
+    assert owners.owners("layers.0.wv.weight") == owners.owners("layers.2.wv.weight") == (2,)
+    for layer in net.layers:
+        own(layer, owners=owners)
+    assert is_owned(net.layers[0].norm1.weight)
+    assert not is_owned(net.layers[0].wq.weight)
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_what_no_muon_takes_is_divided_by_its_bytes() -> None:
+    net = make()
+    params = matrices(net)
+    owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=params, elementwise=params)
+    assert {item.flops for item in owners.ownership.items} == {0}
+    held = [load.bytes for load in owners.ownership.loads()]
+    assert max(held) <= 1.2 * sum(held) / 4
+
+
+@pytest.mark.usefixtures("four_ranks")
+def test_an_owner_that_is_no_rank_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"placement\.rule: layers\.0\.wq\.weight cannot have owner = 4; 0 to 3 can"):
+        owners_of(make(), owned("layers.0.wq.*", 4))
+
+
+@contextmanager
+def tensor_parallel() -> Iterator[tuple[Block, DeviceMesh]]:
+    """A block whose matrices tensor parallelism cuts and whose norms it replicates, on FSDP 2 x TP 2."""
+    # On an equal mesh DTensor would take the groups of another test.
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    mesh, block = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor")), Block()
+    for module in block.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            placement = Shard(0) if parameter.ndim == 2 else Replicate()
+            cut = distribute_tensor(parameter.data, mesh["tensor"], [placement], src_data_rank=None)
+            setattr(module, name, torch.nn.Parameter(cut))
+    try:
+        yield block, mesh
+    finally:
+        dist.destroy_process_group()
+
+
+def test_one_rank_holds_what_tensor_parallelism_cuts_and_each_what_it_replicates() -> None:
+    """Owners are among the ranks of both, and what is replicated counts on each of the ranks that have it."""
+    with tensor_parallel() as (block, mesh):
+        rules = [owned("norm?.*", 3), owned("wq.weight", 3), owned("wk.weight")]
+        owners = Owners(block, mesh=mesh["shard"], params=[], rules=rules, tensor_parallel="whole")
+        own(block, owners=owners)
+        assert holders(block.wq.weight) == (3,)  # type: ignore[arg-type]
+        assert len(holders(block.wk.weight)) == 1  # type: ignore[arg-type]
+        assert holders(block.norm1.weight) == (2, 3)  # type: ignore[arg-type]
+        norms = sum(p.nbytes for p in (*block.norm1.parameters(), *block.norm2.parameters()))
+        held = [load.bytes for load in owners.ownership.loads()]
+        assert held[3] - norms == 4 * DIM * DIM
+        assert held[2] >= norms
+        assert sum(held) == 2 * norms + 2 * 4 * DIM * DIM
+
+
+def test_what_one_rank_cannot_hold_for_its_peers_is_refused() -> None:
+    with tensor_parallel() as (block, mesh):
+        whole = {"mesh": mesh["shard"], "tensor_parallel": "whole"}
+        with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):
+            own(block, rules=[owned("wq.weight", 4)], **whole)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="tensor_parallel = 'each' is not one of peers, whole"):
+            own(block, mesh=mesh["shard"], tensor_parallel="each")  # type: ignore[arg-type]
+        cut = block.wq.weight.data
+        odd = DTensor.from_local(cut.to_local(), mesh["tensor"], [_StridedShard(0, split_factor=2)], run_check=False)
+        block.wq.weight = torch.nn.Parameter(odd)
+        with pytest.raises(ValueError, match=r"wq\.weight: is placed as .*StridedShard.*leave it to 'peers'"):
+            own(block, **whole)  # type: ignore[arg-type]
+
+
+RULES = [
+    {"match": "*.wo.weight", "placement": "owned", "owner": 1},
+    {"match": "*_norm.weight", "placement": "owned", "owner": "layer"},
+    {"match": "*.experts.*", "placement": "shard0"},
+]
+
+
+def model_of(folder: Path, ranks: int, rules: list[dict[str, object]], **values: object) -> dict[str, object]:
+    """A recipe's parameters on rank 0 of so many."""
+    # After `titan.model`, which prepares TorchTitan for the CPU.
+    from titan_muon.titan.dry_run.meta_model import build_meta_model
+
+    with tiny.write_recipe(folder).open("a") as file:
+        for rule in rules:
+            file.write("[[placement.rule]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in rule.items()))
+    return dict(build_meta_model(tiny.recipe(folder, **values), ranks).parameters)
+
+
+def test_a_recipes_rules_place_what_they_name(tmp_path: Path) -> None:
+    """Whatever `placement.muon` is; norms, which AdamW takes, too."""
+    params = model_of(tmp_path, 2, RULES[:2])
+    names = {name for name, p in params.items() if is_owned(p)}  # type: ignore[arg-type]
+    assert names == {n for n in params if n.startswith("layers") and n.endswith((".wo.weight", "_norm.weight"))}
+    assert len(names) > 8
+
+
+REFUSED = {
+    "nothing": ([{"match": "*.wqkv.*", "placement": "owned"}], {}, r"placement\.rule\[0\]\.match = '\*\.wqkv\.\*'"),
+    "embedding": (
+        [{"match": "*embed*", "placement": "owned"}],
+        {},
+        r"placement\.rule: tok_embeddings\.weight cannot be owned: .*layer by layer.*FSDP2 keeps equal shares",
+    ),
+    "owner": (
+        [{"match": "*.wo.weight", "placement": "owned", "owner": 2}],
+        {},
+        r"placement\.rule: layers\.0\.attention\.wo\.weight cannot have owner = 2; 0 to 1 can own it",
+    ),
+    "owner among the ranks that share experts": (
+        [{"match": "*experts*", "placement": "owned", "owner": 1}],
+        {"parallelism__expert_parallel_degree": 2},
+        r"placement\.rule: layers\.\d\..*experts\..* cannot have owner = 1; 0 to 0 can own it",
+    ),
+    "Hugging Face": (
+        [{"match": "*experts*", "placement": "owned"}],
+        {"checkpoint__last_save_in_hf": "true", "checkpoint__last_save_model_only": "true"},
+        r"placement\.rule: .*experts.* cannot be owned with checkpoint\.last_save_in_hf; set placement = \"shard0\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_recipes_rule_that_cannot_be_is_refused(case: str, tmp_path: Path) -> None:
+    rules, values, message = REFUSED[case]
+    with pytest.raises(RecipeError, match=message):
+        model_of(tmp_path, 2, rules, **values)

@@ -1,0 +1,77 @@
+"""docs/recipes.md tells every option of Muon and of its machine as it is declared.
+
+`python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables anew.
+"""
+
+import ast
+import inspect
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from titan_muon.options import constraints
+from titan_muon.titan.recipe import schema, sections, toml
+
+PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
+TABLES = {"muon": sections.Muon, "machine": sections.Machine}
+START, END = (
+    "<!-- options of {}: written by tests/unit/titan/recipe/test_recipe_docs.py -->\n",
+    "<!-- end of options -->\n",
+)
+
+
+def meanings(table: type) -> dict[str, str]:
+    """The docstring of each field of a dataclass and its bases. They are text below a field, which no object keeps."""
+    found: dict[str, str] = {}
+    for owner in table.__mro__[-2::-1]:
+        (definition,) = ast.parse(inspect.getsource(owner)).body
+        assert isinstance(definition, ast.ClassDef)
+        for item, below in zip(definition.body, definition.body[1:], strict=False):
+            if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr):
+                found[ast.unparse(item.target)] = ast.literal_eval(below.value)
+    return found
+
+
+def option_table(name: str) -> str:
+    """The options of a table as Markdown, in the order of the help."""
+    table = TABLES[name]
+    kinds, ranges, meaning = get_type_hints(table), dict(constraints(table)), meanings(table)
+    lines = ["| key | default | takes | meaning |", "|---|---|---|---|"]
+    for item in fields(table):
+        assert item.default is not MISSING, f"a recipe need not give {item.name}"
+        kind = kinds[item.name]
+        takes = ranges[item.name].accepted if item.name in ranges else schema.describe(kind)
+        # An absent key may have the choices too.
+        choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+        if choices and item.name not in ranges:
+            takes = ", ".join(f"`{choice}`" for choice in get_args(choices[0]))
+        default = "not given" if item.default is None else f"`{toml.value_text(item.default)}`"
+        # A row of Markdown is one line, however many the docstring has.
+        cells = (f"`{name}.{item.name}`", default, takes, " ".join(meaning[item.name].split()))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def rewritten(page: str) -> str:
+    """`page` with the tables as they should be."""
+    for name in TABLES:
+        before, rest = page.split(START.format(name))
+        page = before + START.format(name) + option_table(name) + END + rest.split(END, 1)[1]
+    return page
+
+
+def test_the_page_lists_every_option_with_default_choices_and_meaning() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == rewritten(page), "run `python tests/unit/titan/recipe/test_recipe_docs.py`"
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_has_a_row_for_every_option_and_no_other(name: str) -> None:
+    rows = [line.split("`")[1] for line in option_table(name).splitlines() if line.startswith("| `")]
+    assert rows == [key for key in schema.keys(sections.Recipe) if key.startswith(f"{name}.")]
+
+
+if __name__ == "__main__":
+    PAGE.write_text(rewritten(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,87 @@
+"""Every option of TorchTitan can be set in a recipe, or stands in docs/recipes.md with the reason why not."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+
+from titan_muon.titan import compat
+from titan_muon.titan.recipe import schema
+from titan_muon.titan.recipe.sections import Recipe
+
+compat.install()
+
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
+from torchtitan.components.metrics import MetricsProcessor  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer  # noqa: E402
+from torchtitan.components.quantization import Float8GroupedExpertsConverter, Float8LinearConverter  # noqa: E402
+from torchtitan.components.validate import Validator  # noqa: E402
+from torchtitan.config import configs  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+from torchtitan.tools.profiler import Profiler  # noqa: E402
+from torchtitan.trainer import Trainer  # noqa: E402
+
+PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
+HEADING = "## What TorchTitan has and a recipe has not\n"
+
+TABLES: dict[type, str] = {
+    configs.TrainingConfig: "training",
+    configs.ParallelismConfig: "parallelism",
+    configs.CompileConfig: "compile",
+    configs.CommConfig: "comm",
+    configs.DebugConfig: "debug",
+    LRSchedulersContainer.Config: "lr_scheduler",
+    OptimizersContainer.Config: "optimizer",
+    CheckpointManager.Config: "checkpoint",
+    MetricsProcessor.Config: "metrics",
+    Validator.Config: "validator",
+    Profiler.Config: "profiler",
+    SelectiveAC.Config: "activation_checkpoint",
+    FullAC.Config: "activation_checkpoint",
+    MemoryBudgetAC.Config: "activation_checkpoint",
+    Float8LinearConverter.Config: "float8",
+    Float8GroupedExpertsConverter.Config: "float8",
+}
+"""TorchTitan's classes and the recipe's table of their options."""
+
+MADE_OF = {"model_spec": "model", "hf_assets_path": "model", "tokenizer": "data", "dataloader": "data"}
+"""Parts of TorchTitan's trainer that are made of a recipe's table of another name."""
+
+
+def left_out() -> set[str]:
+    """What the page names as left out: keys, or a key and one of its values."""
+    rows = PAGE.read_text(encoding="utf-8").split(HEADING)[1].split("\n## ")[0]
+    return {
+        name
+        for line in rows.splitlines()
+        if line.startswith("| `")
+        for name in re.findall("`([^`]+)`", line.split("|")[1])
+    }
+
+
+def choices(kind: Any) -> set[object]:
+    return {choice for part in (kind, *get_args(kind)) if get_origin(part) is Literal for choice in get_args(part)}
+
+
+@pytest.mark.parametrize(("kind", "table"), TABLES.items(), ids=lambda value: getattr(value, "__qualname__", value))
+def test_an_option_can_be_set_or_the_page_says_why_not(kind: type, table: str) -> None:
+    known, reasons = schema.keys(Recipe), left_out()
+    for field in fields(kind):
+        key = f"{table}.{field.name}"
+        assert (key in known) != (key in reasons), key
+        if key in known and (missing := choices(get_type_hints(kind)[field.name]) - choices(known[key])):
+            assert {f'{key} = "{choice}"' for choice in missing} <= reasons
+
+
+def test_a_part_of_the_trainer_has_its_table_or_the_page_says_why_not() -> None:
+    tables = {field.name for field in fields(Recipe)}
+    parts = {MADE_OF.get(field.name, field.name) for field in fields(Trainer.Config)}
+    assert parts - tables == {key for key in left_out() if "." not in key and not key.endswith("Converter")}
+
+
+def test_the_page_names_nothing_that_is_not_there() -> None:
+    options = {f"{table}.{field.name}" for kind, table in TABLES.items() for field in fields(kind)}
+    named = {key.split(" = ")[0] for key in left_out()}
+    assert {key for key in named if "." in key} <= options

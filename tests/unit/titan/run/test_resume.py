@@ -1,0 +1,216 @@
+"""A run that is continued trains with its recipe's hyperparameters, not the checkpoint's, and says what changed."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from titan_muon.titan import compat
+
+compat.install()
+
+from torchtitan.components.dataloader import ParallelAwareDataloader  # noqa: E402
+from torchtitan.components.optimizer import LRSchedulersContainer  # noqa: E402
+
+from tests.unit.titan.assign.test_optimizers import Model, rule  # noqa: E402
+from titan_muon.options import Hyperparameters  # noqa: E402
+from titan_muon.titan.assign.container import HybridOptimizers, optimizer_config  # noqa: E402
+from titan_muon.titan.recipe import Recipe, RecipeError, sections  # noqa: E402
+from titan_muon.titan.run.checkpoints import RunCheckpoints, check_data_ranks  # noqa: E402
+
+OTHER_MUON: dict[str, Any] = {
+    "lr": 0.5,
+    "momentum": 0.5,
+    "nesterov": False,
+    "weight_decay": 0.25,
+    "ns_steps": 3,
+    "ns_coefficients": ((3.0, -4.0, 2.0),) * 3,
+    "eps": 1e-5,
+    "lr_scale": "spectral",
+}
+OTHER_ADAMW: dict[str, Any] = {"lr": 0.5, "betas": (0.5, 0.75), "eps": 1e-5, "weight_decay": 0.25}
+STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def world_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Run:
+    """The parts of a run that a checkpoint is about."""
+
+    def __init__(
+        self, recipe: Recipe, folder: Path, *, resume: Path | None = None, exclude: tuple[str, ...] = ()
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Model(layers=1)
+        self.optimizers = HybridOptimizers(optimizer_config(recipe), model_parts=[self.model])
+        schedule = LRSchedulersContainer.Config(warmup_steps=2)
+        self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=recipe.training.steps)
+        config = RunCheckpoints.Config(
+            enable=True,
+            keep_latest_k=0,
+            last_save_model_only=False,
+            resume=None if resume is None else str(resume),
+            schedule=asdict(recipe.lr_scheduler),
+            exclude_from_loading=["dataloader", *exclude],
+        )
+        self.checkpoints = config.build(
+            dataloader=None,
+            model_parts=[self.model],
+            optimizers=self.optimizers,
+            lr_schedulers=self.schedulers,
+            states={},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizers.step()
+        self.schedulers.step()
+
+    def group(self, optimizer: str) -> dict[str, Any]:
+        return dict(zip(self.optimizers.groups, self.optimizers.optimizers, strict=True))[optimizer].param_groups[0]
+
+
+def recipe(steps: int = STEPS, **tables: Any) -> Recipe:
+    return replace(Recipe(), training=sections.Training(steps=steps), **tables)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint of a run of the default recipe that has ended."""
+    run = Run(recipe(), tmp_path)
+    for _ in range(STEPS):
+        run.step()
+    run.checkpoints.save(STEPS, last_step=True)
+    return tmp_path / "checkpoint" / f"step-{STEPS}"
+
+
+def resumed(of: Recipe, checkpoint: Path, **options: Any) -> Run:
+    run = Run(of, checkpoint.parents[1], resume=checkpoint, **options)
+    assert run.checkpoints.load()
+    return run
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "option", "old", "new"),
+    [
+        *(("muon", name, getattr(Hyperparameters(), name), value) for name, value in OTHER_MUON.items()),
+        *(("adamw", name, getattr(sections.AdamW(), name), value) for name, value in OTHER_ADAMW.items()),
+    ],
+)
+def test_every_option_is_the_recipes_from_the_first_step_and_its_change_is_said(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], optimizer: str, option: str, old: object, new: object
+) -> None:
+    table = {"muon": sections.Muon, "adamw": sections.AdamW}[optimizer]
+    # A list of coefficients must be as long as the steps are many.
+    changes = {option: new, "ns_steps": 3} if option == "ns_coefficients" else {option: new}
+    run = resumed(recipe(steps=2 * STEPS, **{optimizer: table(**changes)}), checkpoint)
+    shown = capsys.readouterr().out.splitlines()
+    assert f"changed since the checkpoint: {optimizer}.{option}: {old} -> {new}" in shown
+    assert len([line for line in shown if line.startswith("changed")]) == len(changes)
+    live, name = run.group(optimizer), "initial_lr" if option == "lr" else option
+    assert live[name] == new
+    run.step()
+    assert live[name] == new
+
+
+def test_the_options_above_are_all_that_there_are() -> None:
+    assert OTHER_MUON.keys() == {item.name for item in fields(Hyperparameters)}
+    # A dtype is not of a group; its change is said of each state.
+    assert OTHER_ADAMW.keys() == {item.name for item in fields(sections.AdamW)} - {"state_dtype"}
+
+
+OTHER_SCHEDULE: dict[str, Any] = {
+    "warmup_steps": 1,
+    "total_steps": 9,
+    "decay_ratio": 0.5,
+    "decay_type": "cosine",
+    "min_lr_factor": 0.25,
+}
+
+
+@pytest.mark.parametrize("option", OTHER_SCHEDULE)
+def test_a_change_of_the_schedule_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str], option: str) -> None:
+    new = OTHER_SCHEDULE[option]
+    resumed(recipe(lr_scheduler=sections.LrScheduler(**{option: new})), checkpoint)
+    old = getattr(sections.LrScheduler(), option)
+    assert capsys.readouterr().out == f"changed since the checkpoint: lr_scheduler.{option}: {old} -> {new}\n"
+
+
+def test_the_options_of_the_schedule_are_all_that_there_are() -> None:
+    assert OTHER_SCHEDULE.keys() == {item.name for item in fields(sections.LrScheduler)}
+
+
+def test_a_checkpoint_that_knows_no_schedule_is_continued(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(recipe(), checkpoint.parents[1])
+    del run.checkpoints.states["schedule"]
+    run.checkpoints.save(STEPS + 1, last_step=True)
+    resumed(recipe(lr_scheduler=sections.LrScheduler(warmup_steps=1)), checkpoint.with_name(f"step-{STEPS + 1}"))
+    assert "changed" not in capsys.readouterr().out
+
+
+def test_a_resume_without_changes_says_nothing_and_keeps_states(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = resumed(recipe(), checkpoint)
+    assert "changed" not in capsys.readouterr().out
+    states = [state for optimizer in run.optimizers for state in optimizer.state.values()]
+    assert all(state.get("momentum_buffer", state.get("exp_avg")).abs().sum() > 0 for state in states)
+
+
+@pytest.mark.parametrize("exclude", [(), ("lr_scheduler",), ("optimizer",)])
+def test_the_first_steps_rate_is_the_schedules(checkpoint: Path, exclude: tuple[str, ...]) -> None:
+    """Extended from 4 to 8 steps, step 5 has 4/6 of the decay left; the finished run's next rate was 0."""
+    run = resumed(recipe(steps=8, muon=sections.Muon(lr=0.3)), checkpoint, exclude=exclude)
+    share = 1 / 2 if exclude == ("lr_scheduler",) else 1 - 2 / 6
+    assert run.group("muon")["lr"] == pytest.approx(0.3 * share)
+    assert run.optimizers.learning_rates() == pytest.approx({"muon": 0.3 * share, "adamw": 1e-3 * share})
+
+
+def test_another_implementation_of_adamw_holds(checkpoint: Path) -> None:
+    run = resumed(recipe(optimizer=sections.Optimizer(implementation="fused")), checkpoint)
+    assert (run.group("adamw")["fused"], run.group("adamw")["foreach"]) == (True, False)
+    run.step()
+
+
+def test_another_dtype_of_the_momentum_holds_and_is_said(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = resumed(recipe(muon=sections.Muon(state_dtype="bfloat16")), checkpoint)
+    line = "changed since the checkpoint: muon momentum_buffer: torch.float32 -> torch.bfloat16"
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    averages = [state["momentum_buffer"] for state in run.optimizers.optimizers[1].state.values()]
+    assert all(average.dtype == torch.bfloat16 and average.abs().sum() > 0 for average in averages)
+
+
+def test_another_optimizer_of_a_parameter_is_refused_by_its_name(checkpoint: Path) -> None:
+    other = recipe(optimizer=sections.Optimizer(rule=(rule("*.wq.weight", "adamw"),)))
+    with pytest.raises(RecipeError) as error:
+        resumed(other, checkpoint)
+    for part in ("optimizer.rule", "layers.0.wq.weight is adamw's", "exclude_from_loading"):
+        assert part in str(error.value)
+    resumed(other, checkpoint, exclude=("optimizer",))
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(8))
+
+
+def test_torchtitans_loader_on_other_data_ranks_is_refused_with_both_numbers() -> None:
+    saved = ["dataloader.dp_rank_0", "dataloader.dp_rank_1", "dataloader.world_size", "train_state.step"]
+    check_data_ranks(ParallelAwareDataloader(Numbers(), 1, 2), saved)
+    with pytest.raises(RecipeError) as error:
+        check_data_ranks(ParallelAwareDataloader(Numbers(), 1, 4), saved)
+    for part in ("data.source = 'hf'", "on 2 data-parallel ranks", "has 4", "exclude_from_loading"):
+        assert part in str(error.value)

@@ -1,0 +1,157 @@
+"""What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch.distributed as dist
+
+from tests import tiny
+from titan_muon.titan import compat
+from titan_muon.titan.assign.rules import Assignment
+from titan_muon.titan.recipe import RecipeError
+
+compat.install()
+
+from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC, SelectiveAC  # noqa: E402
+
+from titan_muon.titan.model.spec import model_spec  # noqa: E402
+from titan_muon.titan.run import job  # noqa: E402
+from titan_muon.titan.run.runs import Run  # noqa: E402
+from titan_muon.titan.run.trainer_config import refuse_on_cpu, trainer_config  # noqa: E402
+
+
+def config(folder: Path, world_size: int = 1, **values: object):
+    return trainer_config(tiny.recipe(folder, **values), Run(str(folder)), world_size)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.load_only", True),
+        ("checkpoint.enable_first_step_checkpoint", True),
+        ("profiler.profiler_active", 4),
+        ("profiler.profiler_warmup", 0),
+        ("profiler.profiler_repeat", 2),
+        ("profiler.profiler_skip_first", 5),
+        ("profiler.profiler_skip_first_wait", 1),
+        ("profiler.memory_snapshot_freq", 7),
+        ("profiler.save_memory_snapshot_folder", "there"),
+        ("profiler.memory_snapshot_max_entries", 9),
+        ("comm.save_traces_folder", "there"),
+        ("comm.save_traces_file_prefix", "node0_"),
+        ("debug.detect_anomaly", True),
+        ("training.gc_debug", True),
+        ("metrics.save_tb_folder", "there"),
+    ],
+)
+def test_an_option_reaches_torchtitan(key: str, value: object, tmp_path: Path) -> None:
+    table, name = key.split(".")
+    plain, changed = (
+        getattr(made, table) for made in (config(tmp_path), config(tmp_path, **{f"{table}__{name}": value}))
+    )
+    assert getattr(plain, name) != value, "a default would show nothing"
+    assert getattr(changed, name) == value
+
+
+def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> None:
+    options = {"activation_checkpoint__preserve_rng_state": False, "activation_checkpoint__memory_budget": 0.25}
+    compiled = {"compile__enable": True}
+    made = {
+        mode: config(tmp_path, activation_checkpoint__mode=mode, **options, **compiled).activation_checkpoint
+        for mode in ("none", "full", "selective", "memory_budget")
+    }
+    assert made["none"] is None
+    kinds = {"full": FullAC.Config, "selective": SelectiveAC.Config, "memory_budget": MemoryBudgetAC.Config}
+    for mode, kind in kinds.items():
+        assert isinstance(made[mode], kind)
+        assert made[mode].preserve_rng_state is False
+    assert made["memory_budget"].memory_budget == 0.25
+    assert made["selective"].force_recompute_mm_shapes_by_fqns == ["moe.router.gate"]
+
+
+@pytest.mark.parametrize(
+    ("key", "given"),
+    [
+        (
+            "compile.enable_async_tensor_parallel",
+            {
+                "compile__enable": True,
+                "compile__enable_async_tensor_parallel": True,
+                "parallelism__tensor_parallel_degree": 2,
+            },
+        ),
+        ("profiler.enable_memory_snapshot", {"profiler__enable_memory_snapshot": True}),
+        ("parallelism.enable_fsdp_symm_mem", {"parallelism__enable_fsdp_symm_mem": True}),
+        ("checkpoint.async_mode", {"checkpoint__async_mode": "async_with_pinned_mem"}),
+    ],
+)
+def test_what_needs_gpus_is_refused_on_the_cpu_and_planned_for_gpus(
+    key: str, given: dict[str, object], tmp_path: Path
+) -> None:
+    refuse_on_cpu(tiny.recipe(tmp_path))
+    with pytest.raises(RecipeError, match=rf"^{key} = .* is not accepted on the CPU"):
+        refuse_on_cpu(tiny.recipe(tmp_path, **given))
+    config(tmp_path, 2, **given)
+
+
+def test_the_schedule_that_checkpoints_keep_has_its_length(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, training__steps=5, lr_scheduler__warmup_steps=1)
+    absent = replace(recipe, lr_scheduler=replace(recipe.lr_scheduler, total_steps=None))
+    for each, steps in ((recipe, 6), (absent, 5)):
+        schedule = trainer_config(each, Run(str(tmp_path)), 1).checkpoint.schedule
+        assert schedule == {**asdict(recipe.lr_scheduler), "total_steps": steps}
+
+
+def test_the_folder_of_hugging_face_files_must_be_there(tmp_path: Path) -> None:
+    assert config(tmp_path, model__hf_assets_path=str(tmp_path)).hf_assets_path == str(tmp_path)
+    with pytest.raises(RecipeError, match=r"model\.hf_assets_path = '/nowhere': no such folder"):
+        config(tmp_path, model__hf_assets_path="/nowhere")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, tmp_path: Path) -> None:
+    training = config(tmp_path, world_size, training__local_batch_size=-1, training__global_batch_size=8).training
+    assert (training.global_batch_size, training.local_batch_size) == (8, 8 // world_size)
+
+
+@pytest.mark.parametrize(("passes", "accumulated"), [(1, ""), (2, ", in 2 passes")])
+def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp_path: Path) -> None:
+    trainer = SimpleNamespace(
+        config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
+        parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
+        gradient_accumulation_steps=passes,
+    )
+    said = job._batch(trainer)  # type: ignore[arg-type]
+    assert said == f"{24 * passes} sequences ({12_000 * passes:,} tokens{accumulated})"
+
+
+def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    stack, bias = Assignment("layers.0.w", (2, 30, 40), "muon", "", None), Assignment("b", (80,), "adamw", "", None)
+    whole = (stack, bias)
+    optimizers = SimpleNamespace(whole=whole, assignments=whole[1:])
+    trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
+    parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]
+    job._say_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
+    counts = (
+        "2,480 parameters on 4 ranks\nadamw: 1 tensors, 3.2 % of parameters\nmuon: 2 matrices, 96.8 % of parameters\n"
+    )
+    assert capsys.readouterr().out == f"run {tmp_path}\n{counts}plan of 0\nplan of 1\n"
+    assert (tmp_path / "optimizers.txt").read_text() == f"table of 0\n\ntable of 1\n\n{counts}"
+
+
+@pytest.mark.parametrize(("accelerator", "offload"), [(True, True), (True, False), (False, True)])
+def test_parameters_on_the_host_have_a_backend_beside_that_of_a_device(
+    accelerator: bool, offload: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU torch refuses a second one."""
+    asked: list[bool] = []
+    monkeypatch.setattr(job, "on_accelerator", lambda: accelerator)
+    monkeypatch.setattr(compat, "init_distributed", lambda *args, cpu_backend, **options: asked.append(cpu_backend))
+    job._init_distributed(tiny.recipe(tmp_path, training__enable_cpu_offload=offload))
+    assert asked == [accelerator and offload]

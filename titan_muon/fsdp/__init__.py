@@ -1,0 +1,1 @@
+"""Hooks into FSDP2: updates applied in forward, and FSDP2's private parts."""

@@ -1,0 +1,44 @@
+"""Totals per rank: what each rank does at home and in its buckets, and the buffers that this takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+from ..exchange.all_gather import PATTERNS
+from ..exchange.pattern import BucketTotals, KindCounts
+from ..terms.pieces import Pieces
+from ..terms.types import Bucket
+
+
+def home_counts(home: Sequence[tuple[int, ...]], pieces: Pieces) -> dict[int, KindCounts]:
+    """What each rank stores whole and orthogonalizes at home; `home` are the ranks of each matrix."""
+    found: dict[int, dict[int, int]] = {rank: {} for rank in pieces.ranks()}
+    for kind, ranks in zip(pieces.kinds, home, strict=True):
+        for rank in ranks:
+            found[rank][kind] = found[rank].get(kind, 0) + 1
+    return {rank: tuple(sorted(mine.items())) for rank, mine in found.items()}
+
+
+class Totals:
+    """The totals of each bucket on the ranks of its group; for each rank (round, totals) of its buckets in order."""
+
+    def __init__(self, buckets: Sequence[Bucket], pieces: Pieces) -> None:
+        self.of_buckets = [PATTERNS[bucket.exchange].totals(bucket, pieces) for bucket in buckets]
+        self.buckets: dict[int, list[tuple[int, BucketTotals]]] = {rank: [] for rank in pieces.ranks()}
+        for bucket, by_rank in zip(buckets, self.of_buckets, strict=True):
+            for rank, totals in by_rank.items():
+                self.buckets[rank].append((bucket.round, totals))
+
+    def buffer_elements(self, rank: int, slots: int) -> int:
+        """Elements of the exchange's buffers on a rank, when `slots` rounds have buffers at a time."""
+        # A round's buckets are in flight together, so each has three buffers of its own. Buckets at the same place of
+        # other rounds in the slot take turns in them, and the largest of these decides.
+        largest: dict[tuple[int, int], list[int]] = {}
+        last, place = -1, 0
+        for number, totals in self.buckets[rank]:
+            place = place + 1 if number == last else 0
+            last = number
+            seen = largest.get((number % slots, place), [])
+            largest[number % slots, place] = [max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)]
+        return sum(map(sum, largest.values()))

@@ -1,0 +1,104 @@
+"""Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
+
+# Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
+# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy,
+# spreads, automatic).
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..terms.pieces import Pieces
+from ..terms.types import Bucket
+from .all_to_all import AllToAll, Duplicated, counts, owned_by_kind
+from .hierarchical import Hierarchical
+from .pattern import BucketTotals, Pattern, ring
+from .phases import BucketProgram, Collective, Leg, parcels, splits
+
+
+class AllGather(Pattern):
+    """Every rank gathers all pieces and orthogonalizes each matrix that it stores a piece of; nothing returns."""
+
+    name = "all_gather"
+    has_owners = False
+
+    def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
+        leg = self._leg(bucket, rank, pieces)
+        return BucketProgram(bucket, tuple(parcel.matrix for parcel in leg.home), leg, None, False)
+
+    def _leg(self, bucket: Bucket, rank: int, pieces: Pieces) -> Leg:
+        stored = {
+            peer: [(m, piece) for m in bucket.matrices if (piece := pieces.find(m, peer)) is not None]
+            for peer in bucket.group
+        }
+        home, owned = parcels(stored, [rank]), parcels(stored, bucket.group)
+        return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
+
+    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
+        others = len(bucket.group) - 1
+        stored = dict.fromkeys(bucket.group, 0)
+        held: dict[int, dict[int, int]] = {}
+        for kind, count in sorted(Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items()):
+            holders = pieces.holders(kind, bucket.group)
+            held[kind] = dict.fromkeys(holders.on_rank, count)
+            for rank, elements in holders.on_rank.items():
+                stored[rank] += count * elements
+        whole, flows, mine = sum(stored.values()), ring(stored, pieces), counts(held)
+        return {
+            rank: BucketTotals(
+                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
+            )
+            for rank, kept in stored.items()
+        }
+
+
+class AllGatherReduceScatter(AllGather):
+    """As an all-gather, but owners alone orthogonalize; a sum with zeros from all others brings the results back."""
+
+    # It sends as many times what an all-to-all sends as there are ranks, so by these numbers it never wins. It is there
+    # for networks whose all-to-all is poor, and to compare with: xtuner runs it for the matrices that are left over.
+
+    name = "all_gather_reduce_scatter"
+    has_owners = True
+
+    def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
+        # Never mirrored: what is summed has to be zero but for the results, and the inbox is full of pieces.
+        leg = self._leg(bucket, rank, pieces)
+        returning = replace(leg, collective=Collective.REDUCE_SCATTER)
+        return BucketProgram(bucket, tuple(_by_owner(bucket).get(rank, ())), leg, returning, False)
+
+    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
+        mine, found = counts(owned_by_kind(bucket, pieces)), {}
+        for rank, there in super().totals(bucket, pieces).items():
+            both, (home, inbox, _), legs = there.sent + there.received, there.buffers, 2 * there.legs
+            own = mine.get(rank, ())
+            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), legs, 2)
+        return found
+
+
+class Auto(AllToAll):
+    """For each bucket the pattern that takes least time on the machine, by `times.settle`."""
+
+    # Planned as an all-to-all, whose owners and groups the other patterns can take over or do without. The reverse is
+    # not so: an all-gather's groups are single copies, and its buckets have no owners.
+
+    name = "auto"
+    settles = True
+    one_copy = False
+
+
+def _by_owner(bucket: Bucket) -> dict[int, list[int]]:
+    """Matrices by their owner."""
+    mine: dict[int, list[int]] = {}
+    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
+        mine.setdefault(owner, []).append(matrix)
+    return mine
+
+
+PATTERNS: Mapping[str, Pattern] = {
+    pattern.name: pattern
+    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Auto(), Duplicated(), Hierarchical())
+}
+"""All values of the option `exchange` that the planner knows, and what it takes by itself."""

@@ -1,0 +1,102 @@
+"""What an exchange pattern is, and what a bucket that is exchanged by it costs each rank."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from ..terms.machine import Machine
+from ..terms.pieces import Pieces, Ranks
+from ..terms.types import Bucket
+from .phases import BucketProgram
+
+KindCounts = tuple[tuple[int, int], ...]
+"""(kind, how many matrices of it), in ascending order."""
+
+
+class Flow(NamedTuple):
+    """Elements that one rank exchanges in a collective, with ranks of its own node (near) and of others (far)."""
+
+    sent_near: int
+    sent_far: int
+    received_near: int
+    received_far: int
+
+    def seconds(self, element_bytes: int, machine: Machine) -> float:
+        """Time that the rank's busiest link needs for it."""
+        # Each way has its own wires, and so have the node and the network: all four are at work at once.
+        near = max(self.sent_near, self.received_near) / machine.node.bandwidth
+        far = max(self.sent_far, self.received_far) / machine.network.bandwidth
+        return max(near, far) * element_bytes
+
+
+class BucketTotals(NamedTuple):
+    """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
+    to and receives from other ranks, elements of its home buffer, inbox, outbox and, if copies share results, of what
+    they share; what it exchanges on each leg, there, back and over copies, and how many of these are collectives: a leg
+    on which nothing travels is left out by all of its ranks."""
+
+    owned: KindCounts
+    stored: int
+    sent: int
+    received: int
+    buffers: tuple[int, ...]
+    legs: tuple[Flow, ...]
+    collectives: int
+
+
+def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
+    """What the links of each rank carry in an all-gather, or backwards in a reduce-scatter."""
+    # Both go around rings: within a node every rank passes on what it has received, and what comes from other nodes
+    # comes in once, through the network links of all ranks of the node.
+    members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
+    for rank, elements in stored.items():
+        members[pieces.node(rank)] += 1
+        inside[pieces.node(rank)] += elements
+    flows = {}
+    for rank, elements in stored.items():
+        node = pieces.node(rank)
+        near = whole - elements if members[node] > 1 else 0
+        far = -(-(whole - inside[node]) // members[node])
+        flows[rank] = Flow(near, far, near, far)
+    return flows
+
+
+class Pattern(ABC):
+    """How the matrices of a bucket are exchanged.
+
+    Attributes:
+        name: what a user and `Bucket.exchange` call it.
+        has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
+        settles: whether it is a choice among the others, made for each bucket.
+        one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
+        spreads: whether an owner returns results to one copy alone, and copies share them.
+        automatic: whether the planner alone chooses it, and no user by its name.
+    """
+
+    name: str
+    has_owners = True
+    settles = False
+    one_copy = False
+    spreads = False
+    automatic = False
+
+    @abstractmethod
+    def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
+        """The bucket as one rank of its group runs it."""
+
+    def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+        """The ranks of each gather and return of the bucket, ascending."""
+        return (bucket.group,)
+
+    def lines(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+        """The ranks of each collective over copies, ascending."""
+        return ()
+
+    @abstractmethod
+    def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
+        """What the bucket costs each rank of its group."""
+        # Counted from shapes and not from programs: the planner wants this of every rank of several drafts, and
+        # programs of 1,024 ranks would take minutes. tests/unit/plan/test_summary.py holds both against each other.

@@ -1,0 +1,174 @@
+"""Where owned matrices are stored: which rank of a group owns which parameter, and what that costs each of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from ...options import Owner
+from ..search.owners import Balancer, Task
+from ..terms.layout import chunk
+
+
+@dataclass(frozen=True)
+class OwnedItem:
+    """A parameter that needs an owner: its layer, FLOPs of orthogonalizing it, and bytes of its elements.
+
+    A stack of `units` equal matrices along dim 0 may have several owners. `owner` says how they are chosen. With
+    `copies` that many neighbours have it each, of which the first, by a multiple of as many, is the owner.
+    """
+
+    fqn: str
+    layer: str
+    flops: int
+    bytes: int
+    units: int = 1
+    owner: Owner = "balanced"
+    copies: int = 1
+
+
+@dataclass(frozen=True)
+class OwnedTotals:
+    """What one rank of the group owns."""
+
+    matrices: int
+    bytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owners of each item, ranks of a group of `size` ranks; `items` and `owners` are in the same order.
+
+    The units of an item with several owners are divided among them as torch.chunk divides, in their order.
+    """
+
+    size: int
+    items: tuple[OwnedItem, ...]
+    owners: tuple[tuple[int, ...], ...]
+
+    def loads(self) -> tuple[OwnedTotals, ...]:
+        """What each rank of the group owns; zeros for a rank that owns nothing."""
+        matrices, held, flops = ([0] * self.size for _ in range(3))
+        for item, owners in zip(self.items, self.owners, strict=True):
+            for first, share in zip(owners, _shares(item, len(owners)), strict=True):
+                for rank in range(first, first + item.copies):
+                    matrices[rank] += share if item.units > 1 else 1
+                    held[rank] += item.bytes * share // item.units
+                    flops[rank] += item.flops * share // item.units
+        return tuple(OwnedTotals(*totals) for totals in zip(matrices, held, flops, strict=True))
+
+
+def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
+    """Longest processing time first over all items, by FLOPs, within a limit of bytes. Deterministic.
+
+    Those whose owner is given count first, then layers that go to one rank as a whole. A stack is divided among as many
+    ranks as it has units for. Raises ValueError for an owner that is no rank of the group.
+    """
+    pieces = [piece for index, item in enumerate(items) for piece in _pieces(index, item, size)]
+    balancer = Balancer([piece.task for piece in pieces], range(size), {})
+    owners: dict[tuple[int, int], int] = {}
+    _give_named(items, pieces, size, balancer, owners)
+    _give_balanced(items, [piece for piece in pieces if items[piece.item].owner == "balanced"], size, balancer, owners)
+    counts = Counter(piece.item for piece in pieces)
+    found = (tuple(owners[index, number] for number in range(counts[index])) for index in range(len(items)))
+    return Ownership(size, tuple(items), tuple(found))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What of an item goes to one rank: its task, and its place in the order of dim 0."""
+
+    item: int
+    number: int
+    task: Task
+
+
+def _shares(item: OwnedItem, owners: int) -> list[int]:
+    """Units of an item that each of so many owners has."""
+    parts = (chunk(item.units, owners, number) for number in range(owners))
+    return [stop - start for start, stop in parts]
+
+
+def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Piece]:
+    # What one rank is to have is one piece, whatever the units. Otherwise no piece is empty: 5 units that 4 ranks would
+    # share two by two are for 3 of them.
+    most = min(item.units, size) if item.owner == "balanced" and item.copies == 1 else 1
+    shares = [share for share in _shares(item, most) if share > 0]
+    for number, share in enumerate(shares):
+        flops, held = item.flops * share // item.units, item.bytes * share // item.units
+        yield _Piece(index, number, Task(index, 0, flops, held, item.layer))
+
+
+def _give_named(
+    items: Sequence[OwnedItem],
+    pieces: Sequence[_Piece],
+    size: int,
+    balancer: Balancer,
+    owners: dict[tuple[int, int], int],
+) -> None:
+    """Give items whose owner is a rank to it, and those of each layer that has one owner to the least loaded."""
+    layers: dict[str, list[_Piece]] = {}
+    for piece in pieces:
+        item = items[piece.item]
+        if isinstance(item.owner, int):
+            if not 0 <= item.owner < size:
+                wrong = f"cannot have owner = {item.owner}; 0 to {size - 1} can own it"
+                raise ValueError(f"placement.rule: {item.fqn} {wrong}")
+            owners[piece.item, piece.number] = _put(piece, items, item.owner, balancer)
+        elif item.owner == "layer":
+            layers.setdefault(item.layer, []).append(piece)
+    for _, mine in sorted(layers.items(), key=lambda entry: (-sum(p.task.flops for p in entry[1]), entry[0])):
+        rank = balancer.least()
+        for piece in mine:
+            owners[piece.item, piece.number] = _put(piece, items, rank, balancer)
+
+
+def _put(piece: _Piece, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
+    """Give a piece to a rank, or to the neighbours with it that have copies. Returns the first of them."""
+    copies = items[piece.item].copies
+    first = rank - rank % copies
+    for each in range(first, first + copies):
+        balancer.put(piece.task, each)
+    return first
+
+
+def _give_balanced(
+    items: Sequence[OwnedItem],
+    pieces: Sequence[_Piece],
+    size: int,
+    balancer: Balancer,
+    owners: dict[tuple[int, int], int],
+) -> None:
+    heap = balancer.heap(range(size))
+    left = Counter(piece.task.layer for piece in pieces)
+    in_layers: dict[str, set[int]] = {layer: set() for layer in left}
+    in_stacks: dict[int, set[int]] = {}
+    # By name, not by place in the list: every rank must find the same owners, however it came by its list.
+    for piece in sorted(pieces, key=lambda p: (-p.task.flops, -p.task.bytes, items[p.item].fqn, p.number)):
+        in_layer, in_stack = in_layers[piece.task.layer], in_stacks.setdefault(piece.item, set())
+        left[piece.task.layer] -= 1
+        # The last of a layer never goes to the rank that owns all others of it: that rank alone would send the whole
+        # layer before its forward, and all others would wait for one link.
+        alone = left[piece.task.layer] == 0 and len(in_layer) == 1
+        # What no one orthogonalizes is divided by bytes: by FLOPs all of it would go to the rank with the fewest.
+        if piece.task.flops == 0:
+            rank = _put(piece, items, balancer.lightest(), balancer)
+        elif items[piece.item].copies > 1:
+            rank = _put(piece, items, balancer.least(), balancer)
+        else:
+            rank = balancer.give(piece.task, heap, in_layer if alone else in_stack)
+        owners[piece.item, piece.number] = rank
+        in_layer.add(rank)
+        in_stack.add(rank)
+
+
+def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:
+    """A table of what each rank owns; neighbours that own equally much share a line."""
+    yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
+    for load, same in groupby(loads, key=lambda rank: loads[rank]):
+        ranks = list(same)
+        label = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+        yield f"{label:>11}  {load.matrices:>8,}  {load.bytes / 2**20:>10,.1f}  {load.flops / 1e9:>10,.1f}"

@@ -1,0 +1,1 @@
+"""The search for a plan: owners, rounds, candidates, and the fastest of them."""

@@ -1,0 +1,1 @@
+"""The nouns of a plan: layouts, pieces, matrices, buckets, schedules and machines."""

@@ -1,0 +1,86 @@
+"""Matrices that tensor parallelism cuts, taken as several: what the ranks at each place of its axis store of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+
+from ...options import MuonOptions
+from .layout import Geometries, Geometry, Intervals, flattened, merged, region
+from .types import Interval, Layout, MatrixRows, MatrixStack, Parameter, Replicate
+
+
+def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
+    """The parameters with each matrix that tensor parallelism cuts in as many as it has parts."""
+    stacks = [_in_blocks(geometry) for geometry in geometries.shared]
+    return [replace(each, stack=stacks[geometries.index[number]]) for number, each in enumerate(parameters)]
+
+
+def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
+    """What is said of blocks: how many of the matrices before are in blocks after, and what that means."""
+    if options.tensor_parallel != "blockwise":
+        return ""
+    pairs = zip(before, after, strict=True)
+    cut = sum(len({*old.stack.matrices} - {*new.stack.matrices}) for old, new in pairs if old.stack != new.stack)
+    return (
+        f"tensor_parallel = 'blockwise' is inexact: of {cut:,} matrices that tensor parallelism cuts, each block is "
+        "orthogonalized as a matrix of its own"
+    )
+
+
+def _in_blocks(geometry: Geometry) -> MatrixStack:
+    stack, layout = geometry.stack, geometry.layout
+    if not geometry.cut_by_peers:
+        return stack
+    down, parts = _parts(layout, stack.row_dims)
+    found: list[MatrixRows] = []
+    for index, matrix in enumerate(stack.matrices):
+        cut = index in geometry.cut_by_peers
+        found += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
+    return replace(stack, matrices=tuple(found))
+
+
+def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
+    """Whether tensor parallelism cuts rows, and which rows, or columns, the ranks at each place of its axis store."""
+    axis, shape = layout.tensor_parallel, layout.shape
+    assert axis is not None, "tensor parallelism cuts what is in blocks"
+    placement = layout.placements[axis]
+    assert not isinstance(placement, Replicate), "a tensor that every rank has whole is not cut"
+    dim = placement.dim
+    # All ranks of a place together: FSDP has cut its rows among them, evenly spaced ones where it came first.
+    along = [
+        range(1 if isinstance(other, Replicate) or other.dim != dim else size)
+        for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
+    ]
+    parts = []
+    for place in along[axis]:
+        coordinates = product(*along[:axis], (place,), *along[axis + 1 :])
+        stored = merged(sorted(interval for at in coordinates for interval in region(layout, at)[dim]))
+        dims = [stored if other == dim else merged([Interval(0, size)]) for other, size in enumerate(shape)]
+        side = slice(row_dims) if dim < row_dims else slice(row_dims, None)
+        parts.append(flattened(dims[side], shape[side]))
+    return dim < row_dims, parts
+
+
+def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
+    """What each part has of a matrix, where it has any."""
+    cols = matrix.cols or (Interval(0, col_count),)
+    for place, part in enumerate(parts):
+        label = f"{matrix.label}/tp{place}"
+        if down and (rows := _within(matrix.rows, matrix.row_step, part)):
+            yield replace(matrix, label=label, rows=rows)
+        elif not down and (kept := _within(cols, matrix.col_step, part)):
+            yield replace(matrix, label=label, cols=kept)
+
+
+def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
+    """Every `step`-th index of the wanted intervals, counted from each one's first, that is in the part."""
+    found = []
+    for start, stop in wanted:
+        for low, high in part:
+            # From one of the counted indices on: the interval is counted from its own first from here on.
+            first, last = start + step * max(0, -(-(low - start) // step)), min(stop, high)
+            if first < last:
+                found.append(Interval(first, last))
+    return tuple(found)

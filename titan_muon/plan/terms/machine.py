@@ -1,0 +1,156 @@
+"""Machines: what products, memory, links and launches cost a rank, by public numbers or by measured ones."""
+
+# Rates are what runs reach, not what data sheets promise: a plan that counts on more would hide communication behind
+# Newton-Schulz that is over sooner than it says, or the other way round.
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ...options import Machine as MachineOptions
+from ...options import OptionError
+from .work import Work
+
+LARGE_SIDE = 8192
+"""Smaller side of the products whose rate a machine is described by."""
+LAUNCHES = 20
+"""Of a batch of matrices: five steps of three products, and the passes that normalize it."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes that a rank sends in a second, and receives; seconds that a collective takes however little it carries."""
+
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the ranks of a job can do, all alike.
+
+    Attributes:
+        name: what a recipe calls it.
+        ranks_per_node: ranks that `node` joins; ranks of different nodes are joined by `network`.
+        flops: FLOP/s of large products, by dtype.
+        half_side: smaller side of products that reach about half of that rate.
+        memory: bytes that a rank's memory reads and writes in a second, together.
+        node: links between ranks of one node.
+        network: links between ranks of different nodes.
+        launch: seconds that a launch takes however little it computes.
+    """
+
+    name: str
+    ranks_per_node: int
+    flops: Mapping[str, float]
+    half_side: int
+    memory: float
+    node: Link
+    network: Link
+    launch: float
+
+    def rate(self, dtype: str, side: int) -> float:
+        """FLOP/s of products whose smaller side is `side`."""
+        # Tiles at the borders, and the products' start and end, weigh less the larger a product is.
+        share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
+        return self.flops[dtype] * min(1.0, share)
+
+    def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
+        """Time to orthogonalize `count` matrices of one shape together, `side` the smaller of their sides.
+
+        Of slices of matrices too, with the collectives among their owners, for which nothing else is done.
+        """
+        computed = max(count * work.flops / self.rate(work.dtype, side), LAUNCHES * self.launch)
+        if work.team is None:
+            return computed
+        return computed + count * (work.team.sent / self.node.bandwidth + work.team.calls * self.node.latency)
+
+    def pass_seconds(self, moved: float) -> float:
+        """Time of element-wise launches that read and write so many bytes in all; without any there is no launch."""
+        return moved / self.memory + self.launch if moved else 0.0
+
+
+def _flops(large: float, float32: float) -> dict[str, float]:
+    return {"bfloat16": large, "float16": large, "float32": float32}
+
+
+# 400 Gb/s for each GPU are 50 GB/s, of which NCCL's all-to-all reaches 45 and 15 us between nodes (NVIDIA/nccl-tests,
+# PERFORMANCE.md, says how its bus bandwidth is read). NVLink: data sheets of the GPUs, 600, 900, 900 and 1,800 GB/s
+# both ways together, of which all-to-all reaches about 80 %.
+_NETWORK = Link(45e9, 15e-6)
+
+MACHINES: Mapping[str, Machine] = {
+    machine.name: machine
+    for machine in (
+        # NVIDIA H100 data sheet: 989 TFLOP/s dense bfloat16, 67 float32, 3.35 TB/s; large products sustain about 700.
+        Machine("h100x8", 8, _flops(700e12, 50e12), 280, 3.0e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
+        # One H200, measured with plain products and copies: 790 TFLOP/s and 4.3 TB/s (data sheet: 989 and 4.8).
+        Machine("h200x8", 8, _flops(790e12, 50e12), 280, 4.3e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
+        # NVIDIA DGX B200 data sheet: 2,250 TFLOP/s dense bfloat16 and 75 float32 for each GPU, 8 TB/s.
+        Machine("b200x8", 8, _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6), _NETWORK, 4e-6),
+        # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
+        Machine("a100x8", 8, _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6), _NETWORK, 5e-6),
+        # One core with bfloat16 instructions, and gloo on one host; float16 has no instructions there.
+        Machine("cpu", 8, {**_flops(700e9, 150e9), "float16": 150e9}, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6),
+    )
+}
+"""By the names that `machine.name` takes, `auto` aside."""
+
+
+def machine_of(options: MachineOptions, device: str = "cuda", measured: str | None = None) -> Machine:
+    """The machine that options describe, for ranks on a type of device.
+
+    `measured` is the text of the file that the options name. What an option says comes before what was measured, and
+    that before the named machine. Raises OptionError for a file that is no machine.
+    """
+    name = options.name if options.name != "auto" else "cpu" if device == "cpu" else "h100x8"
+    machine = MACHINES[name]
+    if measured is not None:
+        machine = _measured(machine, str(options.file), measured)
+    return _said(machine, options)
+
+
+def _said(machine: Machine, options: MachineOptions) -> Machine:
+    def said(value: float | None, unit: float, otherwise: float) -> float:
+        return otherwise if value is None else value * unit
+
+    flops, node, network = machine.flops, machine.node, machine.network
+    large = {name: said(options.tflops, 1e12, flops[name]) for name in ("bfloat16", "float16")}
+    return replace(
+        machine,
+        ranks_per_node=machine.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
+        flops={**large, "float32": said(options.tflops_float32, 1e12, flops["float32"])},
+        memory=said(options.memory_gb, 1e9, machine.memory),
+        node=Link(said(options.node_gb, 1e9, node.bandwidth), said(options.node_latency_us, 1e-6, node.latency)),
+        network=Link(
+            said(options.network_gb, 1e9, network.bandwidth), said(options.network_latency_us, 1e-6, network.latency)
+        ),
+        launch=said(options.launch_us, 1e-6, machine.launch),
+    )
+
+
+def _measured(machine: Machine, file: str, text: str) -> Machine:
+    """The machine with the numbers of a file that benchmarks/gpu/links.py wrote."""
+    try:
+        found = json.loads(text)
+        # links.py also writes a report that has the machine in it, beside the times that it was read off.
+        found = found.get("machine", found)
+        flops = {name: float(found["flops"][name]) for name in ("bfloat16", "float16", "float32")}
+        machine = replace(machine, flops=flops, memory=float(found["memory_bandwidth"]))
+        return _with_links(machine, found)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        problem = f"= {file!r} is not a machine as `make gpu` writes it ({error!r}); measure again"
+        raise OptionError("machine.file", problem) from error
+
+
+def _with_links(machine: Machine, found: Mapping[str, Any]) -> Machine:
+    if found["bandwidth"] is None:
+        return machine
+    link, here = Link(float(found["bandwidth"]), float(found["latency"])), int(found["ranks_per_node"])
+    # Ranks of one node say nothing of the network; ranks of several were slowed down by it.
+    if int(found["ranks"]) > here:
+        return replace(machine, ranks_per_node=here, network=link)
+    return replace(machine, node=link)

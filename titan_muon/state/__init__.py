@@ -1,0 +1,1 @@
+"""Momentum: where it is stored, how it is moved to the host, and how it is saved."""

@@ -1,0 +1,1 @@
+"""The stages of a step on this rank's tensors."""

@@ -1,0 +1,79 @@
+"""The element-wise parts of a Muon step, on whatever part of a parameter is at hand."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..options import OptionError
+
+Tensors = tuple[Tensor, ...] | list[Tensor]
+
+
+def lr_scale(name: str, rows: int, cols: int) -> float:
+    """Factor on the learning rate for a rows x cols matrix. Raises OptionError for an unknown name."""
+    factors = {
+        # The root mean square of AdamW's updates (Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982).
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
+        # Keller Jordan, 2024.
+        "original": math.sqrt(max(1, rows / cols)),
+        # Bernstein, "Deriving Muon", 2025; Yang et al., arXiv:2310.17813.
+        "spectral": math.sqrt(rows / cols),
+    }
+    if name not in factors:
+        raise OptionError("lr_scale", f"= {name!r} is not one of {', '.join(factors)}")
+    return factors[name]
+
+
+def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+    """Advance exponential moving averages in place and copy what Muon orthogonalizes into `packed`, in its dtype.
+
+    With `nesterov` that is the gradient blended with its average, otherwise the average itself. `packed` is empty where
+    nothing is orthogonalized from here. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. The
+    averages have one dtype and the gradients one, maybe another: the arithmetic is in the wider one.
+    """
+    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
+    wide_grads, advanced = converted(grads, wide), converted(averages, wide)
+    torch._foreach_lerp_(advanced, wide_grads, 1 - decay)
+    if advanced is not averages:
+        torch._foreach_copy_(averages, advanced)
+    if packed:
+        _pack(wide_grads, advanced, packed, decay, nesterov)
+
+
+def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+    """Copy into `packed` what `momentum` will, bit for bit, and leave the averages as they are."""
+    wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
+    wide_grads = converted(grads, wide)
+    advanced = torch._foreach_lerp(converted(averages, wide), wide_grads, 1 - decay)
+    _pack(wide_grads, advanced, packed, decay, nesterov)
+
+
+def _pack(grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
+    torch._foreach_copy_(packed, torch._foreach_lerp(grads, advanced, decay) if nesterov else advanced)
+
+
+def apply(
+    params: Tensors, updates: Tensors, lr: float, scale: float, weight_decay: float, scratch: Tensors = ()
+) -> None:
+    """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
+
+    The parameters have one dtype and the updates one; `scratch` takes the updates in that of the parameters, if it is
+    there.
+    """
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    if scratch:
+        # On a GPU, operators on lists of mixed dtypes launch a kernel for each tensor; copies alone do not.
+        torch._foreach_copy_(scratch, updates)
+    torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
+
+
+def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
+    """Tensors of one dtype in another one: copies made in one call, for the same reason, or the tensors themselves."""
+    if tensors[0].dtype == dtype:
+        return tensors
+    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(made, tensors)
+    return made

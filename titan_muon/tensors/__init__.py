@@ -1,0 +1,1 @@
+"""A parameter on this rank: its layout, its matrices and its storage."""

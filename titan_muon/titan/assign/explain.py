@@ -1,0 +1,301 @@
+"""A run's optimizers in words: which takes which parameter and why, what Muon's plan costs, and what each rank owns."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cache
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_muon.options import Split
+from titan_muon.owned import is_owned
+from titan_muon.owned.param import held_elements, holders, peer_elements
+from titan_muon.plan import Plan, Summary
+from titan_muon.plan.cost.replicas import ReplicaTraffic
+from titan_muon.plan.cost.timeline import Timeline
+from titan_muon.plan.owned.ownership import OwnedTotals, load_lines
+from titan_muon.plan.terms.groups import Assembly, assemblies
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.types import MatrixStack
+from titan_muon.tensors.matrices import stack_of
+from titan_muon.titan.assign.doubts import doubts, family, matrix_shapes, split_lines
+from titan_muon.titan.assign.rules import Assignment, splits_with
+
+LONG_TAIL = 0.1
+"""Part of a step behind all Newton-Schulz that is worth a line."""
+OWNERS_SHOWN = 16
+"""Lines of the owners' table unless all are asked for."""
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A line of the parameter table."""
+
+    name: str
+    shape: str
+    optimizer: str
+    matrices: str
+    placement: str
+    reason: str
+
+
+HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
+
+
+def parameter_table(
+    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+) -> str:
+    """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
+    blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
+    counts: Counter[ParameterRow] = Counter()
+    for a in assigned:
+        # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
+        name = a.fqn if full else family(a.fqn)
+        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
+        counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
+    rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+    lines = [astuple(row) for row in (HEADER, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:
+    if stack is None:
+        return "-"
+    counts = Counter(matrix_shapes(assignment.shape, stack))
+    return ", ".join(f"{count} of {rows}x{cols}" for (rows, cols), count in counts.items())
+
+
+def _placement(parameter: Tensor, full: bool) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole on each rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
+    axes = zip(parameter.placements, names, mesh.shape, strict=True)
+    parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
+    if is_owned(parameter):
+        # Owners differ from layer to layer: named without `full`, they would keep a line for each layer.
+        parts.insert(0, f"owned by rank {', '.join(map(str, holders(parameter)))}" if full else "owned")
+    return ", ".join(parts) if parts else "whole"
+
+
+def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
+    """How much of the whole model each optimizer takes, what is split without being asked, and what looks wrong."""
+    total = sum(prod(a.shape) for a in assigned)
+    yield f"{total:,} parameters on {world_size} ranks"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        taken = [a for a in assigned if a.optimizer == optimizer]
+        share = 100 * sum(prod(a.shape) for a in taken) / total
+        what = f"{len(taken):,} tensors"
+        if optimizer == "muon":
+            # Not from the plan, which is of one pipeline rank.
+            every = splits_with(splits, assigned)
+            what = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in taken):,} matrices"
+        yield f"{optimizer}: {what}, {share:.1f} % of parameters"
+    yield from split_lines(assigned, splits)
+    yield from doubts(assigned, splits)
+
+
+def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
+    """What rounding does to the weights of each optimizer, if they are stored in bfloat16 alone."""
+    if torch.bfloat16 not in dtypes:
+        return
+    yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
+    lost = "rounds to the nearest, and loses updates of less than 0.2 % of a weight"
+    for optimizer in sorted({a.optimizer for a in assigned}):
+        stochastic = optimizer == "muon" and rounding == "stochastic"
+        yield f"  {optimizer} {'rounds stochastically, and keeps small updates on average' if stochastic else lost}"
+
+
+def stage_ranks(world_size: int, stages: int, stage: int) -> range:
+    """The ranks that have pipeline stage `stage` of `stages`."""
+    # TorchTitan's meshes have the pipeline as their outermost axis.
+    size = world_size // stages
+    return range(stage * size, (stage + 1) * size)
+
+
+def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
+    """Which part of the model is on which ranks, as the head of what is said of that part alone."""
+    stage, held = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
+    where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
+
+
+def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
+    """What a Muon step costs, how long it takes if it was played, and why an automatic choice fell as it did."""
+    if plan is None or summary is None:
+        return
+    exchanges = sorted({bucket.exchange for bucket in plan.buckets})
+    home = sum(1 for ranks in plan.home if ranks)
+    by = f" by {', '.join(exchanges)}" if exchanges else ""
+    yield f"Muon step: {home:,} matrices whole at home, {plan.whole_matrices - home:,} exchanged{by}"
+    ratio = summary.ns_flops_max / summary.ns_flops_lower_bound
+    path = f"{summary.ns_flops_max / 1e9:,.1f} GFLOP"
+    yield f"  Newton-Schulz   {path} on the longest path, {ratio:.3f} x the least possible"
+    if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
+        yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
+    yield from _method_lines(plan)
+    if exchanges:
+        yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
+        yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
+        yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
+    if kept := sum(bool(parameter.state_ranks) for parameter in plan.parameters):
+        most = max(cost.state_elements for cost in summary.ranks)
+        yield f"  momentum        of {kept:,} parameters on their owners alone, {most:,} elements on the fullest rank"
+    if timeline is not None:
+        yield from _time_lines(timeline)
+    if plan.reason:
+        yield f"  planned         {plan.reason}"
+    # The choice of an exchange has one reason, which each of its buckets carries.
+    for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
+        yield f"  exchange        {reason}"
+
+
+def replica_lines(traffic: ReplicaTraffic | None, chosen: str) -> Iterable[str]:
+    """One line if FSDP2 has replicas: what summing Muon's gradients over them sends, and what the other way would."""
+    if traffic is None:
+        return
+    scatters = chosen == "reduce_scatter"
+    sent, other = traffic.all_reduce, traffic.reduce_scatter
+    if scatters:
+        sent, other = other, sent
+    how = "reduce-scattered to where the momentum is; all-reduced they would be"
+    if not scatters:
+        how = 'all-reduced; muon.state = "owner" and muon.replica_gradients = "reduce_scatter" would send'
+    yield (
+        f"  over replicas   {sent / 2**20:,.1f} MiB of gradients from the busiest rank in each backward to "
+        f"{traffic.replicas} replicas, {_ms(sent / traffic.bandwidth)} of its link: {how} {other / 2**20:,.1f} MiB"
+    )
+
+
+def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
+    """One line if the step of a model with owned parameters communicates: what it sends, why, and what would not.
+
+    `skips`: whether ranks tell each other in each step which gradients there are (muon.missing_grad = "skip").
+    """
+    if plan is None or not any(map(is_owned, parameters.values())):
+        return
+    causes = Counter(_causes(plan, parameters))
+    if skips and any(len(ranks) > 1 for ranks in plan.home):
+        causes['muon.missing_grad = "skip" has copies compare their gradients; "error" would not'] = 0
+    if causes:
+        said = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
+        yield f"owned, and yet the step communicates: {said}"
+
+
+def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
+    """One line if matrices rest whole on one of the ranks that tensor parallelism cuts them for: what that sends.
+
+    `gathered` and `reduced` are bytes of an element on its way to compute, and of its gradient.
+    """
+    sent, count = Counter[int](), 0
+    for parameter in parameters.values():
+        found = peer_elements(parameter) if isinstance(parameter, DTensor) else {}
+        sent.update(found)
+        count += bool(found)
+    if count:
+        most = max(sent.values()) / 2**20
+        yield (
+            f'owned, whole across tensor parallelism (placement.tensor_parallel = "whole"): {count:,} parameters take '
+            f"{most * gathered:,.1f} MiB from the busiest rank to its peers in forward, as many in backward, and "
+            f'{most * reduced:,.1f} MiB of gradients back; with "peers" the step would exchange them instead'
+        )
+
+
+def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
+    """Of each matrix that is exchanged: why, and the setting with which it would not be."""
+    geometries = Geometries(plan.parameters)
+
+    @cache
+    def repeated(geometry: int) -> tuple[Assembly, ...]:
+        return assemblies(geometries.shared[geometry], split=False)
+
+    for index, matrix in enumerate(plan.matrices):
+        if plan.home[index] or (matrix.slice is not None and matrix.slice.place > 0):
+            continue
+        fqn = plan.parameters[matrix.parameter].fqn
+        # Were it at home if copies repeated the work, it travels for their sake alone.
+        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].home:
+            yield 'muon.replicas shares out copies; "redundant" would not'
+        elif is_owned(parameters[fqn]):
+            yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
+        else:
+            name = family(fqn)
+            yield f'{name} is sharded; a placement.rule with "owned" or an optimizer.rule with "adamw" would not'
+
+
+def _time_lines(timeline: Timeline) -> Iterable[str]:
+    """How long the step takes by the timeline, on the rank that is done last, and what it cannot be below."""
+    last = timeline.last
+    parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
+    yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
+    yield f"  limit           Newton-Schulz {_ms(timeline.least)}, busiest link {_ms(timeline.link)}"
+    hidden = {
+        "none": "",
+        "backward": "  in backward     {} of gathers are hidden before the step if backward is as long; ",
+        "forward": "  in forward      {} of results and updates are hidden behind the step if forward is as long; ",
+    }[timeline.overlap]
+    if timeline.hidden is not None:
+        yield hidden.format(_ms(timeline.hidden)) + f"in the step {_ms(timeline.exposed)} of the exchange stay exposed"
+    elif timeline.tail > LONG_TAIL * last.seconds:
+        yield f"  way back        {_ms(timeline.tail)} of results and updates behind all Newton-Schulz (muon.overlap)"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms"
+
+
+def _method_lines(plan: Plan) -> Iterable[str]:
+    """Which algorithm orthogonalizes which shapes, and why."""
+    wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
+    counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
+    for index in dict.fromkeys(index for index, _ in counts):
+        work = plan.works[index]
+        which = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
+        yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
+
+
+def owner_loads(
+    parameters: Mapping[str, Tensor], summary: Summary | None, ranks: Iterable[int]
+) -> dict[int, OwnedTotals]:
+    """What each of the ranks owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
+    owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
+    if summary is None or not owned:
+        return {}
+    matrices, held = Counter[int](), Counter[int]()
+    for parameter in owned:
+        for rank, elements in held_elements(parameter).items():
+            # Of a stack, experts: an owner of one of them has no more to do than one of a matrix.
+            matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
+            held[rank] += elements * parameter.element_size()
+    # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
+    # owned: a rank without an owned matrix may still have work.
+    flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
+    return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in ranks}
+
+
+def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
+    """How even the owners are, and how many ranks own nothing."""
+    if not loads:
+        return
+    held = [load.bytes for load in loads.values()]
+    most, mean = max(held), sum(held) / len(held)
+    yield f"owned: {most / 2**20:,.1f} MiB at rest on the fullest of {len(held):,} ranks, {most / mean:.3f} x the mean"
+    if idle := sum(1 for load in loads.values() if load.matrices == 0):
+        total = sum(load.matrices for load in loads.values())
+        yield f"  {idle:,} ranks own nothing: there are {total:,} matrices for {len(held):,} ranks"
+
+
+def owner_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:
+    """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
+    yield from owner_summary(loads)
+    table = list(load_lines(loads)) if loads else []
+    shown = len(table) if full else OWNERS_SHOWN + 1
+    yield from (f"  {line}" for line in table[:shown])
+    if len(table) > shown:
+        yield f"  ... {len(table) - shown:,} lines more with --full"

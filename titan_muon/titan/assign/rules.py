@@ -1,0 +1,162 @@
+"""Which optimizer takes which parameter, with the reason: a recipe's rules, then roles, then names, then shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from titan_muon import registry
+from titan_muon.options import Split
+from titan_muon.tensors.matrices import split_of
+from titan_muon.titan.assign.roles import Role, Seen
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Rule
+
+
+@dataclass(frozen=True)
+class Default:
+    """Where no rule matches: parameters in a role, or without one whose name matches the glob `match`, go to an
+    optimizer, because of `reason`."""
+
+    match: str
+    optimizer: str
+    reason: str
+    role: Role = ""
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The optimizer that takes a parameter. `rule` is the index of the rule that decided, or None for a default.
+
+    `role` and `split` are what the model's modules say of it.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    optimizer: str
+    reason: str
+    rule: int | None
+    role: Role = ""
+    split: Split | None = None
+
+
+EMBEDDING, HEAD = "embedding: its rows are looked up, not multiplied", "output head"
+# By role, since no shape tells them apart: these are matrices that Muon is not meant for (Keller Jordan, 2024).
+BY_ROLE = (
+    Default("", "adamw", EMBEDDING, "embedding"),
+    Default("", "adamw", HEAD, "head"),
+    Default("", "adamw", "factor of LoRA: of low rank", "lora"),
+    Default("", "adamw", "convolution: a rule and a split in dims give it to Muon", "convolution"),
+    Default("", "adamw", "scale of a norm", "norm"),
+    Default("", "adamw", "biases, one vector beside the other", "bias"),
+    Default("", "adamw", "table: its rows are added or looked up, not multiplied", "table"),
+    Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
+)
+# By name where modules say nothing, as of shapes alone.
+BY_NAME = (
+    Default("*embed*", "adamw", EMBEDDING),
+    Default("*lm_head*", "adamw", HEAD),
+    # Without a star before it: hidden layers have projections called output too.
+    Default("output.weight", "adamw", HEAD),
+)
+
+
+def default_rules(router: str = "adamw") -> tuple[Default, ...]:
+    """What a recipe leaves open, before shapes decide. `router` takes the gates of mixtures of experts."""
+    reason = "router of a mixture of experts (optimizer.router)"
+    routers = Default("", router, reason, "router"), Default("*.router.*weight", router, reason)
+    return (*BY_ROLE, *BY_NAME, *routers)
+
+
+def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple[Split, ...]:
+    """The recipe's splits, and those of known fused layouts that Muon takes and no split of the recipe matches."""
+    taken = [a for a in assigned if a.optimizer == "muon" and a.split is not None]
+    return (*known, *(a.split for a in taken if a.split is not None and split_of(a.fqn, known) is None))
+
+
+def assign(
+    parameters: Mapping[str, Seen],
+    rules: Sequence[Rule],
+    defaults: Sequence[Default] | None,
+    *,
+    all_rules: bool = True,
+) -> tuple[Assignment, ...]:
+    """An optimizer for each parameter, from the first rule that matches its name.
+
+    What no rule matches follows `defaults`, by role and then by name, and then its shape: Muon takes matrices, stacks
+    of experts and known fused layouts, AdamW the rest. With `defaults` None there is nothing to follow. Raises
+    RecipeError naming the parameters that nothing matches and, with `all_rules`, the rules that take nothing.
+    """
+    assigned = tuple(_assign_one(fqn, seen, rules, defaults or ()) for fqn, seen in parameters.items())
+    if all_rules:
+        _refuse_unused(rules, assigned)
+    undecided = [a.fqn for a in assigned if a.rule is None] if defaults is None else []
+    if undecided:
+        raise RecipeError(
+            f"optimizer.rule: no rule matches {', '.join(undecided[:5])}{' ...' if len(undecided) > 5 else ''} "
+            f"({len(undecided)} parameters); add a rule, or set optimizer.defaults = true"
+        )
+    return assigned
+
+
+def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> None:
+    # A misspelt glob would otherwise train its parameters under the defaults, and nothing would tell.
+    used = {assignment.rule for assignment in assigned}
+    unused = [rule.match for index, rule in enumerate(rules) if index not in used]
+    if unused:
+        raise RecipeError(
+            f"optimizer.rule: {', '.join(map(repr, unused))} takes no parameter: nothing has such a name, or "
+            "rules before it take all that have; correct it, move it up or remove it"
+        )
+
+
+def _assign_one(fqn: str, seen: Seen, rules: Sequence[Rule], defaults: Sequence[Default]) -> Assignment:
+    def to(optimizer: str, reason: str, rule: int | None = None) -> Assignment:
+        return Assignment(fqn, seen.shape, optimizer, reason, rule, seen.role, seen.split)
+
+    # fnmatchcase, not fnmatch: that one folds case on some systems, and the same recipe would train otherwise there.
+    for index, rule in enumerate(rules):
+        if fnmatchcase(fqn, rule.match):
+            return to(rule.optimizer, f"optimizer.rule[{index}] {rule.match!r}", index)
+    # A vector is one whatever its name is, and a name says nothing where the module has spoken.
+    for default in defaults if len(seen.shape) > 1 else ():
+        if default.role == seen.role if seen.role else fnmatchcase(fqn, default.match):
+            return to(default.optimizer, default.reason)
+    return to(*_by_shape(fqn, seen))
+
+
+def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
+    shape = seen.shape
+    if len(shape) < 2:
+        return "adamw", "vector: norm, bias or scale"
+    if seen.split is not None:
+        return "muon", f"known layout: {seen.split.dims}"
+    if len(shape) == 2:
+        return ("adamw", "vector: one row or column") if 1 in shape else ("muon", "hidden matrix")
+    # A 3D tensor alone is no stack: the weight of a 1D convolution is one too, and its slices are no matrices.
+    if len(shape) == 3 and (seen.role == "experts" or "expert" in fqn):
+        return "muon", "stack of expert matrices"
+    return "adamw", f"{len(shape)}D and not a stack of experts"
+
+
+def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """What holds for all of each optimizer that has no table in the recipe; its rules must agree on that."""
+    agreed: dict[str, dict[str, Any]] = {}
+    for index, rule in enumerate(rules):
+        name, place = rule.optimizer, f"optimizer.rule[{index}]"
+        try:
+            shared = registry.optimizers.get(name).shared
+        except ValueError as error:
+            raise RecipeError(f"{place}.{error}") from error
+        for key, value in rule.options.items():
+            # What the recipe alone has in Muon's table the registry does not know.
+            if key not in shared and (name != "muon" or key not in ("buffer_gib", "replica_gradients")):
+                continue
+            said = f"{place}.options.{key}: {key} holds for all of {name}"
+            if name in tables:
+                raise RecipeError(f"{said}; set {name}.{key}")
+            if agreed.setdefault(name, {}).setdefault(key, value) != value:
+                raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
+    return agreed
