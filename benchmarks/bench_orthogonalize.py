@@ -266,7 +266,7 @@ def share(what: str, bench: Bench) -> Iterator[Row]:
     plan = build_meta_model(load(ROOT / f"configs/{model}_muon.toml", []), int(world), bench.device.type).plan
     assert plan is not None, f"{model} has Muon parameters"
     program = make_program(plan, int(rank))
-    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
+    parts = [run.matrices for run in program.buckets]
     chosen = [stack for part in parts for stack in batches(part, plan.matrices, plan.works)]
     shapes = [(len(stack), plan.matrices[stack[0]].rows, plan.matrices[stack[0]].cols) for stack in chosen]
     whole = [torch.randn(shape, device=bench.device).bfloat16() for shape in shapes]

@@ -155,8 +155,8 @@ def measured(case: Case, repeats: int, profile: bool) -> Cost:
                 for _ in range(repeats):
                     muon.step()
             pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-        program = muon._built.planned.program
-        pieces = len(program.home) + sum(len(run.stored) for run in program.buckets)
+        program = muon.engine.rank.program
+        pieces = sum(len(run.stored) for run in program.buckets)
         ours, theirs = (median(column) for column in zip(*turns, strict=True))
         return Cost(len(muon.plan.parameters), pieces, ours, theirs)
 

@@ -33,14 +33,14 @@ def main(folder: Path) -> dict[str, list[str]]:
         from benchmarks.rehearsal.training import rehearse
         from titan_muon.comm.exchange import Exchange
         from titan_muon.state.host import Window
-        from titan_muon.step.executor import Executor
+        from titan_muon.step.stages import RankStages
         from titan_muon.titan.dry_run.report import report
 
         kept: list[torch.Tensor] = []
-        wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, Executor.finish
+        wait, gather, call, finish = Exchange.wait, Exchange.gather, ChunkedLossWrapper.__call__, RankStages.end
 
-        def item(self: Executor) -> None:
-            self._exchange.buckets[0].stored[0].view.sum().item()
+        def item(self: RankStages) -> None:
+            self.buffers.buckets[0].stored[0].view.sum().item()
             finish(self)
 
         def keeps(self: Exchange, index: int) -> None:
@@ -102,7 +102,7 @@ def main(folder: Path) -> dict[str, list[str]]:
             "tensor parallel": right(**parallel),
             "clipped": right(model__name="deepseek_v3", model__flavor="tiny", qk_clip__mode="clip"),
             "same": list(collective_faults([first, seen(4)])),
-            "item": said(mock.patch.object(Executor, "finish", item)),
+            "item": said(mock.patch.object(RankStages, "end", item)),
             "kept": said(mock.patch.object(Exchange, "wait", keeps)),
             "skipped": list(collective_faults([first, seen(4, mock.patch.object(Exchange, "gather", skips))])),
             "mixed": said(mock.patch.object(ChunkedLossWrapper, "__call__", mixes), **parallel),

@@ -1,14 +1,14 @@
 """Muon for any layout of its parameters: a torch.optim.Optimizer that runs a plan.
 
-The plan is made once, at construction (`build.py`). A step runs it, in the stages that `Muon.step` shows.
+The plan is made once, at construction. A step runs it by the engine (`engine.py`), stage by stage (`step/stages.py`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import fields, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from typing import Any
 
@@ -17,21 +17,21 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import registry
-from .build import Built, build, faults_here, plan_changed, plan_rank, rebuild, report_of
 from .comm.agreement import Agreement
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .comm.replicas import not_copies
-from .features.late import Deferred
+from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
-from .plan.terms.schedule import Act
+from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
+from .planning import check_storage, device_of, plan_of
 from .state.groups import checked
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, moved, with_states
 from .state.saved import saved_averages
-from .step.gradients import Gradients, gradients
-from .step.scaling import Scaling
+from .step.feature import Feature
+from .step.gradients import Step
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params
 
@@ -102,32 +102,32 @@ class Muon(Optimizer):
         self._collectives = registry.exchange_entry(options.exchange).collectives
         self._rank = dist.get_rank() if dist.is_initialized() else 0
         self._agreement = Agreement()
-        self.deferred = Deferred(active=options.overlap == "forward")
-        self._build: Built | None = None
+        self._engine: Engine | None = None
         # A rank may have no matrix where others have some; torch refuses an empty list, but not an empty group.
         given_params = list(params) or [{"params": [], "param_names": []}]
         super().__init__(given_params, {name: getattr(options, name) for name in HYPERPARAMETERS})
-        self._plan_and_build()
+        self._build()
 
     @property
     def plan(self) -> Plan:
         """Who orthogonalizes which matrix, and how the pieces get there and back."""
-        return self._built.planned.plan
+        return self.engine.rank.plan
 
     @property
     def exchange(self) -> Exchange:
-        """Buffers, collectives, and the count of what they sent."""
-        return self._built.exchange
+        """The collectives, with a count of what they sent."""
+        return self.engine.rank.exchange
 
     @property
     def orthogonalized(self) -> int:
-        """Matrices that this rank orthogonalized in the last step."""
-        return self._built.executor.orthogonalized
+        """Number of matrices that this rank orthogonalized in the last step."""
+        return self.engine.rank.orthogonalized
 
     @property
-    def _built(self) -> Built:
-        assert self._build is not None, "Muon was not built: its construction, or the loading of its state, has failed"
-        return self._build
+    def engine(self) -> Engine:
+        """The engine that runs this rank's part of the plan."""
+        assert self._engine is not None, "Muon was not built: its construction, or the loading of its state, has failed"
+        return self._engine
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -137,113 +137,98 @@ class Muon(Optimizer):
             closure: computes the loss and the gradients anew, if given.
 
         Returns:
-            What the closure returned.
+            The value that the closure returned.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.finish_step()
-        # Stage 1, check: what was wrong in the last step on one rank is an error on all, before anything changes.
-        grads = self._check_gradients()
-        built = self._built
-        executor, exchange, overlap, program = built.executor, built.exchange, built.overlap, built.planned.program
-        executor.begin(grads)
-        # The turns are the same on every rank, so every process group sees its collectives in one order. While a round
-        # is orthogonalized the next ones are being gathered, and earlier ones return.
-        for act, number in program.turns:
-            if act is Act.HOME:
-                # Stages 2, 4 and 6 of the matrices that are whole on this rank: they travel nowhere.
-                executor.step_home(grads)
-                continue
-            for bucket in program.rounds[number]:
-                if act is Act.GATHER:
-                    # Stage 2, momentum: on the parameter's own storage; what is offloaded comes before its stage and
-                    # goes back behind it. Stage 3, gather: pieces to their owners, unless they went in backward.
-                    overlap.gather(bucket, executor, grads)
-                elif act is Act.ORTHOGONALIZE:
-                    # Stage 4, orthogonalize: the owner's matrices, once whole. Stage 5, return: the mirror of stage 3.
-                    exchange.wait(bucket)
-                    executor.orthogonalize(bucket, grads)
-                    exchange.return_results(bucket)
-                else:
-                    # Stage 6, apply: decay and update, on the parameter's own storage; or in the next forward.
-                    self.deferred.apply(bucket, built, grads)
-        # Stage 7, tell: what was missing or not finite is on its way to all ranks, for the check of the next step.
-        executor.finish()
-        overlap.finish()
-        self.deferred.end(built)
+        self.engine.flush()
+        step = self._checked()
+        self.engine.run(step, *self._features_of_step())
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
         return loss
 
-    def overlap(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
         """Put the last backward before a step in this context: by `overlap = "backward"`, gathers start in it.
 
         All ranks enter it together, and leave gradients as they are until the step. Otherwise nothing happens.
         """
-        built = self._built
-        return built.overlap.backward(built.planned, built.executor)
+        with ExitStack() as stack:
+            for feature in self.engine.features:
+                stack.enter_context(feature.backward())
+            yield
 
     def finish_step(self) -> None:
         """Apply what the last step has left to the next forward, by `overlap = "forward"`. Otherwise nothing happens.
 
-        For whoever reads or writes weights in between, but for state dicts, which do so by themselves.
+        For code that reads or writes weights before that forward. State dicts do it by themselves.
         """
-        self.deferred.finish_all()
+        if self._engine is not None:
+            self._engine.flush()
 
-    def _check_gradients(self) -> Gradients:
-        """The gradients of this step, without those that are left alone. Raises ValueError on all ranks alike."""
-        built, params = self._built, self._built.planned.params
-        scaling = Scaling.asked_of(self, built.planned.device)
-        self.deferred.check(built, scaling)
-        built.overlap.settle()
-        found, elsewhere = faults_here(built, self.param_groups, self.state)
-        found = built.overlap.checked(found, params, scaling)
+    def _features_of_step(self) -> Iterator[Feature]:
+        """Features of this step alone: torch.amp.GradScaler sets `found_inf` for the time of a step."""
+        if getattr(self, "found_inf", None) is not None:
+            from .features.scaling import GradScaling
+
+            yield GradScaling(self, self.engine.rank)
+
+    def _checked(self) -> Step:
+        """The gradients of this step. Raises ValueError on all ranks alike, before anything changes."""
+        if getattr(self, "found_inf", None) is not None:
+            from .features.scaling import GradScaling
+
+            GradScaling.check(self._options)
+        engine, rank = self.engine, self.engine.rank
+        for feature in engine.features:
+            feature.ready()
+        found, moved = engine.faults(self.param_groups, self.state)
         if self._agrees_first:
-            # Before anything is exchanged: were one rank to skip or raise by itself, others would wait for its pieces.
+            # Before anything is exchanged: if one rank skipped or raised alone, others would wait for its shards.
             found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
-            self._raise_faults([max(pair) for pair in zip(found, built.faults.read(), strict=True)])
+            self._raise_faults([max(pair) for pair in zip(found, rank.report.read(), strict=True)])
         else:
-            # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without these
+            # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without the faulty
             # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
-            self._raise_faults(built.faults.read())
-            built.faults.add(found)
+            self._raise_faults(rank.report.read())
+            rank.report.add(found)
         stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
-        left = frozenset(index for index, fault in enumerate(found) if fault not in stepped)
-        if STORAGE_FAULTS.isdisjoint(found) and elsewhere:
-            # Such as after `param.data = ...`: the step follows, since views of the old storage would train that.
-            self._build = rebuild(built, params, self._options)
-        return gradients(params, built.planned.plan.parameters, left, scaling)
+        excluded = frozenset(index for index, fault in enumerate(found) if fault not in stepped)
+        if STORAGE_FAULTS.isdisjoint(found) and moved:
+            # For example after `param.data = ...`: views of the old storage would train the old weights.
+            self._engine = engine.rebuilt(rank.params, self._options, self._agreement)
+        return Step.of(rank.params, rank.plan.parameters, excluded)
 
     @property
     def _agrees_first(self) -> bool:
         """Whether the host asks the other ranks about gradients in each step, or has none to ask."""
-        # A parameter is left alone by all ranks only if they know before their momentum changes. And what is missing is
-        # sent as NaN, which must not get into the weights where NaN is let be.
-        options = self._options
-        return self._agreement.peers is None or options.missing_grad == "skip" or options.nonfinite == "propagate"
+        # All ranks exclude a parameter only if they know of it before their momentum changes.
+        return self._agreement.peers is None or self._options.missing_grad == "skip"
 
     def check_last_step(self) -> None:
-        """Raise ValueError for what was missing or not finite in the last step, as the next step would.
+        """Raise ValueError for gradients that were missing or not finite in the last step, as the next step would.
 
         All ranks call it together, and wait for the device: before weights are saved, and at the end of training.
         `state_dict` calls it. It also does what `finish_step` does.
         """
         self.finish_step()
-        if self._build is not None:
-            self._raise_faults(self._build.faults.read())
+        if self._engine is not None:
+            self._raise_faults(self._engine.rank.report.read())
 
     def _raise_faults(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults that are the same on all ranks; warn of those that the options allow."""
-        params = self._built.planned.params
+        rank = self.engine.rank
         chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
-        self._built.faults.clear()
-        self._built.executor.heal(faults)
-        self._built.overlap.abandon(faults)
-        check_faults(params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
-        if names := names_with(params, faults, Fault.NOT_FINITE):
+        rank.report.clear()
+        for feature in self.engine.features:
+            feature.told(faults)
+        rank.heal(faults)
+        check_faults(rank.params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
+        if names := names_with(rank.params, faults, Fault.NOT_FINITE):
             warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -254,7 +239,7 @@ class Muon(Optimizer):
         """
         # What was thawed has its momentum then, on the ranks that are to keep it.
         self._replanned()
-        current = {trained.param: trained.momentum for trained in self._built.planned.params}
+        current = {trained.param: trained.momentum for trained in self.engine.rank.params}
         found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {each.key: each for each in found}
         self._synchronize()
@@ -266,13 +251,13 @@ class Muon(Optimizer):
             copy_average(each.average, current[each.param], each.param)
             self.state[each.param]["momentum_buffer"] = current[each.param]
         if not self._replanned():
-            self._build = rebuild(self._built, self._trained_params(), self._options)
+            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreement)
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
-        changed = plan_changed(self._built.planned, self._trained_params())
-        if again := self._agreement.any_rank(changed):
-            self._plan_and_build()
+        again = self._agreement.any_rank(not self.engine.plans(self._trained_params()))
+        if again:
+            self._build()
         return again
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,17 +281,14 @@ class Muon(Optimizer):
         if not moves(self._options.offload, to):
             return
         self._synchronize()
-        self._options = with_offload(self._built.planned.plan, self._options, to)
-        planned = self._built.planned
-        params = moved(planned.params, planned.plan.parameters, self.state, self._options)
-        self._build = rebuild(self._built, params, self._options)
+        self._options = with_offload(self.plan, self._options, to)
+        params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
+        self._engine = self.engine.rebuilt(params, self._options, self._agreement)
 
     def _synchronize(self) -> None:
         """Have the host wait for the momentum that is on its way to it; gathers that backward launched are dropped."""
-        self.finish_step()
-        if self._build is not None:
-            self._build.overlap.cancel()
-            self._build.executor.residence.synchronize()
+        if self._engine is not None:
+            self._engine.flush(discard=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
@@ -315,33 +297,38 @@ class Muon(Optimizer):
     def close(self) -> None:
         """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
         self.finish_step()
-        self._build = None
+        self._engine = None
         self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group while the optimizer is built; later a ValueError, since the plan holds for all parameters."""
-        if self._build is not None:
+        if self._engine is not None:
             raise ValueError("Muon plans all its parameters at construction: build a new optimizer with the new group")
         super().add_param_group(param_group)
 
-    def _plan_and_build(self) -> None:
-        """Check the groups, create missing state, plan, agree and allocate: all that may fail, before any step."""
+    def _build(self) -> None:
+        """Check the groups, plan, agree and allocate: all that may fail, before any step."""
         self.finish_step()
-        # A new plan's buffers must not have to fit beside the old one's.
-        self._build = None
+        # The buffers of a new plan must not have to fit beside the old ones.
+        previous = () if self._engine is None else self._engine.features
+        self._engine = None
         self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
         params = self._agreement.together(self._trained_params)
         own = not_copies(params, self._agreement)
-        planned = self._agreement.together(lambda: plan_rank(params, self._options, self._rank, own))
-        planned = replace(planned, params=with_states(params, planned.plan.parameters, self.state, self._options))
-        report = report_of(planned, self._options, self.param_groups)
-        known = {
-            ranks: group
-            for trained in planned.params
-            for ranks, group in mesh_groups(trained.param, self._rank).items()
-        }
-        self._agreement.open(report, known, planned.device)
-        self._build = build(planned, self._options, self._collectives(), self._agreement)
+        plan, geometries = self._agreement.together(lambda: self._plan_of(params, own))
+        params = with_states(params, plan.parameters, self.state, self._options)
+        report = report_of(plan, geometries, params, self._options, self.param_groups)
+        known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, self._rank).items()}
+        self._agreement.open(report, known, device_of(params))
+        collectives = self._collectives()
+        self._engine = engine_of(plan, geometries, params, self._options, collectives, self._agreement, previous)
+
+    def _plan_of(self, params: Sequence[TrainedParam], own: Collection[str]) -> tuple[Plan, Geometries]:
+        """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""
+        plan = plan_of(params, self._options, own)
+        geometries = Geometries(plan.parameters)
+        check_storage(params, geometries, self._options, self._rank)
+        return plan, geometries
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         stochastic = self._options.rounding == "stochastic"

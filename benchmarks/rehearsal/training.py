@@ -136,11 +136,10 @@ class _Rehearsal:
             **self._states(),
         }
         if self.muon is not None:
-            built = self.muon._built
-            batches = built.executor.batches
+            rank = self.muon.engine.rank
             # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
-            found["exchange_buffers"] = _largest(built.exchange.buffers)
-            found["orthogonalization"] = _largest(batch.whole for batch in batches)
+            found["exchange_buffers"] = _largest(rank.buffers.tensors)
+            found["orthogonalization"] = _largest(batch.whole for batch in rank.batches)
         return found
 
     def _states(self) -> dict[str, Mapping[object, int]]:
@@ -165,7 +164,7 @@ def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
 def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
     """Operators of Muon's step whose number grows with that of its matrices: half of them need clearly fewer."""
     options = {field.name: getattr(muon._options, field.name) for field in fields(muon._options)}
-    if muon.deferred.active:
+    if muon._options.overlap == "forward":
         # No forward comes behind the steps of the half, which would refuse to leave anything to one.
         options["overlap"] = "none"
     named = [pair for group in muon.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]

@@ -10,7 +10,7 @@ from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
-from titan_muon.step.executor import Executor
+from titan_muon.step.stages import RankStages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -35,13 +35,13 @@ def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int,
 
 @needs_cuda_build
 def test_a_sync_in_a_step_on_fake_gpus_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = Executor.begin
+    begin = RankStages.begin
 
-    def waiting(executor: Executor, views: object) -> None:
-        begin(executor, views)
+    def waiting(rank: RankStages, views: object) -> None:
+        begin(rank, views)
         torch.ones(1, device="cuda").item()
 
-    monkeypatch.setattr(Executor, "begin", waiting)
+    monkeypatch.setattr(RankStages, "begin", waiting)
     with fake_gpu(), fake_rank(2, 0), pytest.raises(DeviceSync):
         parity.check_exchange("all_to_all", parity.FLOAT32, CUDA, has_values=False)
 
@@ -62,8 +62,8 @@ def test_a_group_that_a_step_makes_is_a_fault() -> None:
 
 
 def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
-    apply = Executor.apply
-    Executor.apply = lambda executor, bucket, views: None if rank == 1 else apply(executor, bucket, views)  # type: ignore[method-assign]
+    apply = RankStages.apply
+    RankStages.apply = lambda stages, bucket, step: None if rank == 1 else apply(stages, bucket, step)  # type: ignore[method-assign]
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 

@@ -15,22 +15,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..comm.exchange import Exchange
 from ..comm.faults import Fault, FaultReport
-from ..comm.step_memory import StepMemory
 from ..options import OptionError
-from ..plan.program import Program
-from ..plan.terms.schedule import Act
-from ..step.executor import Executor, RankPlan
-from ..step.gradients import Gradients, grad_matrix
-from ..step.scaling import Scaling
+from ..plan.program import replicated_plain
+from ..plan.terms.types import Plan
+from ..step.feature import Feature
+from ..step.gradients import Step, grad_matrix
+from ..step.stages import RankStages, Stages
 from ..tensors.storage import TrainedParam, placement_key
 
 
@@ -67,190 +65,209 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
     return torch.stack(torch._foreach_norm(rows, 2, dtype=torch.float32))
 
 
-class Overlap:
-    """The gathers of a step, those of the first rounds in the backward before it.
+class EarlyGathers(Feature):
+    """The gathers of the first rounds, launched in the backward before the step.
 
     Args:
-        planned: plan of the step, and this rank's part in it.
-        exchange: buffers and collectives of that part.
-        report: what was wrong in the step before.
-        active: whether any are launched in backward.
+        rank: stages of this rank.
 
     Attributes:
-        memory: the memory of the exchange's buffers, which backward and step take.
-        needed: for each of the first gathers the parameters that are packed for it here, ascending.
+        needed: for each of the first gathers, the parameters whose shards this rank packs for it, ascending.
     """
 
-    def __init__(self, planned: RankPlan, exchange: Exchange, report: FaultReport, *, active: bool) -> None:
-        self.exchange, self.report = exchange, report
-        self.memory = StepMemory(exchange.buffers)
-        self._ahead = first_gathers(planned.program) if active else ()
-        stored = [exchange.buckets[bucket].stored for bucket in self._ahead]
-        matrices = planned.plan.matrices
-        self.needed = [sorted({matrices[piece.matrix].parameter for piece in pieces}) for pieces in stored]
-        self._numbers = [torch.tensor(needed, device=planned.device, dtype=torch.int64) for needed in self.needed]
-        # By the place of a bucket: its gradients' first rows when they were packed.
+    def __init__(self, rank: RankStages) -> None:
+        self.first = rank.program.first_gathers
+        self.needed = [sorted(rank.parameters_of(bucket)) for bucket in self.first]
+        self._numbers = [torch.tensor(needed, device=rank.device, dtype=torch.int64) for needed in self.needed]
+        # By the place of a bucket: the first rows of its gradients when they were packed.
         self._rows: dict[int, Tensor | None] = {}
         self._launched = 0
         self._packed: dict[int, Packed] = {}
         self._changed: set[int] = set()
-        # Whether there was a backward for the next step, and whether what it launched is for nothing.
+        # Whether a backward was entered for the next step, and whether its gathers are to be discarded.
         self._entered = self._abandoned = False
-        self.module: Any = torch.get_device_module(planned.device)
-        # Of its own: on the stream of the gradients, those that FSDP reduces next would wait for the packing.
+        self.module: Any = torch.get_device_module(rank.device)
+        # On the stream of the gradients, packing would delay the next gradients that FSDP reduces.
         self._stream = self.module.Stream()
+        self._rank = rank
+
+    @staticmethod
+    def check(plan: Plan) -> None:
+        """Raise OptionError for gradients without a hook that fires after their reduction."""
+        plain = [plan.parameters[index].fqn for index in replicated_plain(plan)]
+        if plain:
+            raise OptionError(
+                "overlap",
+                f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose gradients "
+                "DistributedDataParallel reduces when their hooks have run; shard the model by fully_shard, or set "
+                "'none'",
+            )
+
+    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
+        """Skip the packing and the gather of the buckets that backward has launched."""
+        self._rank = rank
+
+        def advance(bucket: int, step: Step) -> None:
+            if not self._is_launched(bucket):
+                stages.advance(bucket, step)
+                return
+            self._compare(self.first.index(bucket), step)
+            # Nothing is packed, not even the NaN of a missing gradient, because the send buffer is in use.
+            rank.advance_parts([replace(each, packed=()) for each in rank.runs[bucket].advances], step)
+            rank.release(bucket, step)
+
+        def gather(bucket: int, step: Step) -> None:
+            if not self._is_launched(bucket):
+                stages.gather(bucket, step)
+
+        return stages._replace(advance=advance, gather=gather)
 
     @contextmanager
-    def backward(self, planned: RankPlan, executor: Executor) -> Iterator[None]:
-        """Meanwhile a backward launches gathers; they are for nothing if it raises. All ranks enter it together."""
-        self.cancel()
-        if not self._ahead:
+    def backward(self) -> Iterator[None]:
+        """Launch gathers in this backward. If it raises, they are discarded. All ranks enter it together."""
+        self.flush(discard=True)
+        if not self.first:
             yield
             return
         self._entered = self._abandoned = True
-        run, current = _Backward(self, planned, executor), self.module.current_stream()
+        run, current = _Backward(self, self._rank), self.module.current_stream()
         with ExitStack() as hooks:
             for index in sorted(set[int]().union(*self.needed)):
-                # FSDP calls them as autograd does: behind the reduction, on the stream of the reduced gradient.
-                hook = planned.params[index].param.register_post_accumulate_grad_hook(partial(run.ready, index))
+                # FSDP calls the hook after the reduction, on the stream of the reduced gradient.
+                hook = self._rank.params[index].param.register_post_accumulate_grad_hook(partial(run.ready, index))
                 hooks.callback(hook.remove)
             try:
                 yield
                 self._abandoned = False
             finally:
-                # Gradients may be freed from now on, and their memory used again, which their packing still reads.
+                # After this point gradients may be freed, and packing may still read their memory.
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
-        """The place among the first gathers of the one that comes next, or None if all are launched."""
-        return self._launched if self._launched < len(self._ahead) else None
+        """The place among the first gathers of the next one to launch; None if all are launched."""
+        return self._launched if self._launched < len(self.first) else None
 
-    def launch(self, executor: Executor, gradients: Gradients, packed: dict[int, Packed]) -> None:
+    def launch(self, step: Step, packed: dict[int, Packed]) -> None:
         """Launch the next gather, of these gradients."""
-        bucket = self._ahead[self._launched]
+        bucket, rank = self.first[self._launched], self._rank
         self._stream.wait_stream(self.module.current_stream())
         with self.module.stream(self._stream):
-            executor.pack_ahead(bucket, gradients)
-            self.exchange.gather(bucket)
-            self._rows[self._launched] = _first_rows(gradients.stored, self.needed[self._launched])
+            for each in rank.runs[bucket].advances:
+                for advance in rank.with_gradients(each, step):
+                    if advance.packed:
+                        grads = rank.source.grads(advance, step)
+                        rank.rule.pack(advance.averages, grads, advance.packed, advance.group)
+            rank.runs[bucket].repeats.run()
+            rank.exchange.gather(bucket)
+            self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Of a parameter in several buckets the first: if it changed before the last, the step sees that.
+        # Keep the record of the first bucket, so that the step detects a change made between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
-        """The gradient of a parameter has changed: too late if that was packed already."""
+        """Note that the gradient of a parameter has changed: too late if its shards were packed already."""
         if index in self._packed:
             self._changed.add(index)
 
     def begin(self, computing: Any) -> None:
         """Take the buffers, as memory of the stream that computes."""
         with self.module.stream(computing):
-            self.memory.take()
+            self._rank.buffers.memory.take()
         self._stream.wait_stream(computing)
 
-    def settle(self) -> None:
-        """Complete what was launched for nothing. All ranks come here at the same point of the program."""
+    def ready(self) -> None:
+        """Complete gathers that were launched for nothing. All ranks call it at the same point of the program."""
         if not self._abandoned:
             return
-        self.memory.take()
-        for bucket in self._ahead[self._launched :]:
-            self.exchange.gather(bucket)
-        for bucket in self._ahead:
-            self.exchange.wait(bucket)
-        self.memory.free()
-        self.finish()
+        rank = self._rank
+        rank.buffers.memory.take()
+        for bucket in self.first[self._launched :]:
+            rank.exchange.gather(bucket)
+        for bucket in self.first:
+            rank.exchange.wait(bucket)
+        rank.buffers.memory.free()
+        self.after()
 
-    def abandon(self, faults: Sequence[Fault]) -> None:
-        """What backward has launched is for nothing if there are faults, the same on all ranks; but for a step that
-        goes on with it."""
+    def told(self, faults: Sequence[Fault]) -> None:
+        """Discard the launched gathers if the step raises for faults, which are the same on all ranks."""
         self._abandoned = self._abandoned or (self._entered and any(faults))
 
-    def cancel(self) -> None:
-        """What backward has launched, if there was one, is for nothing. All ranks come here together."""
-        self._abandoned = self._entered
-        self.settle()
+    def flush(self, *, discard: bool = False) -> None:
+        """With `discard`, drop the gathers that backward has launched."""
+        if discard:
+            self._abandoned = self._entered
+            self.ready()
 
-    def checked(self, found: Sequence[Fault], params: Sequence[TrainedParam], scaling: Scaling | None) -> list[Fault]:
-        """The faults of a step, and those of gradients that are no longer what was packed.
-
-        Raises OptionError, on all ranks alike, for gradients that carry the scale of a GradScaler.
-        """
-        if self._entered and scaling is not None:
-            raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
+    def faults(self, found: Sequence[Fault]) -> Sequence[Fault]:
+        """Add a fault for each gradient that differs from what was packed."""
+        params = self._rank.params
         changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_of(params[i])}
-        # No longer kept alive: a step may release them.
+        # The records keep gradients alive, which the step may release.
         self._packed = {}
         return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(found)]
 
-    def gather(self, bucket: int, executor: Executor, gradients: Gradients) -> None:
-        """Stages 2 and 3 of a bucket in the step: what is left to be done of them."""
-        launched = bucket in self._ahead[: self._launched]
-        if launched:
-            self._compare(self._ahead.index(bucket), gradients)
-        executor.advance_momentum(bucket, gradients, packs=not launched)
-        if not launched:
-            self.exchange.gather(bucket)
-
-    def _compare(self, place: int, gradients: Gradients) -> None:
-        """Note on the device whose gradients were scaled since they were packed."""
-        # Neither foreach calls nor FSDP that adds to a DTensor change its version. Clipping scales all rows alike, so
-        # that one of them tells.
-        before, now = self._rows[place], _first_rows(gradients.stored, self.needed[place])
-        if before is not None and now is not None:
-            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
-
-    def finish(self) -> None:
-        """The step is done."""
+    def after(self) -> None:
+        """Forget the backward of this step."""
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
+    @property
+    def report(self) -> FaultReport:
+        """Faults of the step before."""
+        return self._rank.report
+
+    def _is_launched(self, bucket: int) -> bool:
+        return bucket in self.first[: self._launched]
+
+    def _compare(self, place: int, step: Step) -> None:
+        """Note on the device which gradients were scaled since they were packed."""
+        # Neither foreach calls nor FSDP, when it adds to a DTensor, change its version. Clipping scales all rows alike,
+        # so one row is enough.
+        before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
+        if before is not None and now is not None:
+            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
+
 
 class _Backward:
-    """One backward: which gradients are there, and the gathers that are launched for it."""
+    """One backward: which gradients are complete, and the gathers launched for them."""
 
-    def __init__(self, overlap: Overlap, planned: RankPlan, executor: Executor) -> None:
-        self._overlap, self._planned, self._executor = overlap, planned, executor
-        self._missing = [set(parameters) for parameters in overlap.needed]
-        self._computing = overlap.module.current_stream()
+    def __init__(self, early: EarlyGathers, rank: RankStages) -> None:
+        self._early, self._rank = early, rank
+        self._missing = [set(parameters) for parameters in early.needed]
+        self._computing = early.module.current_stream()
         self._begun = self._off = False
 
     @torch.no_grad()
     def ready(self, index: int, _: Tensor) -> None:
-        """The gradient of a parameter is there. Launches what it completes."""
+        """Launch the gathers that this parameter's gradient completes."""
         if not self._begun:
             self._begin()
-        self._overlap.accumulated(index)
-        trained = self._planned.params[index]
-        assert trained.param.grad is not None, "the hook of a gradient that was accumulated"
-        there = self._executor.storage[index].is_of(trained) and placement_key(trained.param.grad) == trained.key
-        # What is not as it should be is left to the step, which knows what to do about it.
+        self._early.accumulated(index)
+        trained = self._rank.params[index]
+        assert trained.param.grad is not None, "the hook runs once the gradient is accumulated"
+        there = self._rank.storage[index].is_of(trained) and placement_key(trained.param.grad) == trained.key
+        # The step decides what to do about a gradient or a storage that is not as planned.
         if self._off or not there:
             return
         for missing in self._missing:
             missing.discard(index)
-        while (place := self._overlap.next()) is not None and not self._missing[place]:
-            self._launch(self._overlap.needed[place])
+        while (place := self._early.next()) is not None and not self._missing[place]:
+            self._launch(self._early.needed[place])
 
     def _begin(self) -> None:
-        # With the first gradient and not before: the host would wait for the step before, and the buffers would be
-        # there beside the activations of the whole model.
+        # Not before the first gradient: the host would wait for the step before, and the buffers would take memory
+        # while the activations of the whole model do.
         self._begun = True
         # After a fault the step heals the momentum first, or raises.
-        self._off = any(self._overlap.report.read())
+        self._off = any(self._early.report.read())
         if not self._off:
-            self._overlap.begin(self._computing)
+            self._early.begin(self._computing)
 
     def _launch(self, parameters: Sequence[int]) -> None:
-        params, planned = self._planned.params, self._planned.plan.parameters
-        stored: list[Tensor | None] = [None] * len(params)
+        params, planned = self._rank.params, self._rank.plan.parameters
+        grads: list[Tensor | None] = [None] * len(params)
         for index in parameters:
-            stored[index] = grad_matrix(params[index].param.grad, planned[index])
-        uniform = len({grad.dtype for grad in stored if grad is not None}) <= 1
+            grads[index] = grad_matrix(params[index].param.grad, planned[index])
+        uniform = len({grad.dtype for grad in grads if grad is not None}) <= 1
         packed = {index: Packed.of(params[index]) for index in parameters}
-        self._overlap.launch(self._executor, Gradients(stored, frozenset(), uniform, None), packed)
-
-
-def first_gathers(program: Program) -> tuple[int, ...]:
-    """The buckets that a step gathers before it does anything else, in order."""
-    turns = takewhile(lambda turn: turn.act is Act.GATHER, program.turns)
-    return tuple(bucket for turn in turns for bucket in program.rounds[turn.round])
+        self._early.launch(Step(grads, frozenset(), uniform), packed)

@@ -20,89 +20,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..build import Built
 from ..options import OptionError
+from ..step.feature import Feature
 from ..step.foreach import Apply, but_for
-from ..step.gradients import Gradients
-from ..step.scaling import Scaling
+from ..step.gradients import Step
+from ..step.stages import RankStages, Stages
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """Stage 6 of a bucket of a plan that was built, as a step has left it."""
+    """The apply stage of a bucket, as a step has left it."""
 
-    built: Built
+    rank: RankStages
     bucket: int
     applies: tuple[Apply, ...]
     params: frozenset[Tensor]
 
     def run(self) -> list[str]:
-        """Wait for the results and apply them. Returns the parameters that are stored elsewhere by now, by their names:
-        their update is lost."""
-        self.built.exchange.wait(self.bucket)
-        params, executor = self.built.planned.params, self.built.executor
+        """Wait for the results and apply them. Returns the names of parameters whose storage has moved meanwhile: their
+        update is lost."""
+        self.rank.exchange.wait(self.bucket)
+        params = self.rank.params
         stored = {part.parameter for apply in self.applies for part in apply.parts}
-        moved = {index for index in stored if not executor.storage[index].is_of_weights(params[index])}
-        executor.update(but_for(self.applies, moved))
+        moved = {index for index in stored if not self.rank.storage[index].is_of_weights(params[index])}
+        for apply in but_for(self.applies, moved):
+            self.rank.update(apply, apply.params)
         return [params[index].fqn for index in sorted(moved)]
 
 
-class Deferred:
-    """The updates that are left, if any are.
-
-    Args:
-        active: whether steps leave some.
+class LateApplies(Feature):
+    """The updates that steps leave to the next forward.
 
     Attributes:
-        attached: whether the forward of a model has them applied.
-        count: how many were left so far.
+        attached: whether the forward of a model applies them.
+        count: number of updates that steps have left so far.
     """
 
-    def __init__(self, *, active: bool) -> None:
-        self.active, self.attached, self.count = active, False, 0
+    def __init__(self) -> None:
+        self.attached, self.count = False, 0
         self._updates: list[Update] = []
-        # Of its own, and the one that steps compute on, of which the buffers are memory.
+        # The stream of the updates, and the stream of the step, which owns the memory of the buffers.
         self._stream: Any = None
         self._computing: Any = None
+        self._rank: RankStages | None = None
 
     @property
     def left(self) -> bool:
-        """Whether there are any."""
+        """Whether updates are left."""
         return bool(self._updates)
 
-    def check(self, built: Built, scaling: Scaling | None) -> None:
-        """Raise OptionError, on all ranks alike, if nothing would have the updates applied that a step leaves, or for a
-        step that a GradScaler may skip."""
-        if self.active and scaling is not None:
-            raise OptionError("overlap", "= 'forward' cannot take back what a GradScaler skips; set 'none'")
-        if self.active and not self.attached and built.planned.plan.buckets:
+    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
+        """Leave the apply stage of the last rounds to the next forward."""
+        self._rank = rank
+
+        def apply(bucket: int, step: Step) -> None:
+            if bucket in rank.program.late:
+                self._leave(bucket, step, rank)
+            else:
+                stages.apply(bucket, step)
+
+        return stages._replace(apply=apply)
+
+    def ready(self) -> None:
+        """Raise OptionError, on all ranks alike, if no forward will apply the updates that a step leaves."""
+        assert self._rank is not None, "stages are wrapped before the first step"
+        if not self.attached and self._rank.plan.buckets:
             raise OptionError(
                 "overlap",
                 "= 'forward' leaves updates to the forward of a model that was not told of them: call "
                 "titan_muon.apply_in_forward(model, optimizer) once, before the first step, or set 'none'",
             )
 
-    def apply(self, bucket: int, built: Built, gradients: Gradients) -> None:
-        """Stage 6 of a bucket: done, or left."""
-        planned, exchange, executor = built.planned, built.exchange, built.executor
-        if not self.active or bucket not in planned.program.late:
-            exchange.wait(bucket)
-            executor.apply(bucket, gradients)
-            return
-        module = torch.get_device_module(planned.device)
+    def _leave(self, bucket: int, step: Step, rank: RankStages) -> None:
+        module = torch.get_device_module(rank.device)
         self._computing = module.current_stream()
         if self._stream is None:
             self._stream = module.Stream()
         self._stream.wait_stream(self._computing)
         self.count += 1
-        stored = {planned.plan.matrices[piece.matrix].parameter for piece in exchange.buckets[bucket].stored}
-        params = frozenset(planned.params[index].param for index in stored)
-        self._updates.append(Update(built, bucket, executor.applies_of_now(bucket, gradients), params))
-
-    def end(self, built: Built) -> None:
-        """The step is over, and so are the buffers' uses unless results are on their way to them."""
-        if not self._updates:
-            built.overlap.memory.free()
+        params = frozenset(rank.params[index].param for index in rank.parameters_of(bucket))
+        applies = tuple(run.of_now() for run in but_for(rank.runs[bucket].applies, step.excluded))
+        self._updates.append(Update(rank, bucket, applies, params))
+        self.holds_buffers = True
 
     def waits(self, params: Collection[Tensor]) -> bool:
         """Whether the update of one of these parameters is left."""
@@ -110,33 +109,33 @@ class Deferred:
 
     @torch.no_grad()
     def finish(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
-        """Apply what is left of these parameters, before what comes next on `streams`."""
-        # Where a rank stores nothing of a bucket its results are waited for with the first that comes.
+        """Apply what is left of these parameters, before the next work on `streams`."""
+        # A bucket with no shard on this rank is waited on together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Also for what was applied before: a bucket has matrices of several modules, which read them on other streams.
+        # Also for earlier updates: a bucket has matrices of several modules, which read them on other streams.
         for stream in streams:
             stream.wait_stream(self._stream)
 
     @torch.no_grad()
-    def finish_all(self) -> None:
-        """Apply all that is left, before what comes next on the current stream."""
+    def flush(self, *, discard: bool = False) -> None:
+        """Apply all that is left, before the next work on the current stream."""
         if self._updates:
-            module = torch.get_device_module(self._updates[0].built.planned.device)
+            module = torch.get_device_module(self._updates[0].rank.device)
             self._finish(list(self._updates))
             module.current_stream().wait_stream(self._stream)
 
     def _finish(self, chosen: list[Update]) -> None:
         if not chosen:
             return
-        built = chosen[0].built
-        module = torch.get_device_module(built.planned.device)
+        rank = chosen[0].rank
         self._updates = [update for update in self._updates if update not in chosen]
-        with module.stream(self._stream):
+        with torch.get_device_module(rank.device).stream(self._stream):
             lost = [fqn for update in chosen for fqn in update.run()]
         if not self._updates:
-            # What is given back is used again on the stream that it is memory of.
+            self.holds_buffers = False
+            # The buffers are memory of the computing stream, which may use it again at once.
             self._computing.wait_stream(self._stream)
-            built.overlap.memory.free()
+            rank.buffers.memory.free()
         if lost:
             raise ValueError(
                 f"{', '.join(lost)}: given other storage before their update was applied, which is lost; call "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ..features.late import Deferred
+from ..features.late import LateApplies
 from ..muon import Muon
 from ..options import OptionError
 from .private import GatheredGroup, own_groups, prefetched_groups
@@ -26,7 +26,7 @@ class _Layer:
 
     # Not Muon itself: a model would keep it, and its momentum, when it is closed and another is built.
 
-    def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: Deferred) -> None:
+    def __init__(self, module: FSDPModule, outer: Sequence[FSDPModule], deferred: LateApplies) -> None:
         self._module, self._outer, self._deferred = module, outer, deferred
         self._count = 0
 
@@ -75,8 +75,8 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         ValueError: if Muon leaves nothing to a forward, or this was called for it, and for parameters that are in no
             module of `fully_shard`.
     """
-    deferred = muon.deferred
-    if not deferred.active:
+    deferred = late_applies(muon)
+    if deferred is None:
         raise ValueError("apply_in_forward: Muon's step leaves nothing to a forward; build it with overlap = 'forward'")
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it once")
@@ -92,9 +92,14 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         module.register_forward_pre_hook(hook, prepend=True)
     for part in model.modules():
         if any(param in trained for param in part.parameters(recurse=False)):
-            part.register_state_dict_pre_hook(lambda *_: deferred.finish_all())
-            part.register_load_state_dict_pre_hook(lambda *_: deferred.finish_all())
+            part.register_state_dict_pre_hook(lambda *_: deferred.flush())
+            part.register_load_state_dict_pre_hook(lambda *_: deferred.flush())
     deferred.attached = True
+
+
+def late_applies(muon: Muon) -> LateApplies | None:
+    """The updates that Muon's steps leave to a forward; None unless `overlap = "forward"`."""
+    return next((feature for feature in muon.engine.features if isinstance(feature, LateApplies)), None)
 
 
 def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..comm.exchange import BucketBuffers
-from ..orthogonalize import DTYPES, Iteration, Method, Slice, frobenius_norms, orthogonalize, sliced_norms
+from ..comm.buffers import BucketBuffers
+from ..orthogonalize import DTYPES, Iteration, Method, frobenius_norms, orthogonalize
 from .foreach import Copies
 
 
@@ -22,7 +22,6 @@ class Batch:
         parameters: (count,) indices of their parameters, on the device.
         iteration: Newton-Schulz iteration that is computed.
         method: algorithm that computes it.
-        slice: if the one matrix is a slice of another, which one, and the ranks that have the others.
     """
 
     matrices: tuple[int, ...]
@@ -30,17 +29,14 @@ class Batch:
     parameters: Tensor
     iteration: Iteration
     method: Method
-    slice: Slice | None
 
     def norms(self) -> Tensor:
-        """The Frobenius norm of each matrix, (count,); of a slice that of all of its matrix, on all its ranks alike."""
-        if self.slice is not None:
-            return sliced_norms(self.whole, self.slice.team)
+        """The Frobenius norm of each matrix, (count,)."""
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:
         """Replace the matrices, whose norms are known, by approximately U Vᵀ of each."""
-        orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole, of=self.slice)
+        orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole)
 
 
 def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +15,8 @@ from ..plan.terms.layout import Span
 from ..state.host import carved, slot_bytes
 from ..tensors.storage import STEP, Storage
 from .rounding import Chunk, Draws, chunks, memory_bytes
-from .update import Tensors, apply, lr_scale
+from .rule import Rule
+from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
 """Most bytes of a parameter's dtype that one call works on: as many may be new memory meanwhile."""
@@ -108,19 +110,18 @@ class Apply:
     scratch_bytes: int
     chunks: tuple[Chunk, ...] = ()
 
-    def update(self, params: Tensors) -> None:
+    def update(self, params: Tensors, rule: Rule) -> None:
         """Decay and update these parts of parameters."""
-        lr, decay = self.group["lr"], self.group["weight_decay"]
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if not self.chunks:
-            apply(params, self.updates, lr, scale, decay, self.scratch)
+            rule.apply(params, self.updates, self.group, scale, self.scratch)
         for chunk in self.chunks:
-            chunk.update(params, self.updates, 1 - lr * decay, -lr * scale, self.group[STEP])
+            chunk.update(params, self.updates, partial(rule.apply, group=self.group, scale=scale), self.group[STEP])
 
     def of_now(self) -> Apply:
         """The same with the hyperparameters that the group has now."""
         # A learning rate in a tensor is changed in place.
-        kept = {name: self.group[name] for name in ("lr", "weight_decay", "lr_scale", STEP) if name in self.group}
+        kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
 

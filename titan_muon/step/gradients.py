@@ -1,4 +1,4 @@
-"""The gradients of a step on this rank, as matrices of local storage."""
+"""What one step works on: the gradients on this rank as matrices, and the parameters that it leaves alone."""
 
 from __future__ import annotations
 
@@ -11,43 +11,37 @@ from torch import Tensor
 from ..plan.terms.types import Parameter
 from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, matrix_size
-from .scaling import Scaling
 
 
 @dataclass(frozen=True)
-class Gradients:
+class Step:
     """The gradients of a step, by parameter.
 
     Attributes:
-        stored: (rows, cols) local gradient; None if it is missing or released, or if the parameter is left alone.
-        left: parameters that are left alone. Those whose gradient is missing are decayed.
-        uniform: whether all parameters that are here have one, all in one dtype.
-        scaling: what a GradScaler says of them.
+        grads: (rows, cols) local gradient; None if the gradient is missing or released, or the parameter is excluded.
+        excluded: parameters that get no update. A parameter whose gradient is only missing is still decayed.
+        uniform: whether every parameter on this rank has a gradient, all in one dtype.
     """
 
-    stored: list[Tensor | None]
-    left: frozenset[int]
+    grads: list[Tensor | None]
+    excluded: frozenset[int]
     uniform: bool
-    scaling: Scaling | None
+
+    @classmethod
+    def of(cls, params: Sequence[TrainedParam], plan: Sequence[Parameter], excluded: frozenset[int]) -> Step:
+        """The step of the parameters' gradients as they are now."""
+        grads = [
+            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.here else None
+            for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
+        ]
+        here = [grad for grad, trained in zip(grads, params, strict=True) if trained.here]
+        dtypes = {None if grad is None else grad.dtype for grad in here}
+        return cls(grads, excluded, None not in dtypes and len(dtypes) <= 1)
 
     def dtype(self, parameter: int) -> torch.dtype | None:
-        """The dtype of a gradient, None without one."""
-        grad = self.stored[parameter]
+        """The dtype of a gradient; None without a gradient."""
+        grad = self.grads[parameter]
         return None if grad is None else grad.dtype
-
-
-def gradients(
-    params: Sequence[TrainedParam], plan: Sequence[Parameter], left: frozenset[int], scaling: Scaling | None
-) -> Gradients:
-    """The gradients of the parameters but of those that are left alone."""
-    stored = [
-        grad_matrix(trained.param.grad, planned) if index not in left and trained.here else None
-        for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
-    ]
-    dtypes = {
-        None if grad is None else grad.dtype for grad, trained in zip(stored, params, strict=True) if trained.here
-    }
-    return Gradients(stored, left, None not in dtypes and len(dtypes) <= 1, scaling)
 
 
 def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
@@ -55,5 +49,5 @@ def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
     if grad is None:
         return None
     stored = local(grad)
-    # A gradient is only read, so that a copy does where a view cannot be had.
+    # A gradient is only read, so a copy is good enough where no view is possible.
     return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -72,15 +72,15 @@ class Chunk:
         wide, added, draws = (tuple(each[i] for i in places) for each in (self.wide, self.added, self.draws))
         return Chunk(self.rows, starts, wide, added, draws, self.memory)
 
-    def update(self, params: Tensors, updates: Tensors, keep: float, alpha: float, step: int) -> None:
-        """param <- round(keep param + alpha update), in place."""
+    def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
+        """Apply updates to parameters in float32, and round the result stochastically, in place."""
         if self.rows is not None:
             params, updates = [params[0][self.rows]], [updates[0][self.rows]]
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
         # Over all of the memory, gaps included: one launch each, however many tensors there are.
         wide, added, _ = self.memory.unbind()
-        wide.mul_(keep).add_(added, alpha=alpha)
+        apply([wide], [added])
         # One NaN for all: CUDA's own has all bits set, and a draw would count on from it to zero.
         wide.nan_to_num_(math.nan, math.inf, -math.inf)
         bits, draws, spare = self.memory.view(torch.int32).unbind()

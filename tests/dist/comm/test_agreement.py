@@ -15,8 +15,9 @@ from tests.dist.harness import run_ranks
 from tests.dist.small_params import SECONDS, named, parameters, placed, set_gradients
 from tests.reference_muon import ReferenceMuon
 from titan_muon import Muon
-from titan_muon.build import report_of
 from titan_muon.comm.agreement import PlanReport, check_reports
+from titan_muon.engine import report_of
+from titan_muon.plan.terms.layout import Geometries
 
 
 def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
@@ -216,7 +217,9 @@ def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
 
     def signature(lr: Any) -> str:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr)
-        return report_of(muon._built.planned, muon._options, muon.param_groups).signature
+        rank = muon.engine.rank
+        geometries = Geometries(muon.plan.parameters)
+        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups).signature
 
     assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
 

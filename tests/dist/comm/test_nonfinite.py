@@ -174,7 +174,7 @@ def left_out(rank: int, world_size: int) -> str:
     """A parameter that is skipped for lack of a gradient has stale buffers, which must not be told."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, optimizer = build(mesh, missing_grad="skip", nonfinite="error")
-    optimizer._built.overlap.memory.take()
+    optimizer.engine.rank.buffers.memory.take()
     for buffer in optimizer.exchange.buffers:
         buffer.fill_(math.nan)
     params["layers.0.weight"].grad = None

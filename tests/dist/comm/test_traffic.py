@@ -100,13 +100,13 @@ class Watched(Muon):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        orthogonalize = self._built.executor._newton_schulz
+        orthogonalize = self.engine.rank._newton_schulz
 
         def noted(batch: Batch, gradients: Any) -> None:
             self.__dict__.setdefault("seen", []).extend(batch.matrices)
             orthogonalize(batch, gradients)
 
-        self._built.executor._newton_schulz = noted
+        self.engine.rank._newton_schulz = noted
 
 
 def build(case: Case, exchange: str, **options: object) -> Watched:
@@ -353,8 +353,7 @@ def count_methods(rank: int, world_size: int) -> list[tuple[Plan, Counted, tuple
         counts = count(optimizer)
         _, new, left = allocated(partial(step_and_settle, optimizer))
         cost = summarize(optimizer.plan).ranks[rank]
-        executor = optimizer._built.executor
-        workspace = max(batch.whole.numel() for batch in executor.batches) * BF16
+        workspace = max(batch.whole.numel() for batch in optimizer.engine.rank.batches) * BF16
         new -= cost.buffer_bytes + workspace
         counted.append((optimizer.plan, counts, (new, left), (workspace, cost.work_bytes)))
     return counted

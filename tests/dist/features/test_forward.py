@@ -25,6 +25,8 @@ from tests.dist.features.test_overlap_training import DIM, LAYERS, Net
 from tests.dist.harness import run_ranks
 from tests.dist.plan.test_hierarchical import SLOW_LINKS
 from titan_muon import Muon, apply_in_forward, reduce_scatter_replicas
+from titan_muon.features.late import LateApplies
+from titan_muon.fsdp.forward_hooks import late_applies
 
 FORWARD: dict[str, Any] = {"overlap": "forward", "orthogonalize": "reference", "machine": SLOW, "lr": 0.05}
 STEPS = 3
@@ -90,7 +92,7 @@ class Run:
         self.muon = Muon(self.named, **(FORWARD | options))
         if sharding.scatters:
             reduce_scatter_replicas(self.net, self.muon)
-        if self.muon.deferred.active:
+        if late_applies(self.muon) is not None:
             apply_in_forward(self.net, self.muon)
         self.left: list[int] = []
         for layer in self.net.layers:
@@ -127,7 +129,7 @@ class Run:
         """How many updates are left when a layer computes."""
         if torch.compiler.is_compiling():
             return
-        self.left.append(len(self.muon.deferred._updates))
+        self.left.append(len(late_of(self.muon)._updates))
 
     def loss(self, step: int) -> Tensor:
         places = list(self.mesh.get_coordinate() or ())
@@ -151,6 +153,12 @@ class Run:
         return [*self.weights(), *(each.to_local().clone() for each in averages if each is not None)]
 
 
+def late_of(muon: Muon) -> LateApplies:
+    late = late_applies(muon)
+    assert late is not None
+    return late
+
+
 def same(a: Run, b: Run) -> bool:
     return all(map(torch.equal, a.tensors(), b.tensors()))
 
@@ -167,11 +175,11 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[
             theirs.step(step)
         # Each of a step's two passes comes to a layer in forward, and again in backward.
         left, sent = ours.left[-4 * LAYERS :], ours.muon.exchange.traffic.bytes_sent
-        begun = len(ours.muon.deferred._updates)
+        begun = len(late_of(ours.muon)._updates)
         if name == "hierarchical":
             assert {bucket.exchange for bucket in ours.muon.plan.buckets} == {"hierarchical"}
         bytes_sent = sent, theirs.muon.exchange.traffic.bytes_sent
-        found[name] = (same(ours, theirs), begun, ours.muon.deferred.left, left, *bytes_sent)
+        found[name] = (same(ours, theirs), begun, late_of(ours.muon).left, left, *bytes_sent)
     return found
 
 
@@ -309,7 +317,7 @@ def after_a_step(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
         for step in range(2):
             ours.step(step)
             theirs.step(step)
-        assert ours.muon.deferred.left
+        assert late_of(ours.muon).left
         seen = alike(act(ours), act(theirs))
         ours.step(3)
         theirs.step(3)
@@ -327,7 +335,7 @@ def test_whoever_reads_or_writes_weights_finds_them_updated() -> None:
 
 
 def buffers(run: Run) -> int:
-    return sum(buffer.untyped_storage().nbytes() for buffer in run.muon.exchange.buffers)
+    return sum(buffer.untyped_storage().nbytes() for buffer in run.muon.engine.rank.buffers.tensors)
 
 
 def memory(rank: int, world_size: int) -> tuple[int, list[int], int]:
@@ -459,7 +467,7 @@ def misuse(rank: int, world_size: int) -> dict[str, str]:
         run = Run(sharding)
         run.net.other = partial(Net.forward, run.net)  # type: ignore[assignment]
         run.step(0)
-        assert run.muon.deferred.left
+        assert late_of(run.muon).left
         found[name] = raised(lambda act=act, run=run: act(run))  # type: ignore[misc]
     return found
 
@@ -482,7 +490,7 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
     message = raised(ours.muon.finish_step)
     pairs = zip(ours.named, ours.weights(), theirs.weights(), strict=True)
     others = all(torch.equal(a, b) for (name, _), a, b in pairs if name != "layers.1.up.weight")
-    return message, others, buffers(ours), ours.muon.deferred.left
+    return message, others, buffers(ours), late_of(ours.muon).left
 
 
 def test_updates_of_what_was_not_replaced_are_not_lost() -> None:

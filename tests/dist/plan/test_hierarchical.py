@@ -126,7 +126,12 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
             (len(calls), sum(call.sent for call in calls)),
             (after.calls - before[0], after.bytes_sent - before[1]),
             (cost.collectives, cost.bytes_sent),
-            sum(each.view.untyped_storage().nbytes() for run in ours.muon.exchange.buckets for each in run.stored),
+            sum(
+                each.view.untyped_storage().nbytes()
+                for run in ours.muon.engine.rank.buffers.buckets
+                if run
+                for each in run.stored
+            ),
         )
     return found
 

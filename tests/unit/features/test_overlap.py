@@ -128,7 +128,7 @@ def test_no_stream_uses_what_another_is_not_done_with(ordered: tuple[Run, Stream
 @pytest.mark.parametrize("waits", ["for gradients", "for packing"])
 def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str) -> None:
     run, order = ordered
-    own = run.muon._built.overlap._stream
+    own = run.muon.engine.features[0]._stream
     with order:
         train(run)
         if waits == "for gradients":

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
-from titan_muon.comm.exchange import Slot, bucket_buffers, make_slots
+from titan_muon.comm.buffers import Slot, bucket_buffers, make_slots
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Collective, Leg, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
@@ -136,6 +136,7 @@ class Rank:
         plan = world.plan
         self.world, self.plan, self.rank = world, plan, rank
         self.waiting: Key | None = None
+        self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
         self.slots = make_slots(self.program, torch.device("cpu"), torch.float64)
@@ -143,7 +144,9 @@ class Rank:
             for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared):
                 buffer.fill_(torch.nan)
         self.buffers = [
-            bucket_buffers(run, rank, slot) for run, slot in zip(self.program.buckets, self.slots, strict=True)
+            bucket_buffers(run, rank, slot)
+            for run, slot in zip(self.program.buckets, self.slots, strict=True)
+            if not run.local
         ]
         self.stored = [
             self._stored(parameter, full) for parameter, full in zip(plan.parameters, world.full, strict=True)
@@ -161,25 +164,36 @@ class Rank:
 
     def step(self) -> Iterator[Key]:
         """BucketProgram until done; gives each collective that is waited for until it is finished."""
-        for act, number in self.program.turns:
-            if act is Act.HOME:
-                self._home()
-                continue
-            for index in self.program.rounds[number]:
-                if act is Act.GATHER:
-                    self._gather(index)
-                elif act is Act.ORTHOGONALIZE:
-                    yield from self._orthogonalize(index)
-                else:
-                    yield from self._apply(index)
+        for act, index in self.program.acts:
+            if self.program.buckets[index].local:
+                self._local(act, self.program.buckets[index])
+            elif act is Act.GATHER:
+                self._gather(index)
+            elif act is Act.ORTHOGONALIZE:
+                yield from self._orthogonalize(index)
+            else:
+                yield from self._apply(index)
 
-    def _home(self) -> None:
-        for item in self.program.home:
+    def _local(self, act: Act, run: BucketProgram) -> None:
+        """A batch of whole matrices, which is done before another one comes: all take turns in one workspace."""
+        assert not any(leg.travels for leg in run.legs)
+        assert run.matrices == tuple(item.matrix for item in run.stored)
+        if act is Act.GATHER:
+            assert self.local is None
+            self.local = run
+        assert self.local is run
+        for item in run.stored:
             place = self.plan.matrices[item.matrix]
-            self._momentum(item.matrix, spans(item.piece), None)
             assert item.piece.shape == (place.rows, place.cols)
-            self.world.work[item.matrix, self.rank] += 1
-            self._update(item.matrix, spans(item.piece), orthogonalized(whole(self.plan, self.world.full, item.matrix)))
+            if act is Act.GATHER:
+                self._momentum(item.matrix, spans(item.piece), None)
+            elif act is Act.ORTHOGONALIZE:
+                self.world.work[item.matrix, self.rank] += 1
+            else:
+                full = whole(self.plan, self.world.full, item.matrix)
+                self._update(item.matrix, spans(item.piece), orthogonalized(full))
+        if act is Act.APPLY:
+            self.local = None
 
     def _gather(self, index: int) -> None:
         buffers = self.buffers[index]
@@ -494,10 +508,10 @@ def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) ->
             program = make_program(one, rank)
             mine = [index for index, bucket in enumerate(one.buckets) if rank in bucket.group]
             seen: dict[tuple[int, ...], list[tuple[Act, int]]] = {}
-            for act, number in program.turns:
-                for index in program.rounds[number] if act in (Act.GATHER, Act.ORTHOGONALIZE) else ():
-                    legs = program.buckets[index].legs
-                    for leg in legs[:1] if act is Act.GATHER else legs[1:]:
+            for act, index in program.acts:
+                run = program.buckets[index]
+                if act is not Act.APPLY and not run.local:
+                    for leg in run.legs[:1] if act is Act.GATHER else run.legs[1:]:
                         seen.setdefault(leg.group, []).append((act, mine[index]))
             for group, order in seen.items():
                 orders.setdefault(group, set()).add(tuple(order))

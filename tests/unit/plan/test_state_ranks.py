@@ -30,8 +30,6 @@ def kept_on_owners(parameters: list[Parameter]) -> Plan:
 def advanced(plan: Plan, rank: int) -> Counter[int]:
     """Elements of momentum that a rank advances in a step, by parameter: those that it packs, if owners keep it."""
     program, found = make_program(plan, rank), Counter[int]()
-    for item in program.home:
-        found[plan.matrices[item.matrix].parameter] += item.piece.numel
     for run in program.buckets:
         for parcel in run.stored:
             if not plan.parameters[plan.matrices[parcel.matrix].parameter].state_ranks:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.plans import BATCH, PROPERTY, parameter_lists, plan_of, plans, ranks_of
-from titan_muon.comm.exchange import make_slots
+from titan_muon.comm.buffers import make_slots
 from titan_muon.options import OptionError
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Program, make_program
@@ -51,12 +51,11 @@ def counted(plan: Plan, rank: int) -> RankCost:
     sent, received = (
         map(sum, zip(*(traffic(run, rank) for run in program.buckets), strict=True)) if program.buckets else (0, 0)
     )
-    parts = [[item.matrix for item in program.home], *(run.matrices for run in program.buckets)]
+    parts = [run.matrices for run in program.buckets]
     mine = [matrix for part in parts for matrix in part]
     stacks = [batch for part in parts for batch in batches(part, plan.matrices, plan.works)]
     whole = max((sum(plan.matrices[m].numel for m in batch) for batch in stacks), default=0)
-    loads = [sum(plan.matrices[m].numel for m in batch) for batch in batches(parts[0], plan.matrices, plan.works)]
-    loads += [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
+    loads = [sum(parcel.piece.numel for parcel in run.stored) for run in program.buckets]
     teams = [team for m in mine if (team := plan.works[plan.matrices[m].work].team) is not None]
     assert len(teams) == len(program.teams)
     among = sum(team.sent for team in teams)
@@ -72,7 +71,7 @@ def counted(plan: Plan, rank: int) -> RankCost:
         collectives=sum(leg.travels for run in program.buckets for leg in run.legs) + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
-        state_elements=sum(item.piece.numel for item in program.home) + sum(loads[len(loads) - len(program.buckets) :]),
+        state_elements=sum(loads),
     )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from titan_muon import Muon
 from titan_muon.step.rounding import BYTES, chunks, memory_bytes
+from titan_muon.step.update import Tensors
 
 SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
 OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
@@ -43,6 +45,15 @@ def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
     return all(map(torch.equal, ours, theirs))
 
 
+def scaled_sum(params: Tensors, updates: Tensors, keep: float, alpha: float) -> None:
+    """params <- keep params + alpha updates."""
+    torch._foreach_mul_(params, keep)
+    torch._foreach_add_(params, updates, alpha=alpha)
+
+
+DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
+
+
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range, most: int = 2**20) -> Tensor:
     """Each of these steps on the same values, (steps, *shape)."""
     scratch = torch.empty(max(most, memory_bytes(values[:1])), dtype=torch.uint8)
@@ -50,7 +61,7 @@ def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: ran
     for number in steps:
         param = values.clone()
         for chunk in chunks([param], [7], scratch, most):
-            chunk.update([param], [updates], keep, alpha, number)
+            chunk.update([param], [updates], partial(scaled_sum, keep=keep, alpha=alpha), number)
         found.append(param)
     return torch.stack(found)
 
@@ -155,7 +166,7 @@ def test_draws_do_not_depend_on_what_is_updated_together() -> None:
         params = [values[i].clone() for i in chosen]
         (chunk,) = chunks(params, firsts, scratch, 2**14)
         those = [i for i, keep in enumerate(kept) if keep]
-        chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], 0.999, 0.0, 1)
+        chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], DECAY, 1)
         return [params[i] for i in those]
 
     both = rounded([2**31 + 5, 11], [0, 1], [True, True])

@@ -90,6 +90,11 @@ class BucketProgram:
         return self.gathering.home if self.returning is None else self.returning.home
 
     @property
+    def local(self) -> bool:
+        """Whether every piece of the bucket is on this rank, so that nothing travels."""
+        return len(self.bucket.group) == 1
+
+    @property
     def legs(self) -> tuple[Leg, ...]:
         """Its collectives, in order."""
         return tuple(leg for leg in (self.gathering, self.returning, self.spreading) if leg is not None)

@@ -23,6 +23,10 @@ class Act(Enum):
     APPLY = "apply"
 
 
+ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
+"""The acts of one bucket, in order."""
+
+
 class Turn(NamedTuple):
     """One act, on all the rank's buckets of round `round`, or on all its matrices at home."""
 

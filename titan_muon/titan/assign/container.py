@@ -16,7 +16,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
 from titan_muon.adam import Adam, AdamW
-from titan_muon.fsdp.forward_hooks import apply_in_forward
+from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
 from titan_muon.fsdp.replica_gradients import reduce_scatter_replicas
 from titan_muon.muon import Muon
 from titan_muon.tensors.matrices import check_splits
@@ -120,7 +120,7 @@ class HybridOptimizers(OptimizersContainer):
     def _apply_in_forward(self) -> None:
         """Have the model's forward apply what Muon's steps leave to it, if the recipe says so."""
         for muon in self._muons:
-            if muon.deferred.active:
+            if late_applies(muon) is not None:
                 try:
                     apply_in_forward(nn.ModuleList(self.model_parts), muon)
                 except ValueError as error:

@@ -17,10 +17,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.build import iteration_of, plan_step
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
+from titan_muon.planning import plan_step
+from titan_muon.state.groups import iteration_of
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
 from titan_muon.titan.assign.explain import stage_ranks

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_muon.build import planning_machine
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.cost.replicas import ReplicaTraffic, replica_traffic
 from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.owned.ownership import OwnedTotals
+from titan_muon.planning import planning_machine
 from titan_muon.titan.assign.explain import (
     optimizer_lines,
     owned_step_lines,

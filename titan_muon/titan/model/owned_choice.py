@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_muon.build import iteration_of, plan_parameters, planning_machine
 from titan_muon.options import MuonOptions, Owner, Split
 from titan_muon.orthogonalize import Dispatch
 from titan_muon.owned.owners import FlopCount, cut_by_peers, owned_items
@@ -22,6 +21,8 @@ from titan_muon.plan.owned.choice import Passes, TrainingCost, cheapest, pass_se
 from titan_muon.plan.owned.ownership import assign_owners
 from titan_muon.plan.owned.space import OwnedSpace, OwnedTensor
 from titan_muon.plan.terms.types import Mesh, Replicate
+from titan_muon.planning import plan_parameters, planning_machine
+from titan_muon.state.groups import iteration_of
 from titan_muon.tensors.dtensor import layout_of
 from titan_muon.tensors.matrices import stack_of
 from titan_muon.titan.assign.container import optimizer_config

@@ -18,10 +18,10 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.build import planning_machine
 from titan_muon.muon import Muon
 from titan_muon.plan import Plan, summarize
 from titan_muon.plan.cost.replicas import replica_traffic
+from titan_muon.planning import planning_machine
 from titan_muon.titan import compat
 from titan_muon.titan.assign.explain import (
     optimizer_lines,

@@ -1,22 +1,24 @@
-"""Where a step finds momentum, gradients and parameters: on the device, or on the host, from where they come to it."""
+"""Momentum, gradients and weights on the host, which a step brings to the device bucket by bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from torch import Tensor
 
+from ..comm.faults import Fault
 from ..options import Offload
-from ..plan.program import Program
 from ..plan.terms.schedule import Act
 from ..state.host import Transfer, Window
+from ..step.feature import Feature
+from ..step.foreach import Advance, Apply, Part
+from ..step.gradients import Step
+from ..step.stages import OnDevice, RankStages, Stages
+from ..step.update import Tensors
 from ..tensors.storage import Storage
-from .foreach import Advance, Apply, Part
-from .gradients import Gradients
-from .update import Tensors
 
 Stage = Literal["advance", "apply"]
 Name = Literal["param", "average", "grad"]
@@ -34,7 +36,6 @@ class Taken:
 
 
 TAKEN: Mapping[Offload, Mapping[Stage, Taken]] = {
-    "none": {},
     "state": {"advance": Taken(("average",))},
     "parameters": {"advance": Taken(("average",), ("grad",)), "apply": Taken(("param",))},
 }
@@ -42,50 +43,20 @@ TAKEN: Mapping[Offload, Mapping[Stage, Taken]] = {
 
 @dataclass(frozen=True)
 class StageUse:
-    """A stage of one bucket, or of one batch of matrices that are whole on this rank, and the rows that it uses."""
+    """A stage of one bucket, and the rows that it uses."""
 
     stage: Stage
     rows: tuple[Part, ...]
 
 
-class Resident:
-    """All that a step uses stays on the device."""
-
-    def begin(self, gradients: Gradients) -> None:
-        """Start a step with these gradients."""
-
-    @contextmanager
-    def there(self, stage: Stage) -> Iterator[None]:
-        """Meanwhile what the next stage of the step uses can be read and written."""
-        yield
-
-    def averages(self, advance: Advance) -> Tensors:
-        """The momentum of the parts, to be advanced in place."""
-        return advance.averages
-
-    def grads(self, advance: Advance, gradients: Gradients) -> Tensors:
-        """The gradients of the parts."""
-        return [part.of(gradients.stored[part.parameter]) for part in advance.parts]
-
-    def params(self, apply: Apply) -> Tensors:
-        """The parts of the parameters, to be updated in place."""
-        return apply.params
-
-    def end(self) -> None:
-        """End the step."""
-
-    def synchronize(self) -> None:
-        """Have the host wait until what it may read is there."""
-
-
-class Offloaded(Resident):
-    """Some or all of it is on the host, of which a step has two transfers at a time on the device.
+class OnHost(OnDevice):
+    """The tensors of a call while some are on the host: the device holds two transfers at a time.
 
     Args:
-        stages: what is used together, in the order of the step.
-        storage: where each parameter and its momentum are.
+        stages: rows that are used together, in the order of the step.
+        storage: storage of each parameter and of its momentum.
         offload: what is on the host.
-        window: where it comes to the device.
+        window: device memory that the transfers pass through.
     """
 
     def __init__(
@@ -97,30 +68,30 @@ class Offloaded(Resident):
         self._waiting: list[list[Key]] = []
         self._here: Mapping[Key, Tensor] = {}
 
-    def begin(self, gradients: Gradients) -> None:
+    def begin(self, step: Step) -> None:
         """The first two transfers come."""
         self._waiting, transfers = [], []
         for each in self._stages:
             taken = self._taken[each.stage]
-            changed, read = (self._rows(names, each.rows, gradients) for names in (taken.changed, taken.read))
+            changed, read = (self._rows(names, each.rows, step) for names in (taken.changed, taken.read))
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
 
-    def _rows(self, names: Iterable[Name], rows: Iterable[Part], gradients: Gradients) -> dict[Key, Tensor]:
+    def _rows(self, names: Iterable[Name], rows: Iterable[Part], step: Step) -> dict[Key, Tensor]:
         """The rows of these tensors that this step uses."""
         return {
             (name, part.parameter, part.start): used
             for name in names
             for part in rows
-            if (used := self._used(name, part, gradients)) is not None
+            if (used := self._used(name, part, step)) is not None
         }
 
-    def _used(self, name: Name, part: Part, gradients: Gradients) -> Tensor | None:
+    def _used(self, name: Name, part: Part, step: Step) -> Tensor | None:
         """A part of one of these tensors: of a parameter left alone nothing; one without a gradient is decayed."""
-        stored, grad = self._storage[part.parameter], gradients.stored[part.parameter]
+        stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
-            return None if part.parameter in gradients.left else part.of(stored.param)
+            return None if part.parameter in step.excluded else part.of(stored.param)
         if grad is None:
             return None
         return part.of(grad) if name == "grad" else part.of_average(stored)
@@ -140,10 +111,10 @@ class Offloaded(Resident):
         """The momentum of the parts, in what is on the device now."""
         return [self._brought("average", part) for part in advance.parts]
 
-    def grads(self, advance: Advance, gradients: Gradients) -> Tensors:
+    def grads(self, advance: Advance, step: Step) -> Tensors:
         """Their gradients, there or where they always are."""
         if "grad" not in self._names:
-            return super().grads(advance, gradients)
+            return super().grads(advance, step)
         return [self._brought("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
@@ -168,23 +139,64 @@ class Offloaded(Resident):
         self.window.synchronize()
 
 
-def stage_uses(program: Program, at_home: Sequence[Rows], in_buckets: Sequence[Rows]) -> Iterator[StageUse]:
-    """What is used together, in the order of the step: by each batch at home, and by each bucket."""
-    for act, number in program.turns:
-        if act is Act.HOME:
-            for rows in at_home:
-                yield from (StageUse("advance", rows.advanced), StageUse("apply", rows.applied))
-        elif act is Act.GATHER:
-            yield from (StageUse("advance", in_buckets[bucket].advanced) for bucket in program.rounds[number])
-        elif act is not Act.ORTHOGONALIZE:
-            yield from (StageUse("apply", in_buckets[bucket].applied) for bucket in program.rounds[number])
+class HostOffload(Feature):
+    """Brings what a stage uses to the device before the stage, and sends back what the stage has changed.
+
+    Args:
+        offload: what is on the host.
+    """
+
+    def __init__(self, offload: Offload) -> None:
+        self._offload = offload
+        self._source: OnHost | None = None
+
+    @property
+    def source(self) -> OnHost:
+        """The tensors on the host."""
+        assert self._source is not None, "stages are wrapped before the first step"
+        return self._source
+
+    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
+        """Bring the tensors of `advance` and `apply`, and have the calls find them."""
+        self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
+        rank.source = source
+
+        def advance(bucket: int, step: Step) -> None:
+            with source.there("advance"):
+                stages.advance(bucket, step)
+
+        def apply(bucket: int, step: Step) -> None:
+            with source.there("apply"):
+                stages.apply(bucket, step)
+
+        return stages._replace(advance=advance, apply=apply)
+
+    def before(self, step: Step) -> None:
+        """Bring the first transfers."""
+        self.source.begin(step)
+
+    def after(self) -> None:
+        """Send back the last transfer."""
+        self.source.end()
+
+    def told(self, faults: Sequence[Fault]) -> None:
+        """Have the momentum on the host before it is healed."""
+        if any(faults):
+            self.source.synchronize()
+
+    def flush(self, *, discard: bool = False) -> None:
+        """With `discard`, wait on the host for what is on its way there."""
+        if discard:
+            self.source.synchronize()
 
 
-class Rows(NamedTuple):
-    """The rows whose momentum is advanced together here, and those that are updated in the end."""
-
-    advanced: tuple[Part, ...]
-    applied: tuple[Part, ...]
+def stage_uses(rank: RankStages) -> Iterator[StageUse]:
+    """The rows that each stage uses, in the order of the step."""
+    for act, bucket in rank.program.acts:
+        if act is Act.GATHER:
+            yield StageUse("advance", rows_of(rank.runs[bucket].advances))
+        elif act is Act.APPLY:
+            yield StageUse("apply", rows_of(rank.runs[bucket].applies))
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Part, ...]:

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from titan_muon.features.host import OnHost, StageUse, rows_of
 from titan_muon.options import Offload
 from titan_muon.state.host import Window
 from titan_muon.step.foreach import Advance, Apply, Part
-from titan_muon.step.gradients import Gradients
-from titan_muon.step.residence import Offloaded, StageUse, rows_of
+from titan_muon.step.gradients import Step
 from titan_muon.step.update import Tensors
 from titan_muon.tensors.storage import Storage
 
@@ -35,28 +35,28 @@ class Host:
     """Three parameters on the host, with their gradients."""
 
     storage: tuple[Storage, ...]
-    gradients: Gradients
+    step: Step
 
     @classmethod
     def of(cls, missing: frozenset[int] = frozenset(), left: frozenset[int] = frozenset()) -> Host:
         stored: list[Tensor | None] = [None if i in missing | left else torch.full((6, 7), i + 1.0) for i in range(3)]
-        return cls(tuple(map(storage, range(3))), Gradients(stored, left, uniform=not missing | left, scaling=None))
+        return cls(tuple(map(storage, range(3))), Step(stored, left, uniform=not missing | left))
 
     def advance(self) -> Advance:
         """Of the parts that have a gradient."""
-        parts = tuple(part for part in PARTS if self.gradients.stored[part.parameter] is not None)
+        parts = tuple(part for part in PARTS if self.step.grads[part.parameter] is not None)
         return Advance({}, parts, tuple(part.of(self.storage[part.parameter].average) for part in parts), ())
 
     def apply(self) -> Apply:
         """Of all parts."""
         params = tuple(part.of(self.storage[part.parameter].param) for part in PARTS)
-        return Apply({}, (6, 7), PARTS, params, params, (), 0).without(self.gradients.left)
+        return Apply({}, (6, 7), PARTS, params, params, (), 0).without(self.step.excluded)
 
 
-def begun(host: Host, offload: Offload) -> Offloaded:
+def begun(host: Host, offload: Offload) -> OnHost:
     stages = (StageUse("advance", rows_of([Host.of().advance()])), StageUse("apply", rows_of([Host.of().advance()])))
-    residence = Offloaded(stages, host.storage, offload, Window(CPU))
-    residence.begin(host.gradients)
+    residence = OnHost(stages, host.storage, offload, Window(CPU))
+    residence.begin(host.step)
     return residence
 
 
@@ -83,12 +83,12 @@ def test_parts_that_are_changed_there_are_changed_on_the_host(
     host = Host.of(frozenset(missing), frozenset(left))
     advance, apply = host.advance(), host.apply()
     before = [(each.param.clone(), each.average.clone()) for each in host.storage]
-    grads = [part.of(host.gradients.stored[part.parameter]) for part in advance.parts]
+    grads = [part.of(host.step.grads[part.parameter]) for part in advance.parts]
     residence = begun(host, offload)
     with residence.there("advance"):
         check_brought(residence.averages(advance), advance.averages)
         if offload == "parameters":
-            check_brought(residence.grads(advance, host.gradients), grads)
+            check_brought(residence.grads(advance, host.step), grads)
     with residence.there("apply"):
         if offload == "parameters":
             check_brought(residence.params(apply), apply.params)

@@ -1,0 +1,93 @@
+"""The collectives of exchanges and of gradients, and a count of the bytes that they send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+# PyTorch 2.13 renamed these; the old names warn from then on.
+_gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass
+class Traffic:
+    """What the exchange has sent from this rank since it was built: collectives launched, bytes to other ranks."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+
+    def add(self, sent: int) -> None:
+        """Count one collective."""
+        self.calls += 1
+        self.bytes_sent += sent
+
+
+Splits = Sequence[int]
+
+
+class Collectives:
+    """The collectives of exchanges and of gradients; a package may register a subclass that runs them otherwise.
+
+    Buffers are flat, on one device and of one dtype. Splits are elements for each rank of the group, in its order.
+    Every method starts its collective and returns what there is to wait for.
+    """
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+
+    def all_to_all(
+        self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
+        """Send the parts of `input` to the ranks of the group and fill `output` with what they send."""
+        received, sent = sum(output_splits), sum(input_splits)
+        self.traffic.add(sent * input.element_size())
+        work = dist.all_to_all_single(
+            output[:received], input[:sent], list(output_splits), list(input_splits), group=group, async_op=True
+        )
+        return [work]
+
+    def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Fill `output` with the inputs of all ranks, this one's included; `splits` may differ."""
+        sent = input.numel() * input.element_size() * (len(splits) - 1)
+        if len(set(splits)) == 1:
+            self.traffic.add(sent)
+            return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
+        parts = list(output[: sum(splits)].split(list(splits)))
+        if input.is_cuda:
+            self.traffic.add(sent)
+            return [dist.all_gather(parts, input, group=group, async_op=True)]
+        # gloo's all-gather takes equal parts only, so each rank broadcasts its own; an empty part needs no broadcast.
+        me = dist.get_rank(group)
+        parts[me].copy_(input)
+        works = []
+        for source, part in enumerate(parts):
+            if part.numel() > 0:
+                self.traffic.add(sent if source == me else 0)
+                works.append(dist.broadcast(part, group_src=source, group=group, async_op=True))
+        return works
+
+    def reduce_scatter(
+        self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup
+    ) -> list[dist.Work]:
+        """Fill `output` with the sum over all ranks of the part of `input` that is this rank's."""
+        self.traffic.add((sum(splits) - splits[dist.get_rank(group)]) * input.element_size())
+        if len(set(splits)) == 1:
+            return [_scatter_equal(output, input[: sum(splits)], group=group, async_op=True)]
+        parts = list(input[: sum(splits)].split(list(splits)))
+        return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
+
+    def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Fill `tensor` with its sum over all ranks. Counted is what a ring sends, and its calls as one."""
+        ranks = dist.get_world_size(group)
+        self.traffic.add(2 * (ranks - 1) * tensor.nbytes // ranks)
+        return [dist.all_reduce(tensor, group=group, async_op=True)]
+
+
+def finish(works: Iterable[dist.Work]) -> None:
+    """Wait for collectives: on gloo the host waits, on NCCL the current stream."""
+    for work in works:
+        work.wait()

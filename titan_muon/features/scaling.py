@@ -1,0 +1,87 @@
+"""Steps under a GradScaler: gradients that carry its scale, and steps that must change nothing."""
+
+# [Note: a step that is skipped]
+# - GradScaler leaves out the step of an optimizer that knows nothing of it. Were one rank to leave out Muon's, the
+#   others would wait for its pieces. So Muon always steps, and a step that is skipped changes nothing.
+# - Whether it is skipped is on the device, and the host does not wait for it. What is computed is the same either way.
+# - Ranks whose scalers disagree are told of it in the next step, as of any other fault.
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..options import MuonOptions, OptionError
+from ..step.feature import Feature
+from ..step.gradients import Step
+from ..step.rule import Group, Rule
+from ..step.stages import RankStages
+from ..step.update import Tensors
+
+
+class GradScaling(Feature):
+    """One step under torch.amp.GradScaler, which sets `found_inf` and `grad_scale` on the optimizer for its time.
+
+    Args:
+        optimizer: the optimizer that GradScaler steps.
+        rank: stages of this rank.
+    """
+
+    def __init__(self, optimizer: Optimizer, rank: RankStages) -> None:
+        device, self._rank = rank.device, rank
+        found: Any = optimizer.found_inf  # type: ignore[attr-defined]
+        scale: Any = getattr(optimizer, "grad_scale", None)
+        # GradScaler gives a number where it has seen no gradient.
+        self.skipped = torch.as_tensor(found, device=device).reshape(()) > 0
+        # In double precision, as GradScaler.unscale_ inverts. None if gradients were unscaled already.
+        self.inverse = None if scale is None else scale.to(device).reshape(()).double().reciprocal().float()
+
+    @staticmethod
+    def check(options: MuonOptions) -> None:
+        """Raise OptionError for options that cannot follow a scale, or cannot take a step back."""
+        if options.overlap == "backward":
+            raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
+        if options.overlap == "forward":
+            raise OptionError("overlap", "= 'forward' cannot take back what a GradScaler skips; set 'none'")
+
+    def before(self, step: Step) -> None:
+        """Note whether this rank skips the step, and scale the arithmetic."""
+        self._rank.report.add_skipped(self.skipped)
+        self._plain, self._rank.rule = self._rank.rule, ScaledRule(self._rank.rule, self.inverse, self.skipped)
+
+    def after(self) -> None:
+        """Restore the arithmetic."""
+        self._rank.rule = self._plain
+
+
+class ScaledRule:
+    """A rule whose gradients carry a scale, and whose step may be skipped.
+
+    Args:
+        rule: the rule.
+        inverse: () float32 factor on the gradients, or None.
+        skipped: () bool, on the device: whether the step changes nothing.
+    """
+
+    def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
+        self._rule, self._inverse, self._skipped = rule, inverse, skipped
+
+    def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        """Advance by the unscaled gradients. In a skipped step the averages stand for the gradients, and so stay."""
+        unscaled = grads if self._inverse is None else torch._foreach_mul(grads, self._inverse)
+        kept = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
+        self._rule.advance(averages, kept, packed, group)
+
+    def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        """Not used: no gather starts before a step under a GradScaler."""
+        raise AssertionError("overlap = 'backward' is refused with a GradScaler")
+
+    def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
+        """Apply the updates, and take the change back if the step is skipped."""
+        before = [param.clone() for param in params]
+        self._rule.apply(params, updates, group, scale, scratch)
+        for param, kept in zip(params, before, strict=True):
+            param.copy_(torch.where(self._skipped, kept, param))

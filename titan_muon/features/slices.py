@@ -1,0 +1,97 @@
+"""Matrices that several ranks orthogonalize together, each a slice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..comm.agreement import Agreement
+from ..comm.collectives import Collectives, finish
+from ..orthogonalize import Slice, orthogonalize, sliced_norms
+from ..step.batch import Batch
+from ..step.feature import Feature
+from ..step.stages import BucketRun, RankStages, Stages
+
+
+@dataclass(frozen=True)
+class SliceBatch(Batch):
+    """One slice of a matrix, (1, rows, cols). `slice` has the team of the other slices."""
+
+    slice: Slice
+
+    def norms(self) -> Tensor:
+        """The Frobenius norm of the whole matrix, (1,), equal on all ranks of the team."""
+        return sliced_norms(self.whole, self.slice.team)
+
+    def orthogonalize(self, norms: Tensor) -> None:
+        """Replace the slice by the slice of the orthogonalized matrix."""
+        orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole, of=self.slice)
+
+
+class Team:
+    """The owners of the slices of a matrix, for `orthogonalize.sliced`.
+
+    Args:
+        ranks: owners, in the order of the slices, which is ascending.
+        rank: this one.
+        collectives: transport.
+        group: process group of the ranks.
+    """
+
+    # Teams overlap, and one that waits holds up all others of its ranks. None waits forever: every rank comes to its
+    # teams in one order, by the turns of the program, which are the same on all ranks, by the buckets of a round in the
+    # order of the plan, and in a bucket by the numbers of the matrices (`batches`). Of all teams that are waited for,
+    # the first in that order has only ranks that wait for no other, and goes on.
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, collectives: Collectives, group: dist.ProcessGroup) -> None:
+        self.place, self._size = ranks.index(rank), len(ranks)
+        self._collectives, self._group = collectives, group
+
+    def summed(self, whole: Tensor) -> Tensor:
+        """This rank's rows of the sum of `whole` (rows, cols) over the team; a k-th of them, in order."""
+        part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
+        splits = [part.numel()] * self._size
+        finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
+        return part
+
+    def gathered(self, part: Tensor) -> Tensor:
+        """The tensors of all ranks, in order, joined along the first dim."""
+        whole = part.new_empty(self._size * part.size(0), *part.shape[1:])
+        splits = [part.numel()] * self._size
+        finish(self._collectives.all_gather(whole.view(-1), splits, part.view(-1), self._group))
+        return whole
+
+
+class Slices(Feature):
+    """Orthogonalizes slices with their teams.
+
+    Args:
+        rank: stages of this rank.
+        agreement: owner of the process groups.
+    """
+
+    def __init__(self, rank: RankStages, agreement: Agreement) -> None:
+        program = rank.program
+        self.teams: Mapping[int, Team] = {
+            matrix: Team(ranks, program.rank, rank.exchange.collectives, agreement.group(ranks))
+            for matrix, ranks in program.teams.items()
+        }
+
+    def wrap(self, stages: Stages, rank: RankStages) -> Stages:
+        """Give each slice its team."""
+        rank.runs = tuple(self._with_teams(run, rank) for run in rank.runs)
+        return stages
+
+    def _with_teams(self, run: BucketRun, rank: RankStages) -> BucketRun:
+        runs = []
+        for each in run.batches:
+            batch, cut = each.batch, rank.plan.matrices[each.batch.matrices[0]].slice
+            if cut is not None:
+                of = Slice(self.teams[batch.matrices[0]], cut.cuts_rows)
+                fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
+                each = replace(each, batch=SliceBatch(*fields, of))
+            runs.append(each)
+        return replace(run, batches=tuple(runs))

@@ -1,0 +1,160 @@
+"""From tensors to a plan: the planner's parameters, the work of their matrices, and the machine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from . import registry
+from .features import check_features
+from .options import Machine as MachineOptions
+from .options import MuonOptions, OptionError
+from .orthogonalize import Dispatch, Iteration, Method, kernels_for
+from .plan.planner import make_plan
+from .plan.search.state import with_state_ranks
+from .plan.terms.blocks import blocks_reason
+from .plan.terms.layout import Geometries
+from .plan.terms.machine import Machine, machine_of
+from .plan.terms.types import Matrix, Parameter, Plan
+from .plan.terms.work import Work, WorkOf
+from .state.groups import iteration_of
+from .state.host import check_offload
+from .state.momentum import check_not_owned, kept_by
+from .step.stages import Arithmetic
+from .tensors.dtensor import step_device, storage_device
+from .tensors.matrices import check_splits, planned
+from .tensors.mesh import without_groups
+from .tensors.storage import TrainedParam, storage_fault
+
+
+def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
+    """The plan of a Muon step on these parameters. Raises ValueError as `plan_step` does.
+
+    `own` are the plain tensors of which each rank trains its own.
+    """
+    if not params:
+        # A rank without matrices, such as a pipeline stage with the embedding alone.
+        return Plan((), (), (), (), 1, options.wire_bytes, ())
+    iterations = tuple(iteration_of(trained.group) for trained in params)
+    named = [(trained.fqn, trained.param) for trained in params]
+    kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
+    dispatch = dispatch_of(device_of(params), options)
+    return plan_step(named, iterations, dispatch, options, own, kept)
+
+
+def device_of(params: Sequence[TrainedParam]) -> torch.device:
+    """The device on which matrices are orthogonalized."""
+    return step_device(params[0].param) if params else torch.device("cpu")
+
+
+def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
+    """The choice of algorithms on a device."""
+    return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
+
+
+def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptions) -> Arithmetic:
+    """The iteration of each parameter, and the algorithm of each of the plan's works."""
+    iterations = tuple(iteration_of(trained.group) for trained in params)
+    dispatch = dispatch_of(device_of(params), options)
+    first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
+    chosen = (first[work] for work in range(len(plan.works)))
+    return Arithmetic(iterations, tuple(_method(dispatch, m, iterations[m.parameter]) for m in chosen))
+
+
+def plan_step(
+    named: Sequence[tuple[str, Tensor]],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
+    options: MuonOptions,
+    own: Collection[str] = (),
+    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Plan:
+    """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
+
+    Plain tensors are copies of each other but for those named in `own`. `kept` are the ranks that keep a momentum now,
+    by name, where not all that have the parameter do.
+    Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
+    ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
+    """
+    check_splits((fqn for fqn, _ in named), options.split)
+    parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
+    check_offload(parameters, options)
+    check_not_owned(dict(named), options)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
+    if said := blocks_reason(options, parameters, plan.parameters):
+        warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
+    return plan
+
+
+def plan_parameters(
+    parameters: Sequence[Parameter],
+    iterations: Sequence[Iteration],
+    dispatch: Dispatch,
+    options: MuonOptions,
+    kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Plan:
+    """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
+    # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
+    pattern = registry.exchange_entry(options.exchange).pattern
+    machine = planning_machine(options.machine, dispatch.device)
+    work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
+    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
+
+
+def planning_machine(options: MachineOptions, device: str) -> Machine:
+    """The machine that a step on a type of device is planned for. Raises OptionError for a file that is no machine."""
+    measured = None
+    if options.file is not None:
+        try:
+            measured = Path(options.file).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"= {options.file!r} cannot be read ({error}); name the machine.json that `make gpu` wrote"
+            raise OptionError("machine.file", problem) from error
+    return machine_of(options, device, measured)
+
+
+def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
+    """What orthogonalizes a matrix of a plan."""
+    count = 1 if matrix.slice is None else matrix.slice.count
+    return dispatch.choose(*matrix.whole_shape, computed.steps, count)
+
+
+def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
+    """What orthogonalizing a matrix costs by the method that will run."""
+
+    def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
+        steps = iterations[index].steps
+        method = dispatch.choose(rows, cols, steps, slices)
+        # With the method and all that it computes in the plan, its digest also says that ranks compute alike.
+        return Work(
+            method=f"{method}; {iterations[index]}",
+            flops=method.flops(rows, cols, steps),
+            reason=method.reason,
+            batch=method.batch,
+            bytes=method.work_bytes(rows, cols, dispatch.device, wire_bytes),
+            dtype=method.dtype,
+            team=method.team(rows, cols, steps),
+        )
+
+    return work
+
+
+def check_storage(params: Sequence[TrainedParam], geometries: Geometries, options: MuonOptions, rank: int) -> None:
+    """Raise ValueError for storage of the parameters on this rank that is not as planned."""
+    for index, trained in enumerate(params):
+        where = storage_device(trained.param)
+        if options.offload == "parameters" and trained.here and where.type != "cpu":
+            raise ValueError(
+                f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
+                "Muon's parameters there, or none"
+            )
+        fault = storage_fault(trained.fqn, trained.param, geometries[index], rank)
+        if fault is not None:
+            raise ValueError(fault)
