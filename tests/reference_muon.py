@@ -5,6 +5,7 @@ Written from the definition, apart from the package, and held against torch.opti
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,3 +55,48 @@ class ReferenceMuon:
         if self.lr_scale == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, cols))
         return math.sqrt(max(1, rows / cols)) if self.lr_scale == "original" else math.sqrt(rows / cols)
+
+
+class ReferenceRule(ReferenceMuon):
+    """NorMuon (arXiv:2510.05491, Algorithm 1) and cautious weight decay (arXiv:2510.12402), from their papers.
+
+    `moments[name]` are the second moments of the matrices of a parameter.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        rule: str = "muon",
+        beta2: float = 0.95,
+        cautious: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(params, **options)
+        self.rule, self.beta2, self.cautious = rule, beta2, cautious
+        self.moments = {
+            name: [torch.zeros(p.size(-2)) for _ in range(p.size(0) if p.ndim == 3 else 1)]
+            for name, p in self.params.items()
+        }
+
+    def step(self, grads: Mapping[str, Tensor]) -> None:
+        for name, param in self.params.items():
+            average = self.average[name]
+            average.lerp_(grads[name], 1 - self.momentum)
+            blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
+            pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
+            for index, (target, matrix) in enumerate(pairs):
+                update = newton_schulz(matrix, dtype=self.dtype)
+                if self.rule == "normuon":
+                    update = self.normalized(update, self.moments[name][index])
+                if self.cautious:
+                    target.add_(target * (target * update >= 0), alpha=-self.lr * self.weight_decay)
+                else:
+                    target.mul_(1 - self.lr * self.weight_decay)
+                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
+
+    def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
+        wide = update.float().contiguous()
+        moment.lerp_(wide.square().mean(1), 1 - self.beta2)
+        rows = wide / (moment.sqrt() + 1e-7)[:, None]
+        # 0.2 lr sqrt(m n) / norm is the paper's rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
+        return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)

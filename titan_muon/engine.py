@@ -23,10 +23,11 @@ from .plan.terms.schedule import Act
 from .plan.terms.slices import teams_in
 from .plan.terms.types import Plan
 from .planning import arithmetic_of, device_of
+from .rules import rule_of
 from .state.groups import iteration_changed
+from .state.rule_states import MatrixStates
 from .step.feature import Feature
 from .step.gradients import Step
-from .step.rule import MuonRule
 from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
 from .tensors.storage import TrainedParam
@@ -123,6 +124,7 @@ def engine_of(
     options: MuonOptions,
     collectives: Collectives,
     agreement: Agreement,
+    states: MatrixStates,
     previous: Sequence[Feature] = (),
 ) -> Engine:
     """The engine of a plan on this rank. The ranks have agreed, so that all process groups exist.
@@ -134,6 +136,7 @@ def engine_of(
         options: options of Muon.
         collectives: transport of the buffers.
         agreement: owner of the process groups.
+        states: states of the rule, by matrix.
         previous: features of the engine that this one replaces.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -142,7 +145,7 @@ def engine_of(
     exchange = Exchange(program, buffers, collectives, agreement, apart=needs_apart(options))
     report = FaultReport(len(params), buffers.device, agreement, replicated_plain(plan))
     arithmetic = arithmetic_of(params, plan, options)
-    stages = RankStages(plan, program, params, arithmetic, MuonRule(), buffers, exchange, report, options)
+    stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
 
 

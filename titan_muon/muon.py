@@ -26,9 +26,11 @@ from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import check_storage, device_of, plan_of
+from .rules import rule_of
 from .state.groups import checked
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, moved, with_states
+from .state.rule_states import saved_rule_states, with_rule_states
 from .state.saved import saved_averages
 from .step.feature import Feature
 from .step.gradients import Step
@@ -75,6 +77,9 @@ class Muon(Optimizer):
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-7,
         lr_scale: str = "match_rms_adamw",
+        rule: str = "muon",
+        beta2: float = 0.95,
+        cautious: bool = False,
         orthogonalize: str = "auto",
         ns_dtype: str = "auto",
         ns_kernel: str = "auto",
@@ -242,6 +247,9 @@ class Muon(Optimizer):
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
         found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {each.key: each for each in found}
+        given = {each.param: state_dict["state"][each.key] for each in found}
+        params, before = self.engine.rank.params, {param: dict(self.state[param]) for param in current}
+        of_rule = self._agreement.together(lambda: saved_rule_states(params, before, given))
         self._synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
@@ -249,7 +257,9 @@ class Muon(Optimizer):
         for each in saved.values():
             # In place, since there may not be room for all of it twice.
             copy_average(each.average, current[each.param], each.param)
-            self.state[each.param]["momentum_buffer"] = current[each.param]
+        for kept, loaded in of_rule:
+            kept.copy_(loaded)
+        self.state.update(before)
         if not self._replanned():
             self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreement)
 
@@ -321,7 +331,11 @@ class Muon(Optimizer):
         known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, self._rank).items()}
         self._agreement.open(report, known, device_of(params))
         collectives = self._collectives()
-        self._engine = engine_of(plan, geometries, params, self._options, collectives, self._agreement, previous)
+        specs = rule_of(self._options).states
+        states = with_rule_states(plan, geometries, params, specs, self.state)
+        self._engine = engine_of(
+            plan, geometries, params, self._options, collectives, self._agreement, states, previous
+        )
 
     def _plan_of(self, params: Sequence[TrainedParam], own: Collection[str]) -> tuple[Plan, Geometries]:
         """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""

@@ -200,6 +200,16 @@ class Hyperparameters:
 class StepOptions:
     """What holds for all parameters of one Muon."""
 
+    rule: Literal["muon", "normuon"] = "muon"
+    """Arithmetic of the update. `normuon`: rows of an update, one a neuron, are divided by their running root mean
+    square (arXiv:2510.05491)."""
+
+    beta2: Annotated[float, FRACTION] = 0.95
+    """Decay of the average of squared updates by rows, with `rule` = "normuon"."""
+
+    cautious: bool = False
+    """Weights decay only where the update moves them towards zero too (cautious weight decay, arXiv:2510.12402)."""
+
     orthogonalize: Literal["auto", "standard", "gram", "reference"] = "auto"
     """`auto`: the cheapest that is safe for each shape. `reference`: torch.optim.Muon's arithmetic, bit for bit."""
 

@@ -23,6 +23,7 @@ from .plan.terms.layout import Geometries
 from .plan.terms.machine import Machine, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
 from .plan.terms.work import Work, WorkOf
+from .rules import check_rule
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
@@ -87,6 +88,7 @@ def plan_step(
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    check_rule(options, plan)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
     if said := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{said}; the other modes are exact", stacklevel=7)

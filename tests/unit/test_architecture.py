@@ -198,7 +198,7 @@ def test_two_folders_alone_call_collectives(path: Path) -> None:
 
 
 def test_the_search_for_collectives_finds_them() -> None:
-    assert len(list(called(PACKAGE / "comm" / "exchange.py", COLLECTIVES))) >= 5
+    assert len(list(called(PACKAGE / "comm" / "collectives.py", COLLECTIVES))) >= 5
 
 
 def imported_files(path: Path) -> set[Path]:
@@ -251,7 +251,7 @@ def test_no_folders_import_each_other_in_a_circle() -> None:
 
 
 def test_the_search_for_circles_finds_them() -> None:
-    assert "titan_muon/plan/terms" in {folder_of(other) for other in imported_files(PACKAGE / "comm" / "exchange.py")}
+    assert "titan_muon/plan/terms" in {folder_of(other) for other in imported_files(PACKAGE / "comm" / "buffers.py")}
     assert ROOT / "scripts/compare/run_folder.py" in imported_files(ROOT / "scripts/compare_runs.py")
     assert folder_of(PACKAGE / "titan/compat.py") == "titan_muon/titan"
     assert folder_of(PACKAGE / "titan/run/job.py") == "titan_muon/titan/run"

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -68,6 +69,7 @@ class ScaledRule:
 
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
         self._rule, self._inverse, self._skipped = rule, inverse, skipped
+        self.states = rule.states
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance by the unscaled gradients. In a skipped step the averages stand for the gradients, and so stay."""
@@ -78,6 +80,13 @@ class ScaledRule:
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Not used: no gather starts before a step under a GradScaler."""
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
+
+    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Finish the matrices. In a skipped step the states stay."""
+        before = {name: state.clone() for name, state in states.items()}
+        self._rule.finish(whole, states, group, transposed=transposed)
+        for name, state in states.items():
+            state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
         """Apply the updates, and take the change back if the step is skipped."""

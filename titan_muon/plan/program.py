@@ -80,6 +80,21 @@ def replicated_plain(plan: Plan) -> tuple[int, ...]:
     return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
 
 
+def workers(plan: Plan, geometries: Geometries) -> list[Ranks]:
+    """By matrix, the ranks that orthogonalize all of it, ascending."""
+    found = [set(ranks) for ranks in plan.home]
+    for bucket in plan.buckets:
+        for place, number in enumerate(bucket.matrices):
+            matrix = plan.matrices[number]
+            if bucket.owners:
+                found[number].add(bucket.owners[place])
+            else:
+                # Without owners, the matrix may be in a bucket of each replica, and every holder does the work.
+                pieces = geometries[matrix.parameter].pieces
+                found[number].update(rank for rank in bucket.group if matrix.index in pieces[rank])
+    return [tuple(sorted(ranks)) for ranks in found]
+
+
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:
     """The part of `rank` in the plan."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters) if geometries is None else geometries)

@@ -3,48 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from . import update
+from torch import Tensor
+
 from .update import Tensors
 
 Group = Mapping[str, Any]
 """Hyperparameters of a parameter group, by name."""
 
 
+@dataclass(frozen=True)
+class StateSpec:
+    """A state that a matrix's owner keeps: float32, one number for each output of the matrix.
+
+    The optimizer's state has it as `name.i` for matrix i of a parameter. It starts at zero.
+    """
+
+    name: str
+
+
 class Rule(Protocol):
     """The arithmetic of one optimizer. The engine decides where and when each method runs.
 
-    `advance` and `apply` are element-wise, so that any cut of a parameter gives the same bits.
+    `advance`, `pack` and `apply` are element-wise, so that any cut of a parameter gives the same bits. They run on
+    every rank that stores shards. `finish` runs on the owner of a matrix, which has all of it.
+
+    Attributes:
+        states: states of each matrix besides the momentum.
     """
+
+    states: tuple[StateSpec, ...]
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance the momentum in place, and write the input of Newton-Schulz into `packed`.
 
-        Runs on every rank that stores shards. `packed` is empty where another rank packs the same shards.
+        `packed` is empty where another rank packs equal shards.
         """
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Write into `packed` what `advance` will write, bit for bit, and leave the momentum as it is."""
 
-    def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """Decay weights and add their updates, in place. `scale` is the factor on the learning rate.
+    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Turn orthogonalized matrices into updates, in place, and advance their states.
 
-        Runs on every rank that stores shards, on tensors of one dtype. `scratch`: memory for the updates in that dtype.
+        Args:
+            whole: (count, rows, cols) matrices of one parameter group.
+            states: by name, (count, outputs) float32.
+            group: hyperparameters of the group.
+            transposed: whether the outputs are the columns of the matrices.
         """
 
-
-class MuonRule:
-    """Muon (Keller Jordan, 2024): an exponential moving average, and decoupled weight decay."""
-
-    def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance the momentum, and pack its blend with the gradient (`nesterov`) or the momentum itself."""
-        update.momentum(averages, grads, packed, group["momentum"], group["nesterov"])
-
-    def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Pack what `advance` will pack."""
-        update.pack_ahead(averages, grads, packed, group["momentum"], group["nesterov"])
-
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """param <- (1 - lr weight_decay) param - lr scale update."""
-        update.apply(params, updates, group["lr"], scale, group["weight_decay"], scratch)
+        """Decay weights and add their updates, in place.
+
+        Args:
+            params: parts of weights, of one dtype.
+            updates: their parts of orthogonalized matrices, of one dtype.
+            group: hyperparameters of the group.
+            scale: factor on the learning rate.
+            scratch: memory for the updates in the dtype of the weights, if that is wider.
+        """

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -107,6 +107,7 @@ class RankStages:
         exchange: collectives of the program.
         report: faults of the step.
         options: options of Muon.
+        states: states of the rule, by matrix and name.
 
     Attributes:
         storage: by parameter, its storage and that of its momentum.
@@ -126,9 +127,11 @@ class RankStages:
         exchange: Exchange,
         report: FaultReport,
         options: MuonOptions,
+        states: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
         self.plan, self.program, self.params, self.rule = plan, program, tuple(params), rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
+        self._states = states
         self.source, self.orthogonalized = OnDevice(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
@@ -163,6 +166,7 @@ class RankStages:
             self.exchange,
             self.report,
             options,
+            self._states,
         )
 
     @property
@@ -322,6 +326,29 @@ class RankStages:
         norms = batch.norms()
         self.report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
         batch.orthogonalize(norms)
+        if self.rule.states:
+            self._finish(batch)
+
+    def _finish(self, batch: Batch) -> None:
+        """Have the rule finish the batch, in runs of matrices of one parameter group."""
+        parameters = [self.plan.matrices[matrix].parameter for matrix in batch.matrices]
+        transposed = [self.plan.parameters[index].stack.transposed for index in parameters]
+        start = 0
+        for stop in range(1, len(parameters) + 1):
+            first, last = parameters[start], parameters[min(stop, len(parameters) - 1)]
+            if (
+                stop < len(parameters)
+                and self._groups[first] is self._groups[last]
+                and (transposed[start] == transposed[stop])
+            ):
+                continue
+            states = [self._states[matrix] for matrix in batch.matrices[start:stop]]
+            stacked = {spec.name: torch.stack([each[spec.name] for each in states]) for spec in self.rule.states}
+            whole = batch.whole[start:stop]
+            self.rule.finish(whole, stacked, self._groups[first], transposed=transposed[start])
+            for name, advanced in stacked.items():
+                torch._foreach_copy_([each[name] for each in states], list(advanced.unbind()))
+            start = stop
 
     def release(self, bucket: int, step: Step) -> None:
         """Drop the gradients whose last shard was packed in this bucket, by `release_grads`."""

@@ -70,6 +70,19 @@ def apply(
     torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
 
 
+def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
+    """param <- (1 - factor) param where the update moves the weight towards zero too, in place.
+
+    Cautious weight decay (Chen et al., 2025, arXiv:2510.12402): weights decay only where param * update >= 0.
+    """
+    decays = torch._foreach_mul(params, updates)
+    torch._foreach_sign_(decays)
+    torch._foreach_add_(decays, 1)
+    torch._foreach_clamp_max_(decays, 1)
+    torch._foreach_mul_(decays, params)
+    torch._foreach_add_(params, decays, alpha=-factor)
+
+
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
     """Tensors of one dtype in another one: copies made in one call, for the same reason, or the tensors themselves."""
     if tensors[0].dtype == dtype:

@@ -175,7 +175,7 @@ def left_out(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     params, optimizer = build(mesh, missing_grad="skip", nonfinite="error")
     optimizer.engine.rank.buffers.memory.take()
-    for buffer in optimizer.exchange.buffers:
+    for buffer in optimizer.engine.rank.buffers.tensors:
         buffer.fill_(math.nan)
     params["layers.0.weight"].grad = None
     optimizer.step()

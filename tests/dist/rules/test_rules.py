@@ -1,0 +1,82 @@
+"""NorMuon and cautious weight decay on any layout are the same arithmetic in one process, bit for bit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from tests.dist.harness import run_ranks
+from tests.dist.step.test_muon_layouts import CASES, EXPERT_CASES, EXPERTS, MATRICES, STEPS, full_tensors
+from tests.reference_muon import ReferenceRule
+from titan_muon import Muon
+
+RULES: dict[str, dict[str, object]] = {
+    "normuon": {"rule": "normuon", "beta2": 0.9},
+    "cautious": {"cautious": True, "weight_decay": 0.5},
+    "both": {"rule": "normuon", "cautious": True, "weight_decay": 0.5},
+}
+
+
+def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
+    """Train all layouts of this world with every rule; names of the tensors that differ from the reference."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    placed: dict[str, tuple[object, tuple[Placement, ...]]] = {}
+    for cases, tensors in ((CASES, MATRICES), (EXPERT_CASES, EXPERTS)):
+        for case in cases[world_size]:
+            mesh = init_device_mesh("cpu", case.mesh)
+            for name, shape in tensors.items():
+                key = f"{case.name}.{name}"
+                shapes[key], placed[key] = shape, (mesh, case.placements)
+
+    def distributed(full: dict[str, Tensor], key: str) -> Tensor:
+        mesh, placements = placed[key]
+        return distribute_tensor(full[key].clone(), mesh, placements, src_data_rank=None)
+
+    different = []
+    for rule, options in RULES.items():
+        initial = full_tensors(shapes, seed=0)
+        params = {key: nn.Parameter(distributed(initial, key)) for key in shapes}
+        reference = ReferenceRule(initial, **options)
+        optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options)
+        for step in range(STEPS):
+            grads = full_tensors(shapes, seed=step + 1)
+            for key, param in params.items():
+                param.grad = distributed(grads, key)
+            optimizer.step()
+            reference.step(grads)
+        for key, param in params.items():
+            if not torch.equal(param.to_local(), distributed(reference.params, key).to_local()):
+                different.append(f"{rule} {key}: parameter")
+            for index, expected in enumerate(reference.moments[key]):
+                kept = optimizer.state[param].get(f"second_moment.{index}")
+                assert (kept is None) == ("rule" not in options)
+                if kept is not None and kept.to_local().numel() and not torch.equal(kept.to_local(), expected):
+                    different.append(f"{rule} {key}: second moment {index}")
+    return different
+
+
+@pytest.mark.parametrize(
+    ("world_size", "exchange"), [(2, "all_to_all"), (4, "all_to_all"), (8, "all_to_all"), (4, "all_gather")]
+)
+def test_every_layout_equals_the_reference_bit_for_bit(world_size: int, exchange: str) -> None:
+    assert run_ranks(check_cases, world_size, exchange) == [[]] * world_size
+
+
+def refusal(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
+    param = nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)], src_data_rank=None))
+    found = []
+    for mode in ("distributed", "duplicated", "blockwise"):
+        try:
+            Muon([("w", param)], rule="normuon", tensor_parallel=mode)
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_matrix_that_no_rank_has_whole_is_refused() -> None:
+    for found in run_ranks(refusal, 2):
+        assert len(found) == 3
+        assert all("rule = 'normuon' reads whole matrices at one owner each" in text for text in found)

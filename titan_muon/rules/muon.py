@@ -1,0 +1,43 @@
+"""Muon (Keller Jordan, 2024, https://kellerjordan.github.io/posts/muon/)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ..step import update
+from ..step.rule import Group, StateSpec
+from ..step.update import Tensors
+
+
+class MuonRule:
+    """An exponential moving average of gradients, orthogonalized, and decoupled weight decay.
+
+    Args:
+        cautious: whether weights decay only where the update moves them towards zero, see `update.decay_cautiously`.
+    """
+
+    states: tuple[StateSpec, ...] = ()
+
+    def __init__(self, *, cautious: bool) -> None:
+        self._cautious = cautious
+
+    def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        """Advance the momentum, and pack its blend with the gradient (`nesterov`) or the momentum itself."""
+        update.momentum(averages, grads, packed, group["momentum"], group["nesterov"])
+
+    def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        """Pack what `advance` will pack."""
+        update.pack_ahead(averages, grads, packed, group["momentum"], group["nesterov"])
+
+    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Nothing: the orthogonalized matrix is the update."""
+
+    def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
+        """param <- (1 - lr weight_decay) param - lr scale update. The decay may be cautious."""
+        lr, decay = group["lr"], group["weight_decay"]
+        if self._cautious:
+            update.decay_cautiously(params, updates, lr * decay)
+            decay = 0.0
+        update.apply(params, updates, lr, scale, decay, scratch)

@@ -1,0 +1,47 @@
+"""NorMuon (Li et al., 2025, arXiv:2510.05491, Algorithm 1): Muon with updates of equal size for every neuron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..step.rule import Group, StateSpec
+from .muon import MuonRule
+
+SECOND_MOMENT = "second_moment"
+
+
+class NorMuonRule(MuonRule):
+    """Divides each row of the orthogonalized matrix by a running root mean square of that row.
+
+    The second moment v of a matrix has one float32 number a row (an output neuron), on the matrix's owner:
+    v <- beta2 v + (1 - beta2) mean(O * O over the inputs), O <- O / (sqrt(v) + eps). Then O is scaled to the Frobenius
+    norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `lr_scale` means what it means for Muon; with
+    "match_rms_adamw" the update is the paper's.
+
+    Args:
+        beta2: decay of the second moment.
+        cautious: as in MuonRule.
+    """
+
+    states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+
+    def __init__(self, beta2: float, *, cautious: bool) -> None:
+        super().__init__(cautious=cautious)
+        self._beta2 = beta2
+
+    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Normalize the rows of each matrix of `whole` (count, rows, cols), in place; columns if `transposed`."""
+        moments, eps = states[SECOND_MOMENT], group["eps"]
+        wide = whole.float()
+        inputs = 1 if transposed else 2
+        squares = wide.square().mean(dim=inputs)
+        # A matrix of zeros got no update: a gradient was missing or not finite. It leaves the moment as it was.
+        updated = squares.sum(dim=1, keepdim=True) > 0
+        moments.copy_(torch.where(updated, torch.lerp(moments, squares, 1 - self._beta2), moments))
+        wide.div_(moments.sqrt().add_(eps).unsqueeze(inputs))
+        norms = torch.linalg.vector_norm(wide.flatten(1), dim=1)
+        target = min(whole.shape[1:]) ** 0.5
+        whole.copy_(wide.mul_(torch.where(norms > 0, target / norms, 0.0)[:, None, None]))

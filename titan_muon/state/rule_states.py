@@ -1,0 +1,90 @@
+"""The states of a rule besides the momentum: one tensor a matrix, on the ranks that orthogonalize the matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from ..plan.program import workers
+from ..plan.terms.layout import Geometries
+from ..plan.terms.types import Plan
+from ..step.rule import StateSpec
+from ..tensors.dtensor import local, step_device
+from ..tensors.mesh import StateMesh
+from ..tensors.storage import TrainedParam, placement_key
+
+MatrixStates = Mapping[int, Mapping[str, Tensor]]
+"""By matrix and name, this rank's states as plain tensors."""
+
+
+def with_rule_states(
+    plan: Plan,
+    geometries: Geometries,
+    params: Sequence[TrainedParam],
+    specs: Sequence[StateSpec],
+    state: Mapping[Tensor, dict[str, Any]],
+) -> MatrixStates:
+    """The states of the plan's matrices, from the optimizer's `state`, where missing ones are made.
+
+    Every rank of a parameter has the same keys. A DTensor on the ranks that orthogonalize the matrix holds the numbers,
+    so that torch.distributed.checkpoint saves them once and loads them to any other owner.
+    """
+    found: dict[int, dict[str, Tensor]] = {}
+    if not specs:
+        return found
+    for number, ranks in enumerate(workers(plan, geometries)):
+        matrix = plan.matrices[number]
+        param = params[matrix.parameter].param
+        for spec in specs:
+            key = f"{spec.name}.{matrix.index}"
+            kept = state[param].get(key)
+            made = _zeros(param, plan.out_in(number)[0], ranks)
+            if kept is None or placement_key(kept) != placement_key(made):
+                kept = state[param][key] = made
+            found.setdefault(number, {})[spec.name] = local(kept)
+    return found
+
+
+def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...]) -> Tensor:
+    device = step_device(param)
+    if not isinstance(param, DTensor):
+        return torch.zeros(outputs, dtype=torch.float32, device=device)
+    mesh = StateMesh(param.device_mesh.device_type, torch.tensor(ranks, device="cpu"))
+    here = outputs if mesh.get_coordinate() is not None else 0
+    held = torch.zeros(here, dtype=torch.float32, device=device)
+    size = torch.Size((outputs,))
+    return DTensor.from_local(held, mesh, [Replicate()], run_check=False, shape=size, stride=(1,))
+
+
+def saved_rule_states(
+    params: Sequence[TrainedParam],
+    current: Mapping[Tensor, Mapping[str, Any]],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+) -> list[tuple[Tensor, Tensor]]:
+    """(current, saved) local tensors of each state of the rule.
+
+    Args:
+        params: trained parameters.
+        current: by parameter, the optimizer's state.
+        saved: by parameter, the state that is loaded.
+
+    Raises:
+        ValueError: naming the first state that is missing or is kept on other ranks.
+    """
+    found = []
+    for trained in params:
+        for key, kept in current[trained.param].items():
+            if key == "momentum_buffer":
+                continue
+            given = saved[trained.param].get(key)
+            if given is None or placement_key(given) != placement_key(kept):
+                raise ValueError(
+                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
+                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
+                )
+            found.append((local(kept), local(given)))
+    return found
