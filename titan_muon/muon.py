@@ -229,6 +229,8 @@ class Muon(Optimizer):
         rank = self.engine.rank
         chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
         rank.report.clear()
+        if not any(faults):
+            return
         for feature in self.engine.features:
             feature.told(faults)
         rank.heal(faults)

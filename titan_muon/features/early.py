@@ -190,7 +190,7 @@ class EarlyGathers(Feature):
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Discard the launched gathers if the step raises for faults, which are the same on all ranks."""
-        self._abandoned = self._abandoned or (self._entered and any(faults))
+        self._abandoned = self._abandoned or self._entered
 
     def flush(self, *, discard: bool = False) -> None:
         """With `discard`, drop the gathers that backward has launched."""

@@ -181,8 +181,7 @@ class HostOffload(Feature):
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Have the momentum on the host before it is healed."""
-        if any(faults):
-            self.source.synchronize()
+        self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
         """With `discard`, wait on the host for what is on its way there."""

@@ -34,7 +34,7 @@ class Feature:
         return found
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Learn the faults that all ranks have been told of."""
+        """Learn the faults, at least one, that all ranks have been told of."""
 
     def before(self, step: Step) -> None:
         """Start a step. The buffers have memory."""

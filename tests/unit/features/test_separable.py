@@ -1,0 +1,74 @@
+"""A feature that is off is not there: its file is not imported, and a step runs without it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import titan_muon.features
+
+FILES = sorted(
+    path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
+)
+
+STEPS = """
+import sys
+sys.modules.update(dict.fromkeys({removed!r}))
+import torch
+from torch import nn
+from titan_muon import Muon
+
+params = {{name: nn.Parameter(torch.ones(6, 8)) for name in ("a", "b")}}
+optimizer = Muon(list(params.items()), {options})
+optimizer.found_inf = {found_inf}
+for step in range(2):
+    for parameter in params.values():
+        parameter.grad = torch.randn(6, 8)
+    optimizer.step()
+assert optimizer.orthogonalized == 2
+loaded = {{name for name in sys.modules if name.startswith("titan_muon.features.")}}
+print(sorted(name.rpartition(".")[2] for name in loaded if sys.modules[name] is not None))
+"""
+
+
+def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
+    """The feature files that two steps import while all but `kept` are removed."""
+    removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
+    code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_there_are_five_features() -> None:
+    assert FILES == ["early", "host", "late", "scaling", "slices"]
+
+
+def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
+    assert loaded(None) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("kept", "options", "found_inf"),
+    [
+        ("host", "offload='state'", "None"),
+        ("early", "overlap='backward'", "None"),
+        ("late", "overlap='forward'", "None"),
+        ("scaling", "", "torch.zeros(())"),
+    ],
+)
+def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:
+    assert loaded(kept, options, found_inf) == f"['{kept}']"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_feature_imports_another(name: str) -> None:
+    source = (Path(titan_muon.features.__file__).parent / f"{name}.py").read_text()
+    imported = {
+        node.module.split(".")[0]
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module
+    }
+    assert imported.isdisjoint(FILES)
