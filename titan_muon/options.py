@@ -211,9 +211,9 @@ class StepOptions:
 
     exchange: Annotated[str, TEXT] = "all_to_all"
     """Which collective assembles a sharded matrix: `all_to_all` (hierarchical over copies where that is sooner),
-    `all_gather`, `all_gather_reduce_scatter`, `auto`."""
+    `all_gather`, `all_gather_reduce_scatter`."""
 
-    owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
+    owners: Literal["balanced", "everyone"] = "balanced"
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
 
     replicas: Literal["split", "redundant", "auto"] = "split"

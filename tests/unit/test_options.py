@@ -34,7 +34,7 @@ def test_muon_shows_every_option_with_its_default() -> None:
 
 
 def test_muon_keeps_what_it_was_given() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="auto", missing_grad="skip", machine=Machine(tflops=1.0))
+    given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
     keywords = {item.name: getattr(given, item.name) for item in fields(given)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
     assert muon._options == given

@@ -10,7 +10,7 @@ from ..options import MuonOptions, OptionError
 from .cost.times import Costs
 from .exchange.all_gather import PATTERNS
 from .search.over_replicas import copies_reason, over_copies
-from .search.owners import OWNERS, Task
+from .search.owners import Task
 from .search.rounds import home_flops
 from .search.search import Draft, Problem, fastest
 from .search.slices import WORTH, check_split_over, slices_reason, with_cuts
@@ -37,8 +37,8 @@ def make_plan(
     names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
     if options.exchange not in names:
         raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
-    if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
-        raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
+    if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
+        raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)
     given, geometries = parameters, Geometries(parameters)
     check_tensor_parallel(options, geometries)

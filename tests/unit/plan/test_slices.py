@@ -124,7 +124,6 @@ def test_replicas_that_repeat_the_work_have_whole_matrices() -> None:
     "options",
     [
         {"orthogonalize": "reference"},
-        {"owners": "round_robin"},
         {"exchange": "all_gather", "owners": "everyone"},
     ],
     ids=str,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..exchange.all_gather import PATTERNS
-from ..exchange.pattern import BucketTotals, KindCounts, Pattern
+from ..exchange.pattern import BucketTotals, KindCounts
 from ..terms.machine import Machine
 from ..terms.pieces import Pieces
 from ..terms.slices import teams_in
@@ -100,13 +99,6 @@ class BucketTimes:
     latency: float
     teams: tuple[tuple[tuple[int, ...], float], ...] = ()
 
-    @property
-    def alone(self) -> float:
-        """Seconds that it takes with nothing beside it."""
-        parts = zip(self.pack, self.owned, self.copies, self.apply, strict=True)
-        calls = sum(max(links) + self.latency for links in self.legs if any(links))
-        return calls + max(pack + owned.seconds + copies + apply for pack, owned, copies, apply in parts)
-
 
 def bucket_times(
     bucket: Bucket, totals: Mapping[int, BucketTotals], costs: Costs, place: Mapping[int, int]
@@ -140,32 +132,3 @@ def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Ite
 def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
     for first, ranks in teams_in(bucket, costs.pieces.matrices).items():
         yield tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds
-
-
-def settle(bucket: Bucket, costs: Costs) -> Bucket:
-    """The bucket with the pattern that takes least time, and why."""
-    place = {rank: index for index, rank in enumerate(bucket.group)}
-    timed, pieces = dict[str, float](), costs.pieces
-    for pattern in PATTERNS.values():
-        if not (pattern.settles or pattern.automatic) and (pattern.has_owners or _one_copy(bucket, pieces)):
-            settled = _by(pattern, bucket)
-            timed[pattern.name] = bucket_times(settled, pattern.totals(settled, pieces), costs, place).alone
-    # min takes the first of equally fast ones, so that ties go to the all-to-all.
-    fastest = min(timed, key=timed.__getitem__)
-    times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in timed.items())
-    return replace(_by(PATTERNS[fastest], bucket), reason=f"{fastest} is the fastest: {times}")
-
-
-def _by(pattern: Pattern, bucket: Bucket) -> Bucket:
-    return replace(bucket, exchange=pattern.name, owners=bucket.owners if pattern.has_owners else ())
-
-
-def _one_copy(bucket: Bucket, pieces: Pieces) -> bool:
-    # Over replicas an all-gather is not considered: the group of a choice has the ranks of all copies in it, so that
-    # owners can be any of them, and every rank would gather and unpack each piece once for every copy. Nor is it of
-    # slices, which have owners by their nature.
-    return all(
-        pieces.matrices[pieces.examples[kind]].slice is None
-        and pieces.holders(kind, bucket.group).total == pieces.matrices[pieces.examples[kind]].numel
-        for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}
-    )

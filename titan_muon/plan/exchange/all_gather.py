@@ -1,8 +1,8 @@
 """Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
 
 # Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
-# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy,
-# spreads, automatic).
+# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, one_copy, spreads,
+# automatic).
 
 from __future__ import annotations
 
@@ -78,17 +78,6 @@ class AllGatherReduceScatter(AllGather):
         return found
 
 
-class Auto(AllToAll):
-    """For each bucket the pattern that takes least time on the machine, by `times.settle`."""
-
-    # Planned as an all-to-all, whose owners and groups the other patterns can take over or do without. The reverse is
-    # not so: an all-gather's groups are single copies, and its buckets have no owners.
-
-    name = "auto"
-    settles = True
-    one_copy = False
-
-
 def _by_owner(bucket: Bucket) -> dict[int, list[int]]:
     """Matrices by their owner."""
     mine: dict[int, list[int]] = {}
@@ -99,6 +88,6 @@ def _by_owner(bucket: Bucket) -> dict[int, list[int]]:
 
 PATTERNS: Mapping[str, Pattern] = {
     pattern.name: pattern
-    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Auto(), Duplicated(), Hierarchical())
+    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
 }
 """All values of the option `exchange` that the planner knows, and what it takes by itself."""

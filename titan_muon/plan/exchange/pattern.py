@@ -70,7 +70,6 @@ class Pattern(ABC):
     Attributes:
         name: what a user and `Bucket.exchange` call it.
         has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
-        settles: whether it is a choice among the others, made for each bucket.
         one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
         spreads: whether an owner returns results to one copy alone, and copies share them.
         automatic: whether the planner alone chooses it, and no user by its name.
@@ -78,7 +77,6 @@ class Pattern(ABC):
 
     name: str
     has_owners = True
-    settles = False
     one_copy = False
     spreads = False
     automatic = False

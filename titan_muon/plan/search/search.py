@@ -9,14 +9,14 @@ from itertools import product
 
 from ...options import MuonOptions, OptionError, Overlap
 from ..cost.timeline import play
-from ..cost.times import BucketTimes, Costs, bucket_times, settle
+from ..cost.times import BucketTimes, Costs, bucket_times
 from ..cost.totals import Totals, home_counts
 from ..exchange.pattern import Pattern
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.slices import together
 from ..terms.types import Bucket, Parameter
 from .model_order import ModelOrder
-from .owners import OWNERS, OwnerOf, Task, among
+from .owners import STRATEGIES, OwnerOf, Task, among
 from .rounds import Cut, Dealer, Order, rounds
 
 FREE_BYTES = 2**30
@@ -85,7 +85,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Way:
-    """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut.
+    """How matrices are dealt out: the owners, by their place in STRATEGIES, the order of each owner's, and their cut.
 
     With `in_order` whoever owns them: in the order in which the model's backward, or its forward, comes to them.
     """
@@ -178,7 +178,7 @@ class _Search:
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
         count, way = self._best_played(in_order)
-        for owners in range(1, len(OWNERS[self._problem.options.owners]) if self._problem.pattern.has_owners else 0):
+        for owners in range(1, len(STRATEGIES) if self._problem.pattern.has_owners else 0):
             if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
                 self._play(count, replace(way, owners=owners))
         count, way = self._best_played(in_order)
@@ -200,14 +200,13 @@ class _Search:
         return min(TURNS[self._overlap] * most, max(1, len(self._problem.tasks)))
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners that are given or a function of OWNERS finds, or None if nobody is to own anything."""
+        """The owners that are given or one of STRATEGIES finds, or None if nobody is to own anything."""
         # Not before they are played: for tens of thousands of experts it takes as long as to play them.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
             return problem.owners
         if number not in self._owners:
-            assign = OWNERS[problem.options.owners][number]
-            self._owners[number] = among(assign, problem.tasks, problem.groups, problem.load, problem.able)
+            self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, problem.load, problem.able)
         return self._owners[number]
 
     def _fits(self, draft: Draft) -> bool:
@@ -248,8 +247,7 @@ class _Search:
             grouped = self._following(count)
         else:
             grouped = self._dealer.rounds(owners, count, way.order, way.cut)
-            # What the user wants together stays so.
-            if self._overlap != "none" and self._problem.options.owners == "balanced":
+            if self._overlap != "none":
                 grouped, owners = self._model_order.exchanged(grouped, owners)
         best = self._played[count, way] = self._add(grouped, owners)
         return best
@@ -294,8 +292,7 @@ class _Search:
             for group in sorted(by_group):
                 chosen = tuple(by_group[group])
                 ranks = () if owners is None else tuple(owners[matrix, group] for matrix in chosen)
-                bucket = Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number)
-                found.append(settle(bucket, problem.costs) if problem.pattern.settles else bucket)
+                found.append(Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number))
         return tuple(found)
 
     def _work(self, times: Sequence[BucketTimes]) -> list[int]:

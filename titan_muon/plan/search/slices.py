@@ -83,8 +83,6 @@ def slices_fault(options: MuonOptions) -> str:
 
 def one_owner_fault(options: MuonOptions) -> str:
     """What needs a single owner of each matrix, and what does not; empty if nothing does."""
-    if options.owners != "balanced":
-        return f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
