@@ -23,7 +23,8 @@ class Task(NamedTuple):
     layer: str
 
 
-Groups = Sequence[tuple[int, ...]]
+Ranks = tuple[int, ...]
+Groups = Sequence[Ranks]
 Rounds = Sequence[Sequence[Task]]
 OwnerOf = dict[tuple[int, int], int]
 """Rank that owns each (matrix, group)."""

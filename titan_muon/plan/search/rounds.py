@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate, groupby, pairwise
 
-from ..terms.types import Matrix
 from .owners import Groups, OwnerOf, Task
 
 
@@ -119,12 +118,3 @@ def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
         before += flops
         ends[min(number, count - 1)] = before
     return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
-
-
-def home_flops(home: Sequence[tuple[int, ...]], matrices: Sequence[Matrix]) -> dict[int, int]:
-    """FLOPs of the matrices at home, by rank; `home` are the ranks of each matrix."""
-    flops: dict[int, int] = {}
-    for matrix, ranks in zip(matrices, home, strict=True):
-        for rank in ranks:
-            flops[rank] = flops.get(rank, 0) + matrix.flops
-    return flops

@@ -7,16 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ...options import MuonOptions, OptionError, Overlap
+from ...options import OptionError, Overlap
 from ..cost.timeline import play
-from ..cost.times import BucketTimes, Costs, bucket_times
+from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals, home_counts
-from ..exchange.pattern import Pattern
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.slices import together
-from ..terms.types import Bucket, Parameter
+from ..terms.types import Bucket
 from .model_order import ModelOrder
 from .owners import STRATEGIES, OwnerOf, Task, among
+from .problem import Problem
 from .rounds import Cut, Dealer, Order, rounds
 
 FREE_BYTES = 2**30
@@ -41,24 +41,6 @@ MOST_PLAYED = 400_000
 """Turns of single ranks that are played in a search."""
 MOST_NEAR = MOST_PLAYED // 8
 """The same of a search that begins where that for a like problem was ended."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
-    other matrix for each group that assembles it; with `owners`, if these are decided. `able` are the ranks that can
-    own a matrix, where not all of its group can."""
-
-    parameters: tuple[Parameter, ...]
-    options: MuonOptions
-    pattern: Pattern
-    costs: Costs
-    home: tuple[tuple[int, ...], ...]
-    tasks: tuple[Task, ...]
-    groups: tuple[tuple[int, ...], ...]
-    load: Mapping[int, int]
-    able: Mapping[int, tuple[int, ...]]
-    owners: OwnerOf | None = None
 
 
 @dataclass(frozen=True)
@@ -125,7 +107,6 @@ class _Search:
         self._home = [one.seconds + problem.costs.home_passes(one) for one in owned]
         self._home_work = [(one.assembled, one.iteration) for one in owned]
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._drafts: list[Draft] = []
         self._played: dict[tuple[int, Way], Draft] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -259,7 +240,7 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
-        if self._sliced:
+        if problem.sliced:
             grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         totals = Totals(buckets, problem.costs.pieces)
