@@ -61,7 +61,8 @@ def plan_rank(params: Sequence[TrainedParam], options: MuonOptions, rank: int, o
     if not params:
         return _nothing(options, rank)
     device = step_device(params[0].param)
-    dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
+    machine = planning_machine(options.machine, device.type)
+    dispatch = Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device), machine)
     iterations = tuple(iteration_of(trained.group) for trained in params)
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}

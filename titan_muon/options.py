@@ -117,7 +117,7 @@ class PlacementRule:
 class Machine:
     """The machine that a step is planned for: a named one, and numbers that differ from its own."""
 
-    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu"] = "auto"
+    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu", "cpu_float32"] = "auto"
     """Nodes of 8 GPUs, joined by 400 Gb/s for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None

@@ -76,7 +76,7 @@ WRONG = [
     ("lr_scale", "adam", "is not one of match_rms_adamw, original, spectral"),
     ("wire_dtype", "int8", "is not one of bfloat16, float16, float32"),
     ("missing_grad", None, "is not one of error, skip"),
-    ("owners", "me", "is not one of balanced, round_robin, per_layer, everyone"),
+    ("owners", "me", "is not one of balanced, everyone"),
     ("replicas", "", "is not one of split, redundant, auto"),
     ("buffer_bytes", 0, "it takes more than 0"),
 ]

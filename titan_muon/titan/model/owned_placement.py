@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_muon.build import planning_machine
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -194,7 +195,8 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # another cost would wait for each other.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
-    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device)
+    machine = planning_machine(recipe.machine, device)
+    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device, machine=machine)
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 
