@@ -11,7 +11,6 @@ from titan_muon.options import Overlap
 from titan_muon.plan import Plan
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.cost.times import Costs, bucket_times
-from titan_muon.plan.cost.totals import home_counts
 from titan_muon.plan.exchange.all_gather import PATTERNS
 from titan_muon.plan.exchange.pattern import Flow
 from titan_muon.plan.terms.layout import Geometries
@@ -53,8 +52,7 @@ def least_seconds(plan: Plan, machine: Machine, played: Timeline) -> float:
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
     place = {rank: index for index, rank in enumerate(pieces.ranks())}
-    home = [costs.owned(counts) for counts in home_counts(plan.home, pieces).values()]
-    beside = [one.seconds + costs.home_passes(one) for one in home]
+    beside = [home.seconds for home in costs.home(plan.home).values()]
     for bucket in plan.buckets:
         times = bucket_times(bucket, PATTERNS[bucket.exchange].totals(bucket, pieces), costs, place)
         for index, pack, apply in zip(times.group, times.pack, times.apply, strict=True):

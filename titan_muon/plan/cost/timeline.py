@@ -15,7 +15,7 @@ from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
 from .times import BucketTimes, Costs, bucket_times
-from .totals import Totals, home_counts
+from .totals import Totals
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,9 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
     place = {rank: index for index, rank in enumerate(ranks)}
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    owned = [costs.owned(counts) for counts in home_counts(plan.home, pieces).values()]
-    newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
-    home = [sum(pair) for pair in zip(newton, passes, strict=True)]
+    at_home = costs.home(plan.home).values()
+    newton, passes = [one.owned.seconds for one in at_home], [one.passes for one in at_home]
+    home = [one.seconds for one in at_home]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.slots, plan.rounds, ordered_rounds(plan.buckets, overlap))
     clock = _played(times, rounds, home, plan.slots, hidden)

@@ -10,7 +10,7 @@ from itertools import product
 from ...options import OptionError, Overlap
 from ..cost.timeline import play
 from ..cost.times import BucketTimes, bucket_times
-from ..cost.totals import Totals, home_counts
+from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.slices import together
 from ..terms.types import Bucket
@@ -103,9 +103,9 @@ class _Search:
         self._problem = problem
         ranks = problem.costs.pieces.ranks()
         self._place = {rank: index for index, rank in enumerate(ranks)}
-        owned = [problem.costs.owned(mine) for mine in home_counts(problem.home, problem.costs.pieces).values()]
-        self._home = [one.seconds + problem.costs.home_passes(one) for one in owned]
-        self._home_work = [(one.assembled, one.iteration) for one in owned]
+        home = problem.costs.home(problem.home).values()
+        self._home = [one.seconds for one in home]
+        self._home_work = [(one.owned.assembled, one.owned.iteration) for one in home]
         self._dealer = Dealer(problem.tasks, problem.groups)
         self._drafts: list[Draft] = []
         self._played: dict[tuple[int, Way], Draft] = {}

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from ...options import MuonOptions, OptionError
 from ..cost.times import Costs
-from ..cost.totals import home_counts
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries
 from ..terms.pieces import Pieces
@@ -136,8 +135,7 @@ def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
 
 def loads(problem: Problem) -> dict[int, int]:
     """Picoseconds of what each rank has at home."""
-    counts = home_counts(problem.home, problem.costs.pieces)
-    return {rank: int(1e12 * problem.costs.owned(mine).seconds) for rank, mine in counts.items()}
+    return {rank: int(1e12 * home.owned.seconds) for rank, home in problem.costs.home(problem.home).items()}
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:
