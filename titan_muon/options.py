@@ -117,7 +117,7 @@ class PlacementRule:
 class Machine:
     """The machine that a step is planned for: a named one, and numbers that differ from its own."""
 
-    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu"] = "auto"
+    name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu", "cpu_float32"] = "auto"
     """Nodes of 8 GPUs, joined by 400 Gb/s for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None
@@ -221,9 +221,9 @@ class StepOptions:
 
     exchange: Annotated[str, TEXT] = "all_to_all"
     """Which collective assembles a sharded matrix: `all_to_all` (hierarchical over copies where that is sooner),
-    `all_gather`, `all_gather_reduce_scatter`, `auto`."""
+    `all_gather`, `all_gather_reduce_scatter`."""
 
-    owners: Literal["balanced", "round_robin", "per_layer", "everyone"] = "balanced"
+    owners: Literal["balanced", "everyone"] = "balanced"
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
 
     replicas: Literal["split", "redundant", "auto"] = "split"

@@ -56,7 +56,8 @@ def device_of(params: Sequence[TrainedParam]) -> torch.device:
 
 def dispatch_of(device: torch.device, options: MuonOptions) -> Dispatch:
     """The choice of algorithms on a device."""
-    return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device))
+    machine = planning_machine(options.machine, device.type)
+    return Dispatch.of(options, device.type, kernels_for(options.ns_kernel, device), machine)
 
 
 def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptions) -> Arithmetic:

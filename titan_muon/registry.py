@@ -84,7 +84,7 @@ class ExchangeEntry:
     """Which collective assembles a sharded matrix.
 
     Attributes:
-        pattern: how it is planned: `all_to_all`, `all_gather`, `all_gather_reduce_scatter` or `auto`.
+        pattern: how it is planned: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
         collectives: called without arguments; returns the `exchange.Collectives` that carry the buffers.
     """
 
@@ -99,7 +99,7 @@ def _collectives() -> Any:
 
 
 exchanges: Registry[ExchangeEntry] = Registry("exchange", "titan_muon.exchanges")
-for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"):
+for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
     exchanges.register(_pattern, ExchangeEntry(_pattern, _collectives))
 
 

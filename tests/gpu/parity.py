@@ -31,7 +31,7 @@ from titan_muon import Muon
 from titan_muon.plan import summarize
 
 STEPS = 3
-EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter", "auto")
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02

@@ -26,7 +26,7 @@ def test_every_check_passes_on_two_ranks_of_the_cpu() -> None:
 
 
 @needs_cuda_build
-@pytest.mark.parametrize(("rank", "world", "exchanges"), [(0, 1, ("auto",)), (5, 8, parity.EXCHANGES)])
+@pytest.mark.parametrize(("rank", "world", "exchanges"), [(0, 1, ("all_to_all",)), (5, 8, parity.EXCHANGES)])
 def test_every_exchange_steps_on_fake_gpus_without_a_sync(rank: int, world: int, exchanges: tuple[str, ...]) -> None:
     with fake_gpu(), fake_rank(world, rank):
         for exchange in exchanges:

@@ -41,21 +41,20 @@ PROPERTY = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter", "auto")
-# Machines on which an automatic choice falls on each of the exchanges.
+EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
+# Machines on which links, calls or products decide.
 MACHINES = (
     Machine(),
     Machine(node_gb=1e-6, tflops=1e-9),
     Machine(node_latency_us=1e6, tflops=1e-3),
     Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
-OWNERS = ("balanced", "round_robin", "per_layer")
 REPLICAS = ("split", "redundant", "auto")
 # The modes of tensor parallelism, and the options that each of them takes alone.
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},
-    "distributed": {"owners": "balanced", "replicas": "split", "split_over": 1},
-    "duplicated": {"exchange": "all_to_all", "owners": "balanced", "split_over": 1},
+    "distributed": {"replicas": "split", "split_over": 1},
+    "duplicated": {"exchange": "all_to_all", "split_over": 1},
     "blockwise": {},
 }
 # Products take a second for each FLOP, and whatever is sent is there at once: ranks share what does not divide evenly.
@@ -221,15 +220,13 @@ def plans(
 ) -> Plan:
     """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
-    exchange, owners = draw(st.sampled_from(exchanges)), draw(st.sampled_from(OWNERS))
+    exchange = draw(st.sampled_from(exchanges))
     # Half of the plans are such that several ranks may share a matrix, and have some that sets the step's end.
     slices = exchange != "all_gather" and draw(st.booleans())
     if slices:
-        owners = "balanced"
         parameters += draw(large(parameters[0].layout.mesh))
     options = MuonOptions(
         exchange=exchange,
-        owners=owners,  # type: ignore[arg-type]
         replicas=draw(st.sampled_from(REPLICAS)),  # type: ignore[arg-type]
         split_over=draw(st.sampled_from((2, 4, 8))) if slices else 1,
         buffer_bytes=draw(st.sampled_from([None, 256, 1024, 4096])),

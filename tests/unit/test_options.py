@@ -34,7 +34,7 @@ def test_muon_shows_every_option_with_its_default() -> None:
 
 
 def test_muon_keeps_what_it_was_given() -> None:
-    given = MuonOptions(lr=0.5, ns_steps=3, exchange="auto", missing_grad="skip", machine=Machine(tflops=1.0))
+    given = MuonOptions(lr=0.5, ns_steps=3, exchange="all_gather", missing_grad="skip", machine=Machine(tflops=1.0))
     keywords = {item.name: getattr(given, item.name) for item in fields(given)}
     muon = Muon([("w", Parameter(torch.zeros(4, 4)))], **keywords)
     assert muon._options == given
@@ -76,7 +76,7 @@ WRONG = [
     ("lr_scale", "adam", "is not one of match_rms_adamw, original, spectral"),
     ("wire_dtype", "int8", "is not one of bfloat16, float16, float32"),
     ("missing_grad", None, "is not one of error, skip"),
-    ("owners", "me", "is not one of balanced, round_robin, per_layer, everyone"),
+    ("owners", "me", "is not one of balanced, everyone"),
     ("replicas", "", "is not one of split, redundant, auto"),
     ("buffer_bytes", 0, "it takes more than 0"),
 ]

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import torch
 
+from titan_muon.options import Machine as MachineOptions
 from titan_muon.options import OptionError, StepOptions, check
+from titan_muon.plan.terms.machine import MACHINES, Machine, machine_of
 from titan_muon.plan.terms.work import (
     TeamCost,
     gram_elements,
@@ -32,28 +34,12 @@ GRAM_ROWS = 32
 """Smaller side from which products take longer than launching them, of which the Gram iteration has more."""
 UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
 """Where float32 needs no restart. Ten steps on a matrix of low rank overflow without one."""
+SAME_RATE = 0.9
+"""Part of bfloat16's rate from which float16 is as fast, and preferred: it is eight times as exact."""
 KERNEL_SIDES = 16
 """What divides both sides of matrices whose products a kernel makes. Others are copied slowly, or not at all."""
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does: FLOP/s of products by dtype, bytes per second, and bytes that batches may take to fill it."""
-
-    flops: Mapping[str, float]
-    bandwidth: float
-    batch_bytes: int
-
-
-RATES: Mapping[str, Rates] = {
-    # One H200 as measured with plain matrix products and copies; float32 without TF32, which rounds as float16 does.
-    "cuda": Rates({"bfloat16": 790e12, "float16": 790e12, "float32": 50e12}, 4.3e12, 2**28),
-    # One core with bfloat16 instructions; a batch stays near the caches.
-    "cpu": Rates({"bfloat16": 700e9, "float16": 150e9, "float32": 150e9}, 10e9, 2**24),
-    # One core with AVX2, which multiplies 16-bit numbers one by one.
-    "cpu without bfloat16": Rates({"bfloat16": 1.3e9, "float16": 1.3e9, "float32": 63e9}, 10e9, 2**24),
-}
-"""By type of device; others are taken to be like CUDA's."""
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
 """Any of these makes a CPU's products of bfloat16 faster than those of float32: on x86 the first two, then on ARM."""
 
@@ -150,6 +136,8 @@ class Dispatch:
         device: type of the device.
         cpu_bfloat16: whether a CPU has instructions for bfloat16; by default what this machine's has.
         kernels: symmetric products that were measured to be fastest on this GPU; plain ones otherwise.
+        machine: the machine that the step is planned for; by default the machine of such a device. CPUs always take
+            the entry of their own instructions, so that a plan for another machine computes the same bits.
 
     Raises OptionError for names that are unknown, and for combinations that are not safe.
     """
@@ -159,6 +147,7 @@ class Dispatch:
     device: str = "cpu"
     kernels: tuple[Kernel, ...] = ()
     cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
+    machine: Machine | None = None
 
     def __post_init__(self) -> None:
         check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
@@ -171,9 +160,11 @@ class Dispatch:
         raise OptionError("ns_dtype", f"= {self.dtype!r}: orthogonalize = {self.algorithm!r} {problem}")
 
     @classmethod
-    def of(cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = ()) -> Dispatch:
-        """What the options of a Muon say, on a type of device."""
-        return cls(options.orthogonalize, options.ns_dtype, device, kernels)
+    def of(
+        cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: Machine | None = None
+    ) -> Dispatch:
+        """The dispatch that the options of a Muon describe, on a type of device."""
+        return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
         """The method for rows x cols matrices, the same on every rank, or for one of so many slices of them."""
@@ -187,23 +178,22 @@ class Dispatch:
         found = self._candidates(rows, cols, len(steps))
         seconds = {method: self._seconds(method, rows, cols, steps) for method in found}
         best = min(found, key=lambda method: seconds[method])
-        batch = max(1, self._rates.batch_bytes // best.work_bytes(rows, cols, self.device))
+        batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
         products = self._products(best.dtype, rows, cols)
         return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
-    def _rates(self) -> Rates:
-        return RATES[self._machine] if self._machine in RATES else RATES["cuda"]
-
-    @property
-    def _machine(self) -> str:
-        return "cpu without bfloat16" if self.device == "cpu" and not self.cpu_bfloat16 else self.device
+    def rates(self) -> Machine:
+        """The machine whose rates choose the algorithm."""
+        if self.device == "cpu":
+            return MACHINES["cpu" if self.cpu_bfloat16 else "cpu_float32"]
+        return machine_of(MachineOptions(), self.device) if self.machine is None else self.machine
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
         """What is safe; of equally fast ones the first is taken."""
-        dtypes = sorted(DTYPES, key=lambda name: -self._rates.flops[name]) if self.dtype == "auto" else [self.dtype]
-        if self.dtype == "auto" and self._rates.flops["float16"] == self._rates.flops["bfloat16"]:
-            # Eight times as exact at the same speed.
+        flops = self.rates.flops
+        dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
+        if self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
             dtypes.remove("bfloat16")
         small, large = sorted((rows, cols))
         standard = [Method("standard", dtype) for dtype in dtypes]
@@ -227,8 +217,8 @@ class Dispatch:
         else:
             elements = len(steps) * (4 * m * n + 5 * m * m)
         moved = elements * DTYPES[method.dtype].itemsize
-        rates = self._rates
-        return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.bandwidth)
+        rates = self.rates
+        return max(method.flops(rows, cols, steps) / rates.flops[method.dtype], moved / rates.memory)
 
     def _products(self, dtype: str, rows: int, cols: int) -> str:
         if rows % KERNEL_SIDES or cols % KERNEL_SIDES:
@@ -241,9 +231,9 @@ class Dispatch:
             return ""
         others = {str(method): time for method, time in seconds.items() if method != best}
         if not others:
-            return f"alone safe on {self._machine} for this shape"
+            return f"alone safe on {self.rates.name} for this shape"
         name = min(others, key=lambda other: others[other])
-        return f"{others[name] / seconds[best]:.2f} x as fast on {self._machine} as {name}"
+        return f"{others[name] / seconds[best]:.2f} x as fast on {self.rates.name} as {name}"
 
 
 def restarts(steps: int) -> tuple[int, ...]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cache
 
 from ..options import MuonOptions, OptionError
 from .cost.times import Costs
 from .exchange.all_gather import PATTERNS
-from .search.over_replicas import copies_reason, over_copies
-from .search.owners import OWNERS, Task
-from .search.rounds import home_flops
-from .search.search import Draft, Problem, fastest
-from .search.slices import WORTH, check_split_over, slices_reason, with_cuts
-from .search.state import able_owners
-from .search.tensor_parallel import check_tensor_parallel, with_peers
+from .search.candidates import CANDIDATES, Candidate
+from .search.problem import Problem, make_problem
+from .search.search import Draft, fastest
+from .search.slices import check_split_over
+from .search.tensor_parallel import check_tensor_parallel
 from .terms.blocks import blocks_reason, in_blocks
-from .terms.groups import assemblies
 from .terms.layout import Geometries
 from .terms.machine import Machine, machine_of
 from .terms.pieces import Pieces
@@ -37,8 +32,8 @@ def make_plan(
     names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
     if options.exchange not in names:
         raise OptionError("exchange", f"= {options.exchange!r} is not one of {', '.join(names)}")
-    if options.owners not in OWNERS and PATTERNS[options.exchange].has_owners:
-        raise OptionError("owners", f"= {options.owners!r} needs every piece everywhere: set exchange = 'all_gather'")
+    if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
+        raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)
     given, geometries = parameters, Geometries(parameters)
     check_tensor_parallel(options, geometries)
@@ -48,25 +43,10 @@ def make_plan(
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
-    # `auto` plays a step in which replicas share out the work and one in which they repeat it. Where none are, the two
-    # are one problem.
-    problems: list[Problem] = []
-    for replicas in ("split", "redundant") if options.replicas == "auto" else (options.replicas,):
-        problem = _divide(parameters, geometries, replace(options, replicas=replicas), costs)
-        if not problems or (problem.home, problem.tasks) != (problems[0].home, problems[0].tasks):
-            problems.append(problem)
-    if options.tensor_parallel in ("distributed", "duplicated"):
-        problems = [with_peers(problem, work_of) for problem in problems]
-    cut = [found for problem in problems if (found := with_cuts(problem, work_of)) is not None]
-    worth = WORTH if options.split_over == "auto" else 1.0
-    draft, problem = _best_of([(problems, worth), (cut, 1.0), (over_copies(problems), worth / WORTH)])
-    reasons = (
-        draft.reason,
-        copies_reason(draft),
-        slices_reason(options, problem.costs.pieces.matrices),
-        blocks_reason(options, given, parameters),
-        _own_reason(parameters),
-    )
+    problem = make_problem(parameters, geometries, options, costs)
+    candidate, draft = _best(problem, geometries, work_of)
+    problem = candidate.problem
+    reasons = (draft.reason, candidate.reason, blocks_reason(options, given, parameters), _own_reason(parameters))
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
@@ -88,23 +68,25 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
     return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
-def _best_of(weighed: Sequence[tuple[Sequence[Problem], float]]) -> tuple[Draft, Problem]:
-    """The draft with the least price times weight of those problems that have one, with its problem."""
-    found, faults = list[tuple[float, Draft, Problem]](), list[OptionError]()
-    for problems, weight in weighed:
-        best = min(found, key=lambda one: one[0])[1] if found else None
-        for problem in problems:
-            try:
-                # Slices change little of what a long search has found for whole matrices; another exchange does.
-                sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
-                draft = fastest(problem, best.near if best is not None and sliced else None)
-                found.append((weight * draft.price, draft, problem))
-            except OptionError as fault:
-                faults.append(fault)
+def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Draft]:
+    """The candidate with the least price / (1 - must_save), with its best draft.
+
+    Raises OptionError if the user's buffers are too small for every candidate.
+    """
+    found, faults = list[tuple[float, Candidate, Draft]](), list[OptionError]()
+    for candidate in (each for make in CANDIDATES for each in make(problem, geometries, work_of)):
+        best = min(found, key=lambda one: one[0])[2] if found else None
+        try:
+            # Slices change little of what a long search has found for whole matrices; another exchange does.
+            draft = fastest(candidate.problem, best.near if best and candidate.problem.sliced else None)
+        except OptionError as fault:
+            faults.append(fault)
+        else:
+            found.append((draft.price / (1 - candidate.must_save), candidate, draft))
     if not found:
         raise faults[0]
-    _, draft, problem = min(found, key=lambda one: one[0])
-    return draft, problem
+    _, candidate, draft = min(found, key=lambda one: one[0])
+    return candidate, draft
 
 
 def _matrices(
@@ -122,52 +104,3 @@ def _matrices(
                 work_at[shape] = work.flops, works.setdefault(work, len(works))
             matrices.append(Matrix(number, index, *shape, *work_at[shape]))
     return tuple(matrices), tuple(works)
-
-
-def _divide(parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs) -> Problem:
-    """What is whole at home, and a task of each other matrix for each group that assembles it."""
-
-    groups: dict[tuple[int, ...], int] = {}
-
-    @cache
-    def placed(geometry: int, split: bool) -> list[tuple[tuple[int, ...], list[int]]]:
-        """For each matrix of a parameter its ranks at home, and the numbers of the groups that assemble it."""
-        found = assemblies(geometries.shared[geometry], split)
-        return [(one.home, [groups.setdefault(ranks, len(groups)) for ranks in one.groups]) for one in found]
-
-    has_owners = PATTERNS[options.exchange].has_owners
-    home: list[tuple[int, ...]] = []
-    tasks: list[Task] = []
-    for number, matrix in enumerate(costs.pieces.matrices):
-        parameter = parameters[matrix.parameter]
-        # Replicate promises that copies are equal. A plain tensor promises nothing of the other ranks' ones: where they
-        # were not found equal, one rank's result would silently take the place of another's.
-        split = has_owners and not parameter.own and options.replicas == "split"
-        ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
-        home.append(ranks)
-        for group in assembled_by:
-            tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
-    load = home_flops(home, costs.pieces.matrices)
-    pattern = PATTERNS[options.exchange]
-    able = _able(parameters, costs.pieces.matrices, tasks, tuple(groups))
-    return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load, able)
-
-
-def _able(
-    parameters: Sequence[Parameter],
-    matrices: Sequence[Matrix],
-    tasks: Sequence[Task],
-    groups: Sequence[tuple[int, ...]],
-) -> dict[int, tuple[int, ...]]:
-    """The ranks that can own a matrix, where that depends on who keeps its momentum."""
-
-    @cache
-    def inside(ranks: tuple[int, ...], group: int) -> tuple[int, ...]:
-        return tuple(sorted({*ranks} & {*groups[group]}))
-
-    found = {}
-    for task in tasks:
-        matrix = matrices[task.matrix]
-        if ranks := able_owners(parameters[matrix.parameter], matrix.index):
-            found[task.matrix] = inside(ranks, task.group)
-    return found

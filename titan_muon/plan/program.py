@@ -111,14 +111,14 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     }
     whole = [index for index, ranks in enumerate(plan.home) if rank in ranks]
     local = [_local_bucket(chosen, rank, pieces) for chosen in batches(whole, plan.matrices, plan.works)]
-    acts: list[tuple[Act, int]] = []
-    for act, number in schedule(plan.rounds, slots):
-        if act is Act.HOME:
-            # One after the other, because all batches share one workspace.
-            acts += [(act, len(buckets) + index) for index in range(len(local)) for act in ACTS]
-        else:
-            acts += [(act, index) for index in rounds[number]]
-    return Program(rank, (*buckets, *local), rounds, slots, tuple(acts), teams)
+    opening, turns = schedule(plan.rounds, slots)
+    acts = (
+        *((act, index) for act, number in opening for index in rounds[number]),
+        # One local bucket after the other, because all batches share one workspace.
+        *((act, len(buckets) + index) for index in range(len(local)) for act in ACTS),
+        *((act, index) for act, number in turns for index in rounds[number]),
+    )
+    return Program(rank, (*buckets, *local), rounds, slots, acts, teams)
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:

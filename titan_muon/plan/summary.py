@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cost.batches import counted_batches
-from .cost.totals import Totals, home_counts
-from .exchange.pattern import KindCounts
-from .search.rounds import home_flops, longest_path
+from ..options import Machine
+from .cost.times import Costs, Owned
+from .cost.totals import Totals
 from .search.state import state_elements
 from .terms.layout import Geometries
+from .terms.machine import machine_of
 from .terms.pieces import Pieces
 from .terms.types import Plan
 
@@ -48,10 +46,8 @@ class Summary:
         ranks: costs of each rank.
         muon_matrices: matrices over the whole world, copies counted once.
         orthogonalizations: matrices orthogonalized over all ranks; more than `muon_matrices` if replicas repeat work.
-        ns_flops_max: FLOPs on the longest path through the step, see `buckets.longest_path`.
-        ns_flops_lower_bound: FLOPs that no plan can be below: the mean over ranks, or the largest matrix.
+        ns_flops_max: FLOPs of the rank that has most of them.
         bytes_sent_max: bytes of the rank that sends most.
-        bytes_sent_lower_bound: mean over ranks if the rank with most of each matrix owned it.
         collectives_per_step: calls of the rank that launches most. On gloo, which gathers equal parts only, an
             all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
@@ -64,9 +60,7 @@ class Summary:
     muon_matrices: int
     orthogonalizations: int
     ns_flops_max: int
-    ns_flops_lower_bound: int
     bytes_sent_max: int
-    bytes_sent_lower_bound: int
     collectives_per_step: int
     buffer_bytes_max: int
     whole_bytes_max: int
@@ -76,25 +70,21 @@ class Summary:
 def summarize(plan: Plan) -> Summary:
     """Count everything that the plan will do."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    # Counts are the same on any machine.
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()))
     totals, states = Totals(plan.buckets, pieces), state_elements(plan)
     ranks = tuple(
-        _rank_cost(rank, home, totals, plan, pieces, sum(states[rank].values()))
-        for rank, home in home_counts(plan.home, pieces).items()
+        _rank_cost(rank, home.owned, totals, plan, costs, sum(states[rank].values()))
+        for rank, home in costs.home(plan.home).items()
     )
-    flops = [matrix.flops for matrix in plan.matrices]
-    in_buckets = [
-        {rank: _flops(found.owned, plan, pieces) for rank, found in by_rank.items()} for by_rank in totals.of_buckets
-    ]
     further = len(plan.matrices) - plan.whole_matrices
     return Summary(
         ranks=ranks,
         muon_matrices=plan.whole_matrices,
         # One group alone has slices, and each of them one owner.
         orthogonalizations=sum(cost.matrices for cost in ranks) - further,
-        ns_flops_max=longest_path(plan.buckets, in_buckets, home_flops(plan.home, plan.matrices), plan.slots),
-        ns_flops_lower_bound=max(sum(flops) // len(ranks), max(flops)),
+        ns_flops_max=max(cost.ns_flops for cost in ranks),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
-        bytes_sent_lower_bound=_least_sent(plan, pieces) // len(ranks),
         collectives_per_step=max(cost.collectives for cost in ranks),
         buffer_bytes_max=max(cost.buffer_bytes for cost in ranks),
         whole_bytes_max=max(cost.whole_bytes for cost in ranks),
@@ -102,55 +92,23 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, home: KindCounts, totals: Totals, plan: Plan, pieces: Pieces, kept: int) -> RankCost:
+def _rank_cost(rank: int, home: Owned, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
-    parts = [home, *(bucket.owned for bucket in buckets)]
-    whole, iteration = _work_bytes(parts, plan, pieces)
-    loads = [size * matrix.numel for matrix, size in counted_batches(home, pieces, plan.works)]
-    loads += [bucket.stored for bucket in buckets]
-    teams = [
-        (count, team)
-        for part in parts
-        for kind, count in part
-        if (team := plan.works[plan.matrices[pieces.examples[kind]].work].team) is not None
-    ]
-    shared = sum(count * team.sent for count, team in teams)
+    owned = [home, *(costs.owned(bucket.owned) for bucket in buckets)]
+    shared = sum(one.team_sent for one in owned)
+    # The largest of each, although of different batches: the workspace stays while all batches take turns in it.
+    whole, iteration = max(one.assembled for one in owned), max(one.iteration for one in owned)
     return RankCost(
         rank=rank,
-        matrices=sum(count for part in parts for _, count in part),
-        ns_flops=sum(_flops(part, plan, pieces) for part in parts),
+        matrices=sum(one.matrices for one in owned),
+        ns_flops=sum(one.flops for one in owned),
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
         buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
         whole_bytes=whole,
         work_bytes=whole + iteration,
-        collectives=sum(bucket.collectives for bucket in buckets) + sum(count * team.calls for count, team in teams),
-        loads=len(loads),
-        load_elements=max(loads, default=0),
+        collectives=sum(bucket.collectives for bucket in buckets) + sum(one.team_calls for one in owned),
+        loads=home.batches + len(buckets),
+        load_elements=max([home.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
         state_elements=kept,
     )
-
-
-def _flops(counts: KindCounts, plan: Plan, pieces: Pieces) -> int:
-    return sum(count * plan.matrices[pieces.examples[kind]].flops for kind, count in counts)
-
-
-def _work_bytes(parts: Iterable[KindCounts], plan: Plan, pieces: Pieces) -> tuple[int, int]:
-    """Bytes of the largest batch that a rank assembles, and most bytes that one takes to be orthogonalized."""
-    # Both at their largest, although of different batches: the workspace stays while all batches take turns in it.
-    found = [one for part in parts for one in counted_batches(part, pieces, plan.works)]
-    assembled = max((size * matrix.numel for matrix, size in found), default=0)
-    return assembled * plan.wire_bytes, max((size * plan.works[m.work].bytes for m, size in found), default=0)
-
-
-def _least_sent(plan: Plan, pieces: Pieces) -> int:
-    """Bytes over all ranks if the rank with the largest piece of each matrix were its owner, in each bucket."""
-    total = 0
-    for bucket in plan.buckets:
-        for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
-            holders = pieces.holders(kind, bucket.group)
-            most = max(holders.on_rank.values())
-            # There, all that the owner lacks of one copy; back, all that it does not store itself, of every copy.
-            lacking = plan.matrices[pieces.examples[kind]].numel - most
-            total += count * (lacking + holders.total - most)
-    return total * plan.wire_bytes

@@ -297,7 +297,6 @@ def test_a_state_dict_of_every_copy_is_loaded_as_it_is_and_one_of_the_owners_is_
 REFUSED = {
     "exchange": "all_gather_reduce_scatter",
     "replicas": "redundant",
-    "owners": "round_robin",
 }
 
 

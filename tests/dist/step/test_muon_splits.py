@@ -145,7 +145,7 @@ def last_dim(rank: int, world_size: int) -> list[str]:
     return different
 
 
-@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "all_gather_reduce_scatter", "auto"])
+@pytest.mark.parametrize("exchange", ["all_gather", "all_to_all", "all_gather_reduce_scatter"])
 def test_split_parameters_equal_their_matrices_trained_apart(exchange: str) -> None:
     assert run_ranks(check_splits, 4, exchange) == [[]] * 4
 

@@ -155,7 +155,7 @@ def test_every_exchange_gives_the_same_curve(folder: Path) -> None:
             {"muon.exchange": exchange, "muon.orthogonalize": "reference"},
             f"exchange_{exchange}",
         )
-        for exchange in ("all_gather", "all_to_all", "all_gather_reduce_scatter", "auto")
+        for exchange in ("all_gather", "all_to_all", "all_gather_reduce_scatter")
     }
     assert len(set(map(tuple, curves.values()))) == 1, curves
 

@@ -1,11 +1,13 @@
 """Which algorithm is taken for which shape: safe, cheap, the same for all who ask, and refused where it cannot be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import COEFFICIENTS, Dispatch, Kernel, Method, coefficients
-from titan_muon.orthogonalize.dispatch import RATES
+from titan_muon.plan.terms.machine import MACHINES
 
 JORDAN = coefficients("keller_jordan", 5)
 SHAPES = [
@@ -98,17 +100,34 @@ def test_float32_does_without_restart_where_that_is_safe(
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_auto_is_never_slower_by_the_model_than_a_choice_by_hand(shape: tuple[int, int], name: str) -> None:
     steps = coefficients(name, max(5, len(COEFFICIENTS[name])))
-    for device in RATES:
-        auto = Dispatch("auto", "auto", device)
+    for machine in MACHINES.values():
+        on_cpu = machine.name.startswith("cpu")
+        device, bfloat16 = "cpu" if on_cpu else "cuda", machine.name == "cpu"
+        auto = Dispatch("auto", "auto", device, cpu_bfloat16=bfloat16, machine=machine)
+        assert auto.rates == machine
         best = auto._seconds(auto.choose(*shape, steps), *shape, steps)
         for algorithm in ("standard", "gram"):
-            chosen = Dispatch(algorithm, "auto", device).choose(*shape, steps)
+            chosen = replace(auto, algorithm=algorithm).choose(*shape, steps)
             assert best <= auto._seconds(chosen, *shape, steps) or max(shape) < 1.5 * min(shape)
 
 
 def test_an_automatic_choice_says_why() -> None:
-    assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on cuda as standard float16"
+    assert Dispatch(device="cuda").choose(4096, 12288, JORDAN).reason == "1.35 x as fast on h100x8 as standard float16"
     assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
+
+
+def test_rates_are_of_the_machine_that_the_plan_is_for_and_on_cpus_of_the_cpu() -> None:
+    machine = MACHINES["b200x8"]
+    assert Dispatch(device="cuda", machine=machine).rates == machine
+    for bfloat16, name in ((True, "cpu"), (False, "cpu_float32")):
+        assert Dispatch(device="cpu", cpu_bfloat16=bfloat16, machine=machine).rates == MACHINES[name]
+
+
+def test_float16_is_preferred_where_it_was_measured_a_little_slower() -> None:
+    """Two measurements are never equal; float16 is the more exact of the two."""
+    for part, expected in ((0.95, "float16"), (0.5, "bfloat16")):
+        machine = replace(MACHINES["h100x8"], flops={"bfloat16": 700e12, "float16": part * 700e12, "float32": 50e12})
+        assert Dispatch(device="cuda", machine=machine).choose(4096, 4096, JORDAN).dtype == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -117,8 +136,8 @@ def test_batches_are_bounded_and_large_matrices_alone(device: str) -> None:
     for rows, cols in [(64, 64), (128, 512), (768, 2048), (2048, 7168)]:
         method = auto.choose(rows, cols, JORDAN)
         taken = method.batch * method.work_bytes(rows, cols, device)
-        assert method.batch == 1 or taken <= RATES[device].batch_bytes
-        assert (method.batch + 1) * method.work_bytes(rows, cols, device) > RATES[device].batch_bytes
+        assert method.batch == 1 or taken <= auto.rates.batch_bytes
+        assert (method.batch + 1) * method.work_bytes(rows, cols, device) > auto.rates.batch_bytes
     assert auto.choose(8192, 28672, JORDAN).batch == 1
     assert Dispatch("reference", device=device).choose(64, 64, JORDAN) == Method("reference", "bfloat16")
 

@@ -1,6 +1,5 @@
-"""What travels together, and the longest path, held against a clock for every rank of the executor."""
+"""Which matrices travel together, and the timeline, held against a clock for every rank of the executor."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from random import Random
@@ -9,15 +8,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.plans import PROPERTY, plans, ranks_of, recut
+from tests.unit.plan.test_timeline import FREE
+from tests.unit.plans import PROPERTY, plan_of, plans, ranks_of, recut
+from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.program import make_program
 from titan_muon.plan.search.owners import Task
-from titan_muon.plan.search.rounds import home_flops, longest_path, rounds
+from titan_muon.plan.search.rounds import rounds
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.schedule import Act, prefetch
-from titan_muon.plan.terms.types import Bucket, Matrix, Plan
+from titan_muon.plan.terms.types import (
+    Bucket,
+    Interval,
+    Layout,
+    MatrixRows,
+    MatrixStack,
+    Mesh,
+    Parameter,
+    Plan,
+    Shard,
+)
 
 GATHER, RETURN = "gather", "return"
+PRODUCTS = replace(FREE, flops=dict.fromkeys(FREE.flops, 1.0))
+"""A machine where nothing but products takes time: a second for each FLOP."""
 
 
 @st.composite
@@ -76,6 +89,13 @@ class Clock:
         self.now = dict.fromkeys(ranks_of(plan), 0)
         self.work = dict.fromkeys(self.now, 0)
         self.launched: dict[tuple[int, str], dict[int, int]] = {}
+        self.travels: list[set[str]] = [set() for _ in plan.buckets]
+        for rank in self.now:
+            mine = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.group]
+            travelling = [run for run in make_program(plan, rank).buckets if not run.local]
+            for number, run in zip(mine, travelling, strict=True):
+                legs = zip((GATHER, RETURN, RETURN), run.legs, strict=False)
+                self.travels[number] |= {name for name, leg in legs if leg.travels}
 
     def run(self) -> int:
         """FLOPs until the last rank is done."""
@@ -101,23 +121,26 @@ class Clock:
         buckets = [index for index, bucket in enumerate(self.plan.buckets) if rank in bucket.group]
 
         def launch(index: int, leg: str) -> None:
-            self.launched.setdefault((buckets[index], leg), {})[rank] = self.now[rank]
+            if leg in self.travels[buckets[index]]:
+                self.launched.setdefault((buckets[index], leg), {})[rank] = self.now[rank]
 
-        for act, number in program.turns:
-            if act is Act.HOME:
-                for item in program.home:
-                    self._orthogonalize(rank, item.matrix)
-                continue
-            for index in program.rounds[number]:
-                if act is Act.GATHER:
-                    launch(index, GATHER)
-                elif act is Act.ORTHOGONALIZE:
-                    yield buckets[index], GATHER
-                    for matrix in program.buckets[index].matrices:
-                        self._orthogonalize(rank, matrix)
+        def await_all(index: int, leg: str) -> Iterator[tuple[int, str]]:
+            if leg in self.travels[buckets[index]]:
+                yield buckets[index], leg
+
+        for act, index in program.acts:
+            run = program.buckets[index]
+            if act is Act.GATHER and not run.local:
+                launch(index, GATHER)
+            elif act is Act.ORTHOGONALIZE:
+                if not run.local:
+                    yield from await_all(index, GATHER)
+                for matrix in run.matrices:
+                    self._orthogonalize(rank, matrix)
+                if not run.local:
                     launch(index, RETURN)
-                else:
-                    yield buckets[index], RETURN
+            elif not run.local:
+                yield from await_all(index, RETURN)
 
     def _orthogonalize(self, rank: int, matrix: int) -> None:
         flops = self.plan.matrices[matrix].flops
@@ -125,47 +148,53 @@ class Clock:
         self.work[rank] += flops
 
 
-def path_of(plan: Plan) -> int:
-    flops = [Counter[int]() for _ in plan.buckets]
-    for rank in ranks_of(plan):
-        mine = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.group]
-        for number, run in zip(mine, make_program(plan, rank).buckets, strict=True):
-            flops[number][rank] += sum(plan.matrices[matrix].flops for matrix in run.matrices)
-    return longest_path(plan.buckets, flops, home_flops(plan.home, plan.matrices), plan.slots)
-
-
 @settings(PROPERTY, max_examples=400)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
-def test_longest_path_is_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
+def test_a_step_without_link_time_takes_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
+    """On a machine where nothing but Newton-Schulz takes time, at one FLOP a second."""
     for one in (plan, recut(plan, Random(seed))):
         clock, summary = Clock(one), summarize(one)
-        assert path_of(one) == summary.ns_flops_max == clock.run()
+        played, waited = timeline(one, PRODUCTS), clock.run()
+        # The timeline lets collectives of several groups share the wires, and owners of slices wait for each other.
+        assert played.last.seconds >= waited * (1 - 1e-9)
+        if len({bucket.group for bucket in one.buckets}) == 1 and not any(matrix.slice for matrix in one.matrices):
+            assert played.last.seconds == pytest.approx(waited, rel=1e-9)
         assert {cost.rank: cost.ns_flops for cost in summary.ranks} == clock.work
+        assert summary.ns_flops_max == max(clock.work.values())
+
+
+def matrices_of(flops: Sequence[int]) -> Plan:
+    """Matrices of these FLOPs in rows over two ranks, each in a round of its own."""
+    stack, layout = (
+        MatrixStack(1, (MatrixRows("", (Interval(0, 2),)),)),
+        Layout((2, 2), Mesh((2,), (0, 1)), (Shard(0),)),
+    )
+    plan = plan_of([Parameter(f"{i}", f"{i}", layout, stack) for i in range(len(flops))])
+    works = tuple(replace(plan.works[0], flops=each, batch=1) for each in flops)
+    matrices = tuple(replace(m, flops=flops[i], work=i) for i, m in enumerate(plan.matrices))
+    return replace(plan, matrices=matrices, works=works, buckets=())
 
 
 def bucket(matrix: int, owner: int) -> Bucket:
-    return Bucket("all_to_all", (0, 1), (matrix,), (owner,))
+    return Bucket("all_to_all", (0, 1), (matrix,), (owner,), matrix)
 
 
-def flops_of(buckets: Sequence[Bucket], matrices: Sequence[Matrix]) -> list[dict[int, int]]:
-    """Of buckets with one matrix each."""
-    return [{each.owners[0]: matrices[each.matrices[0]].flops} for each in buckets]
+def seconds(plan: Plan, buckets: Sequence[Bucket], slots: int) -> float:
+    return timeline(replace(plan, buckets=tuple(buckets), slots=slots), PRODUCTS).last.seconds
 
 
 def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
     """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
-    matrices = [Matrix(0, i, 1, 1, 10) for i in range(4)]
-    buckets = [replace(bucket(i, i % 2), round=i) for i in range(4)]
-    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 4) == 20
-    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 40
+    plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
+    assert seconds(plan, buckets, 4) == pytest.approx(20)
+    assert seconds(plan, buckets, 1) == pytest.approx(40)
 
 
 def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
     """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
-    matrices = [Matrix(0, i, 1, 1, flops) for i, flops in enumerate((30, 30, 1, 1))]
-    buckets = [replace(bucket(i, i // 2), round=i) for i in range(4)]
-    assert longest_path(buckets, flops_of(buckets, matrices), {0: 0, 1: 0}, 1) == 62
+    assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 
 
 def test_work_at_home_counts_even_without_buckets() -> None:
-    assert longest_path([], [], {0: 5, 1: 7}, 2) == 7
+    plan = matrices_of([5, 7])
+    assert seconds(replace(plan, home=((0,), (1,))), [], 2) == pytest.approx(7)

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.dist.features.test_overlap import SLOW
-from tests.unit.plan.test_timeline import STACK, parameters
+from tests.unit.plan.test_timeline import parameters
 from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Overlap
 from titan_muon.plan.search.model_order import ModelOrder
@@ -17,7 +16,7 @@ from titan_muon.plan.search.owners import Task
 from titan_muon.plan.terms.layout import Geometries
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import EARLY, ordered_rounds
-from titan_muon.plan.terms.types import Bucket, Layout, Mesh, Parameter, Plan, Shard
+from titan_muon.plan.terms.types import Bucket, Plan
 
 
 def tasks_of(plan: Plan) -> tuple[list[list[Task]], dict[tuple[int, int], int]]:
@@ -97,21 +96,3 @@ def test_what_has_no_early_matrix_is_hidden(matrices: list[tuple[int, int]], bac
     buckets: list[Bucket] = [replace(one, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]
     found = [ordered_rounds(buckets, overlap) for overlap in get_args(Overlap)]
     assert found == [0, backward, forward]
-
-
-@pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_what_the_user_wants_together_stays_together(overlap: Overlap) -> None:
-    """All matrices of a layer with one owner."""
-    layout = Layout((64, 64), Mesh((4,), tuple(range(4))), (Shard(0),))
-    wide = Layout((64, 192), layout.mesh, layout.placements)
-    found = [
-        Parameter(f"layers.{number}.{name}", f"layers.{number}", of, STACK)
-        for number in range(10)
-        for name, of in (("q", layout), ("up", wide))[: 1 + (number % 3 > 0)]
-    ]
-    plan = plan_of(found, overlap=overlap, owners="per_layer", machine=SLOW)
-    owners: dict[str, set[int]] = {}
-    for bucket in plan.buckets:
-        for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-            owners.setdefault(found[plan.matrices[matrix].parameter].layer, set()).add(owner)
-    assert {layer: len(taken) for layer, taken in owners.items()} == dict.fromkeys(owners, 1)

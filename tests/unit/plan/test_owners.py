@@ -1,4 +1,4 @@
-"""Owners: balanced by FLOPs within a soft cap on bytes, the same on every rank, and as their names say."""
+"""Owners: balanced by FLOPs within a soft cap on bytes, the same on every rank."""
 
 import os
 import random
@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from tests.unit.plans import PROPERTY, plan_of
 from titan_muon.plan.search.owners import (
     BYTES_OVER_MEAN,
-    OWNERS,
+    STRATEGIES,
+    Assign,
     OwnerOf,
     Task,
     balanced,
     balanced_rounds,
     balanced_small_first,
-    per_layer,
-    round_robin,
 )
-from titan_muon.plan.search.rounds import rounds
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Shard
 
 GROUP = ((0, 1, 2, 3),)
@@ -95,14 +93,13 @@ def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
     assert min(held[0], held[1]) >= 10
 
 
-@pytest.mark.parametrize("name", list(OWNERS))
-def test_every_matrix_has_one_owner_of_its_group(name: str) -> None:
+@pytest.mark.parametrize("assign", STRATEGIES)
+def test_every_matrix_has_one_owner_of_its_group(assign: Assign) -> None:
     groups = ((0, 1, 2, 3), (0, 2), (1, 3))
     tasks = [Task(i, i % 3, 10 + i, 10 + i, f"layers.{i // 4}") for i in range(40)]
-    for assign in OWNERS[name]:
-        owners = assign([tasks[:15], tasks[15:]], groups, {})
-        assert set(owners) == {(task.matrix, task.group) for task in tasks}
-        assert all(owner in groups[group] for (_, group), owner in owners.items())
+    owners = assign([tasks[:15], tasks[15:]], groups, {})
+    assert set(owners) == {(task.matrix, task.group) for task in tasks}
+    assert all(owner in groups[group] for (_, group), owner in owners.items())
 
 
 def test_a_small_group_is_evened_out_by_a_large_one() -> None:
@@ -119,18 +116,6 @@ def test_balanced_rounds_balances_each_round() -> None:
     assert max(loads(owners, tasks[:3]).values()) == max(loads(owners, tasks[3:]).values()) == 100
 
 
-def test_round_robin_deals_matrices_in_the_order_of_the_parameters() -> None:
-    tasks = tasks_of([5, 1, 9, 2, 7, 3])
-    owners = round_robin(rounds(tasks, [(4, 6, 8)], 2), [(4, 6, 8)], {})
-    assert [owners[task.matrix, 0] for task in tasks] == [4, 6, 8, 4, 6, 8]
-
-
-def test_per_layer_gives_whole_layers_in_turn() -> None:
-    tasks = tasks_of([5] * 12, per_layer=2)
-    owners = per_layer(rounds(tasks, GROUP, 3), GROUP, {})
-    assert [owners[task.matrix, 0] for task in tasks] == [0, 0, 1, 1, 2, 2, 3, 3, 0, 0, 1, 1]
-
-
 def test_matrices_of_a_layer_are_spread() -> None:
     """4 identical layers of 4 matrices over 4 ranks: each rank owns one matrix of each layer."""
     tasks = tasks_of([400, 300, 200, 100] * 4, per_layer=4)
@@ -145,23 +130,22 @@ def test_a_real_model_is_balanced_to_a_few_percent() -> None:
         assert max(total.values()) <= 1.05 * sum(LAYER) * 36 / ranks
 
 
-@pytest.mark.parametrize("name", list(OWNERS))
-def test_the_order_of_the_load_does_not_matter(name: str) -> None:
+@pytest.mark.parametrize("assign", STRATEGIES)
+def test_the_order_of_the_load_does_not_matter(assign: Assign) -> None:
     flops = random.Random(0).choices(range(1, 100), k=50)
     tasks, load = tasks_of(flops, per_layer=5), {rank: 10 * rank for rank in range(4)}
-    for assign in OWNERS[name]:
-        assert assign([tasks], GROUP, load) == assign([tasks], GROUP, dict(reversed(load.items())))
+    assert assign([tasks], GROUP, load) == assign([tasks], GROUP, dict(reversed(load.items())))
 
 
 def digests() -> str:
-    """Digests of plans over two overlapping meshes, for all owners."""
+    """Digests of plans over two overlapping meshes."""
     flat, square = Mesh((8,), tuple(range(8))), Mesh((2, 2), (1, 3, 5, 7))
     parameters = []
     for i in range(24):
         layout = Layout((16 + i, 12), square if i % 3 == 0 else flat, (Shard(0), Shard(1))[: 1 + (i % 3 == 0)])
         stack = MatrixStack(1, (MatrixRows("", (Interval(0, 16 + i),)),))
         parameters.append(Parameter(f"layers.{i // 4}.w{i}", f"layers.{i // 4}", layout, stack))
-    return " ".join(plan_of(parameters, owners=name, buffer_bytes=4000).digest() for name in OWNERS)
+    return " ".join(plan_of(parameters, buffer_bytes=size).digest() for size in (4000, None))
 
 
 def test_plans_do_not_depend_on_the_hash_seed() -> None:

@@ -490,7 +490,7 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     """FSDP's buckets are mirrored, HSDP's are not; both on the same ranks take turns in the same slots."""
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
-    plan = plan_of(parameters, owners="round_robin", buffer_bytes=600)
+    plan = plan_of(parameters, buffer_bytes=600)
     # From owners to all copies, whatever the planner takes.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets

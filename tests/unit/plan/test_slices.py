@@ -14,8 +14,9 @@ from titan_muon.plan.cost.timeline import play, timeline
 from titan_muon.plan.cost.times import BucketTimes, Owned
 from titan_muon.plan.program import make_program
 from titan_muon.plan.search import search
+from titan_muon.plan.search.problem import Problem
 from titan_muon.plan.search.rounds import Cut
-from titan_muon.plan.search.search import Draft, Problem, Way
+from titan_muon.plan.search.search import Draft, Way
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import Link, machine_of
 from titan_muon.plan.terms.slices import teams_in
@@ -124,7 +125,6 @@ def test_replicas_that_repeat_the_work_have_whole_matrices() -> None:
     "options",
     [
         {"orthogonalize": "reference"},
-        {"owners": "round_robin"},
         {"exchange": "all_gather", "owners": "everyone"},
     ],
     ids=str,

@@ -106,10 +106,12 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
         ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
         ("distributed", {"replicas": "auto"}, "replicas = 'auto' may repeat the work"),
         ("distributed", {"split_over": "auto"}, "split_over = 'auto' gives other ranks slices; choose 1"),
-        ("distributed", {"owners": "per_layer"}, "owners = 'per_layer' gives each matrix one rank"),
-        ("duplicated", {"owners": "per_layer"}, "owners = 'per_layer' gives each matrix one rank"),
         ("duplicated", {"split_over": 2}, "split_over = 2 gives other ranks slices; choose 1"),
-        ("duplicated", {"exchange": "auto"}, "exchange = 'auto' takes no part back .* choose 'all_to_all'"),
+        (
+            "duplicated",
+            {"exchange": "all_gather_reduce_scatter"},
+            "exchange = 'all_gather_reduce_scatter' takes no part back .* choose 'all_to_all'",
+        ),
     ],
 )
 def test_other_options_that_a_mode_does_not_take_are_refused(mode: str, options: dict[str, Any], fault: str) -> None:

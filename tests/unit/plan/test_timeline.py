@@ -7,10 +7,10 @@ from typing import get_args, get_type_hints
 import pytest
 from hypothesis import given, settings
 
+from scripts.bounds import Chain, chains, least_seconds, least_whole
 from tests.unit.plans import PROPERTY, plan_of, plans
 from titan_muon.options import Machine as MachineOptions
 from titan_muon.options import MuonOptions, OptionError, Overlap
-from titan_muon.plan.cost.bounds import Chain, chains, least_whole
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.search.search import Draft
@@ -96,12 +96,13 @@ def test_backward_hides_the_gathers_that_have_buffers(
     slots: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
 ) -> None:
     plan, machine = four_rounds()
-    played = timeline(replace(plan, slots=slots), machine, overlap=overlap)
+    plan = replace(plan, slots=slots)
+    played = timeline(plan, machine, overlap=overlap)
     assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
     assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
     # In the step links carry what backward has left of eight ways.
     assert played.link == pytest.approx(8 * 0.4 - (played.hidden or 0.0))
-    assert played.whole <= played.last.seconds
+    assert least_seconds(plan, machine, played) <= played.last.seconds
 
 
 def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
@@ -175,8 +176,9 @@ def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
         assert seconds(plan, machine) >= least(plan, machine) * (1 - 1e-9)
         for overlap in get_args(Overlap):
             played = timeline(plan, machine, overlap=overlap)
-            assert played.last.seconds >= played.whole * (1 - 1e-9)
-            assert played.whole >= played.limit
+            bound = least_seconds(plan, machine, played)
+            assert played.last.seconds >= bound * (1 - 1e-9)
+            assert bound >= max(played.least, played.link)
 
 
 # Of 240 large matrices each needs a rank of its own, so that 144 ranks have a middle one beside it, and wait for the

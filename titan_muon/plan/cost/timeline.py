@@ -14,9 +14,8 @@ from ..terms.machine import Machine
 from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
-from .bounds import chains, least_whole
 from .times import BucketTimes, Costs, bucket_times
-from .totals import Totals, home_counts
+from .totals import Totals
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,6 @@ class Timeline:
         overlap: which of the model's passes hides a part of the exchange.
         ranks: what each rank does.
         least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
-        whole: seconds that no plan can be below if each matrix, or each slice of one, is whole on one rank: with
-            passes, and with the first way to an owner and the last way back, behind which nothing is left to compute.
         exposed: seconds by which the step would be shorter if links took no time.
         hidden: seconds of gathers in the backward before, on the rank that has most of them; or from the end of the
             step until the forward behind it has all results. None if all are in the step.
@@ -61,7 +58,6 @@ class Timeline:
     overlap: Overlap
     ranks: tuple[RankTime, ...]
     least: float
-    whole: float
     exposed: float
     hidden: float | None
     tail: float
@@ -76,11 +72,6 @@ class Timeline:
         """Seconds of the busiest link of all ranks."""
         return max(rank.link for rank in self.ranks)
 
-    @property
-    def limit(self) -> float:
-        """What a step cannot be below: the least Newton-Schulz, or the busiest link."""
-        return max(self.least, self.link)
-
 
 def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Timeline:
     """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
@@ -94,9 +85,9 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
     place = {rank: index for index, rank in enumerate(ranks)}
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    owned = [costs.owned(counts) for counts in home_counts(plan.home, pieces).values()]
-    newton, passes = [one.seconds for one in owned], [costs.home_passes(one) for one in owned]
-    home = [sum(pair) for pair in zip(newton, passes, strict=True)]
+    at_home = costs.home(plan.home).values()
+    newton, passes = [one.owned.seconds for one in at_home], [one.passes for one in at_home]
+    home = [one.seconds for one in at_home]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.slots, plan.rounds, ordered_rounds(plan.buckets, overlap))
     clock = _played(times, rounds, home, plan.slots, hidden)
@@ -109,11 +100,8 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
         for index, mine, pack, copies, apply in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
             newton[index] += mine.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
-            home[index] += pack + (0.0 if overlap == "forward" else apply)
     links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
     found = zip(ranks, newton, passes, ends, links, strict=True)
-    least = _least(plan, costs, len(ranks))
-    whole = least_whole(chains(plan.buckets, costs, overlap=overlap), home, max(ends)) if home else 0.0
     outside = {
         "none": None,
         "backward": _gathered(compress(times, before), len(ranks)),
@@ -123,8 +111,7 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
         machine.name,
         overlap,
         tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
-        least,
-        max([whole, least, *links]),
+        _least(plan, costs, len(ranks)),
         max(ends, default=0.0) - max(free, default=0.0),
         outside[overlap],
         max(ends, default=0.0) - clock.computed,
@@ -151,11 +138,12 @@ def _played(
     for index, number in enumerate(rounds):
         by_round[number].append(index)
     clock = _Clock(times, len(home))
-    turns = schedule(count, max(1, min(slots, count)))
+    opening, turns = schedule(count, max(1, min(slots, count)))
+    for _, number in opening:
+        for bucket in by_round[number]:
+            clock.gather(bucket, travels=number >= hidden.gathers)
+    clock.stay(home)
     for act, number in turns:
-        if act is Act.HOME:
-            clock.stay(home)
-            continue
         for bucket in by_round[number]:
             if act is Act.GATHER:
                 clock.gather(bucket, travels=number >= hidden.gathers)

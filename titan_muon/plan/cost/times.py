@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..exchange.all_gather import PATTERNS
-from ..exchange.pattern import BucketTotals, KindCounts, Pattern
+from ..exchange.pattern import BucketTotals, KindCounts
 from ..terms.machine import Machine
-from ..terms.pieces import Pieces
+from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
 from ..terms.work import Work
@@ -22,13 +21,41 @@ APPLY_BYTES = 8
 
 
 class Owned(NamedTuple):
-    """What orthogonalizing some matrices takes: their elements, seconds, and the bytes of the largest batch that is
-    made whole and of the iteration on it."""
+    """Cost of the matrices that one rank orthogonalizes in a bucket, or at home.
+
+    Attributes:
+        elements: of the matrices.
+        seconds: of Newton-Schulz.
+        assembled: bytes of the largest batch that is made whole.
+        iteration: most bytes that the iteration on a batch takes.
+        matrices: number of matrices, slices included.
+        flops: of Newton-Schulz.
+        batches: number of batches.
+        team_sent: bytes to the owners of other slices of the same matrices.
+        team_calls: collectives among them.
+    """
 
     elements: int
     seconds: float
     assembled: int
     iteration: int
+    matrices: int = 0
+    flops: int = 0
+    batches: int = 0
+    team_sent: int = 0
+    team_calls: int = 0
+
+
+class Home(NamedTuple):
+    """Cost of the matrices that one rank stores whole: Newton-Schulz, and seconds of momentum and apply."""
+
+    owned: Owned
+    passes: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all of it."""
+        return self.owned.seconds + self.passes
 
 
 class Costs:
@@ -52,14 +79,33 @@ class Costs:
             self._owned[counts] = self._find(counts)
         return self._owned[counts]
 
+    def home(self, home: Sequence[Ranks]) -> dict[int, Home]:
+        """The cost at home of every rank of the plan; `home` are the ranks of each matrix."""
+        found: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
+        for kind, ranks in zip(self.pieces.kinds, home, strict=True):
+            for rank in ranks:
+                found[rank][kind] = found[rank].get(kind, 0) + 1
+        # Momentum writes the matrix in the dtype of the wire, and its result is read from there.
+        moved = MOMENTUM_BYTES + APPLY_BYTES + 2 * self.wire_bytes
+        owned = {rank: self.owned(tuple(sorted(mine.items()))) for rank, mine in found.items()}
+        return {rank: Home(one, self.machine.pass_seconds(one.elements * moved)) for rank, one in owned.items()}
+
     def _find(self, counts: KindCounts) -> Owned:
-        elements, seconds, assembled, iteration = 0, 0.0, 0, 0
+        found = Owned(0, 0.0, 0, 0)
         for matrix, size in counted_batches(counts, self.pieces, self.works):
             work = self.works[matrix.work]
-            elements += size * matrix.numel
-            seconds += self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size)
-            assembled, iteration = max(assembled, size * matrix.numel), max(iteration, size * work.bytes)
-        return Owned(elements, seconds, assembled * self.wire_bytes, iteration)
+            found = Owned(
+                elements=found.elements + size * matrix.numel,
+                seconds=found.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
+                assembled=max(found.assembled, size * matrix.numel * self.wire_bytes),
+                iteration=max(found.iteration, size * work.bytes),
+                matrices=found.matrices + size,
+                flops=found.flops + size * matrix.flops,
+                batches=found.batches + 1,
+                team_sent=found.team_sent + (size * work.team.sent if work.team else 0),
+                team_calls=found.team_calls + (size * work.team.calls if work.team else 0),
+            )
+        return found
 
     def alone(self, matrix: Matrix) -> float:
         """Seconds of the products of one matrix, without launches, which weigh less in batches."""
@@ -69,11 +115,6 @@ class Costs:
     def copied_bytes(self, elements: int) -> int:
         """Bytes that are read and written to make matrices whole and to fill the buffer that goes back."""
         return elements * 2 * 2 * self.wire_bytes
-
-    def home_passes(self, owned: Owned) -> float:
-        """Seconds of momentum and apply on matrices that a rank stores whole."""
-        # Momentum writes the matrix in the dtype of the wire, and its result is read from there.
-        return self.machine.pass_seconds(owned.elements * (MOMENTUM_BYTES + APPLY_BYTES + 2 * self.wire_bytes))
 
 
 @dataclass(frozen=True)
@@ -99,13 +140,6 @@ class BucketTimes:
     legs: tuple[tuple[float, ...], ...]
     latency: float
     teams: tuple[tuple[tuple[int, ...], float], ...] = ()
-
-    @property
-    def alone(self) -> float:
-        """Seconds that it takes with nothing beside it."""
-        parts = zip(self.pack, self.owned, self.copies, self.apply, strict=True)
-        calls = sum(max(links) + self.latency for links in self.legs if any(links))
-        return calls + max(pack + owned.seconds + copies + apply for pack, owned, copies, apply in parts)
 
 
 def bucket_times(
@@ -140,32 +174,3 @@ def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Ite
 def _teams(bucket: Bucket, costs: Costs, place: Mapping[int, int]) -> Iterator[tuple[tuple[int, ...], float]]:
     for first, ranks in teams_in(bucket, costs.pieces.matrices).items():
         yield tuple(place[rank] for rank in ranks), costs.owned(((costs.pieces.kinds[first], 1),)).seconds
-
-
-def settle(bucket: Bucket, costs: Costs) -> Bucket:
-    """The bucket with the pattern that takes least time, and why."""
-    place = {rank: index for index, rank in enumerate(bucket.group)}
-    timed, pieces = dict[str, float](), costs.pieces
-    for pattern in PATTERNS.values():
-        if not (pattern.settles or pattern.automatic) and (pattern.has_owners or _one_copy(bucket, pieces)):
-            settled = _by(pattern, bucket)
-            timed[pattern.name] = bucket_times(settled, pattern.totals(settled, pieces), costs, place).alone
-    # min takes the first of equally fast ones, so that ties go to the all-to-all.
-    fastest = min(timed, key=timed.__getitem__)
-    times = ", ".join(f"{name} {1e3 * value:.3g} ms" for name, value in timed.items())
-    return replace(_by(PATTERNS[fastest], bucket), reason=f"{fastest} is the fastest: {times}")
-
-
-def _by(pattern: Pattern, bucket: Bucket) -> Bucket:
-    return replace(bucket, exchange=pattern.name, owners=bucket.owners if pattern.has_owners else ())
-
-
-def _one_copy(bucket: Bucket, pieces: Pieces) -> bool:
-    # Over replicas an all-gather is not considered: the group of a choice has the ranks of all copies in it, so that
-    # owners can be any of them, and every rank would gather and unpack each piece once for every copy. Nor is it of
-    # slices, which have owners by their nature.
-    return all(
-        pieces.matrices[pieces.examples[kind]].slice is None
-        and pieces.holders(kind, bucket.group).total == pieces.matrices[pieces.examples[kind]].numel
-        for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}
-    )

@@ -1,4 +1,4 @@
-"""Totals per rank: what each rank does at home and in its buckets, and the buffers that this takes."""
+"""Totals of each bucket on each rank, and the exchange buffers that they take."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from ..exchange.all_gather import PATTERNS
-from ..exchange.pattern import BucketTotals, KindCounts
+from ..exchange.pattern import BucketTotals
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
-
-
-def home_counts(home: Sequence[tuple[int, ...]], pieces: Pieces) -> dict[int, KindCounts]:
-    """What each rank stores whole and orthogonalizes at home; `home` are the ranks of each matrix."""
-    found: dict[int, dict[int, int]] = {rank: {} for rank in pieces.ranks()}
-    for kind, ranks in zip(pieces.kinds, home, strict=True):
-        for rank in ranks:
-            found[rank][kind] = found[rank].get(kind, 0) + 1
-    return {rank: tuple(sorted(mine.items())) for rank, mine in found.items()}
 
 
 class Totals:

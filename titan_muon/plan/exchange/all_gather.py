@@ -1,8 +1,7 @@
-"""Exchange patterns: which collectives take a bucket's pieces to where they are orthogonalized, and what that costs."""
+"""The all-gather patterns, and the table of all exchange patterns."""
 
-# Each pattern is one class with all that depends on it, so that a new one is a class here and a line in PATTERNS.
-# Nothing else compares their names: what is asked elsewhere has an attribute here (has_owners, settles, one_copy,
-# spreads, automatic).
+# Each pattern is one class with all that depends on it, so that a new pattern is a class and a line in PATTERNS. Other
+# files do not compare the patterns' names: they read the attributes has_owners, one_copy, spreads and automatic.
 
 from __future__ import annotations
 
@@ -12,9 +11,9 @@ from dataclasses import replace
 
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
-from .all_to_all import AllToAll, Duplicated, counts, owned_by_kind
+from .all_to_all import AllToAll, Duplicated, owned_by_kind
 from .hierarchical import Hierarchical
-from .pattern import BucketTotals, Pattern, ring
+from .pattern import BucketTotals, Pattern, counts, ring
 from .phases import BucketProgram, Collective, Leg, parcels, splits
 
 
@@ -37,15 +36,14 @@ class AllGather(Pattern):
         return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        others = len(bucket.group) - 1
         stored = dict.fromkeys(bucket.group, 0)
         held: dict[int, dict[int, int]] = {}
-        for kind, count in sorted(Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items()):
+        for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
             held[kind] = dict.fromkeys(holders.on_rank, count)
             for rank, elements in holders.on_rank.items():
                 stored[rank] += count * elements
-        whole, flows, mine = sum(stored.values()), ring(stored, pieces), counts(held)
+        whole, flows, mine, others = sum(stored.values()), ring(stored, pieces), counts(held), len(bucket.group) - 1
         return {
             rank: BucketTotals(
                 mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
@@ -57,17 +55,17 @@ class AllGather(Pattern):
 class AllGatherReduceScatter(AllGather):
     """As an all-gather, but owners alone orthogonalize; a sum with zeros from all others brings the results back."""
 
-    # It sends as many times what an all-to-all sends as there are ranks, so by these numbers it never wins. It is there
-    # for networks whose all-to-all is poor, and to compare with: xtuner runs it for the matrices that are left over.
+    # It sends as many times the bytes of an all-to-all as there are ranks, so by these numbers it never wins. It is
+    # there for networks whose all-to-all is poor, and to compare with: xtuner runs it for the remaining matrices.
 
     name = "all_gather_reduce_scatter"
     has_owners = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        # Never mirrored: what is summed has to be zero but for the results, and the inbox is full of pieces.
+        # Never mirrored: the summed buffer has to be zero but for the results, and the inbox is full of pieces.
         leg = self._leg(bucket, rank, pieces)
-        returning = replace(leg, collective=Collective.REDUCE_SCATTER)
-        return BucketProgram(bucket, tuple(_by_owner(bucket).get(rank, ())), leg, returning, False)
+        mine = tuple(m for m, owner in zip(bucket.matrices, bucket.owners, strict=True) if owner == rank)
+        return BucketProgram(bucket, mine, leg, replace(leg, collective=Collective.REDUCE_SCATTER), False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         mine, found = counts(owned_by_kind(bucket, pieces)), {}
@@ -78,27 +76,8 @@ class AllGatherReduceScatter(AllGather):
         return found
 
 
-class Auto(AllToAll):
-    """For each bucket the pattern that takes least time on the machine, by `times.settle`."""
-
-    # Planned as an all-to-all, whose owners and groups the other patterns can take over or do without. The reverse is
-    # not so: an all-gather's groups are single copies, and its buckets have no owners.
-
-    name = "auto"
-    settles = True
-    one_copy = False
-
-
-def _by_owner(bucket: Bucket) -> dict[int, list[int]]:
-    """Matrices by their owner."""
-    mine: dict[int, list[int]] = {}
-    for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        mine.setdefault(owner, []).append(matrix)
-    return mine
-
-
 PATTERNS: Mapping[str, Pattern] = {
     pattern.name: pattern
-    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Auto(), Duplicated(), Hierarchical())
+    for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
 }
-"""All values of the option `exchange` that the planner knows, and what it takes by itself."""
+"""All values of the option `exchange` that the planner knows, and the patterns that it takes by itself."""

@@ -1,33 +1,25 @@
-"""The hierarchical all-to-all: an all-to-all within the copy that an owner is part of, an all-gather over copies."""
+"""The hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
 
-# An owner that sends its result to every copy is the busiest rank where matrices are few: of 128 replicas each with 8
-# shards it sends 128 times the matrix, while ranks without a matrix send nothing. Here it sends its own copy's pieces
-# alone, and all ranks that store the same piece of each copy, a line, share what their copies' owners have sent them.
+# An owner that sends its result to every replica is the busiest rank where matrices are few: of 128 replicas with 8
+# shards each it sends 128 times the matrix, while ranks without a matrix send nothing. Here the owner sends pieces to
+# its own replica alone. The ranks that store the same piece in each replica, a line, then share what they have got.
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
-from ..terms.pieces import Pieces
+from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket
-from .all_to_all import AllToAll
-from .pattern import BucketTotals, Ranks, ring
+from .all_to_all import RETURN, AllToAll
+from .pattern import BucketTotals, ring
 from .phases import BucketProgram, Collective, Leg, Parcel
 
 
-class Part(NamedTuple):
-    """A copy's part of a bucket, which its own ranks own; and the rank of that copy on some line."""
-
-    bucket: Bucket
-    member: int
-
-
 class Hierarchical(AllToAll):
-    """As an all-to-all, but owners return to their own copy alone, and copies all-gather results among each other.
+    """As an all-to-all, but owners return to their own replica alone, and replicas all-gather the results.
 
-    In buckets that have one copy, or of matrices whose copies are on different sets of ranks, as an all-to-all.
+    A bucket is exchanged as in an all-to-all if it has one replica, or if its matrices have theirs on different ranks.
     """
 
     name = "hierarchical"
@@ -35,81 +27,69 @@ class Hierarchical(AllToAll):
     automatic = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        copies = copies_in(bucket, pieces)
-        if not copies:
+        replicas = replicas_in(bucket, pieces)
+        if not replicas:
             return super().program(bucket, rank, pieces)
-        parts = _parts(bucket, copies, rank)
-        own = next(part for part in parts if part.member == rank)
-        run = super().program(own.bucket, rank, pieces)
+        place = next(ranks.index(rank) for ranks in replicas if rank in ranks)
+        parts = {ranks[place]: _within(bucket, ranks) for ranks in replicas}
+        run = super().program(parts[rank], rank, pieces)
         assert run.returning is not None, "an all-to-all returns"
         received: list[Parcel] = []
         sizes: list[int] = []
-        for part in parts:
-            there = run.returning if part is own else self._leg(part.bucket, part.member, pieces, gathers=False)
-            sizes.append(there.home_numel)
-            start = sum(sizes[:-1])
-            # In the order in which they are in that rank's home buffer, whose piece of each is this rank's own.
-            received += [Parcel(p.matrix, part.member, p.piece, start + p.offset) for p in there.home]
-        line = tuple(part.member for part in parts)
-        travels = any(sizes)
-        spreading = Leg(
-            Collective.ALL_GATHER, run.returning.home, tuple(received), (), tuple(sizes), travels=travels, group=line
-        )
+        line = tuple(sorted(parts))
+        for member in line:
+            leg = run.returning if member == rank else self.leg(parts[member], member, pieces, RETURN)
+            # In the order of that rank's home buffer. This rank stores the same piece of each of its matrices.
+            received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in leg.home]
+            sizes.append(leg.home_numel)
+        home = run.returning.home
+        spreading = Leg(Collective.ALL_GATHER, home, tuple(received), (), tuple(sizes), travels=any(sizes), group=line)
         return replace(run, bucket=bucket, spreading=spreading)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        copies = copies_in(bucket, pieces)
-        if not copies:
+        replicas = replicas_in(bucket, pieces)
+        if not replicas:
             return super().totals(bucket, pieces)
         within: dict[int, BucketTotals] = {}
-        for copy in copies:
-            within |= super().totals(_within(bucket, copy), pieces)
+        for ranks in replicas:
+            within |= super().totals(_within(bucket, ranks), pieces)
         found = {}
-        for line in zip(*copies, strict=True):
+        for line in zip(*replicas, strict=True):
             stored = {rank: within[rank].stored for rank in sorted(line)}
             whole, flows = sum(stored.values()), ring(stored, pieces)
             for rank, kept in stored.items():
-                own, (home, inbox, outbox) = within[rank], within[rank].buffers
+                own = within[rank]
                 found[rank] = own._replace(
                     stored=whole,
                     sent=own.sent + kept * (len(line) - 1),
                     received=own.received + whole - kept,
-                    buffers=(home, inbox, outbox, whole),
+                    buffers=(*own.buffers, whole),
                     legs=(*own.legs, flows[rank]),
                     collectives=own.collectives + bool(whole),
                 )
         return found
 
     def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        copies = copies_in(bucket, pieces)
-        # A copy on one rank is whole there, and goes nowhere.
-        return [tuple(sorted(copy)) for copy in copies if len(copy) > 1] if copies else (bucket.group,)
+        replicas = replicas_in(bucket, pieces)
+        # A replica on one rank is whole there, and exchanges nothing.
+        return [tuple(sorted(ranks)) for ranks in replicas if len(ranks) > 1] if replicas else (bucket.group,)
 
     def lines(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        return [tuple(sorted(line)) for line in zip(*copies_in(bucket, pieces), strict=True)]
+        return [tuple(sorted(line)) for line in zip(*replicas_in(bucket, pieces), strict=True)]
 
 
-def copies_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
-    """The ranks of each copy of a bucket's matrices, at equal places those of equal pieces; empty unless all of its
-    matrices have several copies, on the same sets of ranks."""
+def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
+    """The ranks of each replica of a bucket's matrices, at equal places those of equal pieces.
+
+    Empty unless all of the bucket's matrices have several replicas, on the same sets of ranks.
+    """
     found = {pieces.copies(kind, bucket.group) for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}}
-    copies = found.pop() if len(found) == 1 else ()
-    return copies if len(copies) > 1 and _regular(copies) else ()
+    replicas = found.pop() if len(found) == 1 else ()
+    return replicas if len(replicas) > 1 and len({len(ranks) for ranks in replicas}) == 1 else ()
 
 
-def _regular(copies: Sequence[Ranks]) -> bool:
-    return len({len(copy) for copy in copies}) == 1
-
-
-def _within(bucket: Bucket, copy: Ranks) -> Bucket:
-    """What of a bucket the ranks of a copy own, as a bucket of these ranks."""
-    members = frozenset(copy)
-    chosen = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in members]
+def _within(bucket: Bucket, ranks: Ranks) -> Bucket:
+    """The matrices that the ranks of one replica own, as a bucket of these ranks."""
+    chosen = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in ranks]
     matrices, owners = tuple(matrix for matrix, _ in chosen), tuple(owner for _, owner in chosen)
-    return replace(bucket, group=tuple(sorted(copy)), matrices=matrices, owners=owners)
-
-
-def _parts(bucket: Bucket, copies: Sequence[Ranks], rank: int) -> list[Part]:
-    """The parts of a bucket, in the order of a rank's line, which is ascending."""
-    place = next(copy.index(rank) for copy in copies if rank in copy)
-    return sorted((Part(_within(bucket, copy), copy[place]) for copy in copies), key=lambda part: part.member)
+    return replace(bucket, group=tuple(sorted(ranks)), matrices=matrices, owners=owners)

@@ -33,10 +33,17 @@ class Flow(NamedTuple):
 
 
 class BucketTotals(NamedTuple):
-    """What a bucket costs one rank: how many matrices of which kind it orthogonalizes, elements that it stores, sends
-    to and receives from other ranks, elements of its home buffer, inbox, outbox and, if copies share results, of what
-    they share; what it exchanges on each leg, there, back and over copies, and how many of these are collectives: a leg
-    on which nothing travels is left out by all of its ranks."""
+    """One rank's cost of a bucket.
+
+    Attributes:
+        owned: how many matrices of each kind it orthogonalizes.
+        stored: elements of the pieces that it stores.
+        sent: elements that it sends to other ranks.
+        received: elements that it receives from other ranks.
+        buffers: elements of its home buffer, inbox, outbox and, if replicas share results, of the shared buffer.
+        legs: what it exchanges in the gather, the return and over replicas.
+        collectives: number of legs in which anything travels; all ranks leave out the others.
+    """
 
     owned: KindCounts
     stored: int
@@ -45,6 +52,15 @@ class BucketTotals(NamedTuple):
     buffers: tuple[int, ...]
     legs: tuple[Flow, ...]
     collectives: int
+
+
+def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
+    """How many matrices of each kind every rank has; `owned` counts them by kind and rank."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for kind in sorted(owned):
+        for rank, count in owned[kind].items():
+            found.setdefault(rank, []).append((kind, count))
+    return {rank: tuple(of_kinds) for rank, of_kinds in found.items()}
 
 
 def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
@@ -70,7 +86,6 @@ class Pattern(ABC):
     Attributes:
         name: what a user and `Bucket.exchange` call it.
         has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
-        settles: whether it is a choice among the others, made for each bucket.
         one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
         spreads: whether an owner returns results to one copy alone, and copies share them.
         automatic: whether the planner alone chooses it, and no user by its name.
@@ -78,7 +93,6 @@ class Pattern(ABC):
 
     name: str
     has_owners = True
-    settles = False
     one_copy = False
     spreads = False
     automatic = False

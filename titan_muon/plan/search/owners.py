@@ -1,4 +1,4 @@
-"""Who orthogonalizes what: the balancer, and functions from tasks to owners by their names in a recipe."""
+"""Who orthogonalizes what: the balancer, and the strategies that map tasks to owners."""
 
 # All of it is deterministic, ties included, which go to the lowest rank: every rank finds the owners for itself, and
 # two ranks that found different ones would send pieces to where nobody expects them.
@@ -23,7 +23,8 @@ class Task(NamedTuple):
     layer: str
 
 
-Groups = Sequence[tuple[int, ...]]
+Ranks = tuple[int, ...]
+Groups = Sequence[Ranks]
 Rounds = Sequence[Sequence[Task]]
 OwnerOf = dict[tuple[int, int], int]
 """Rank that owns each (matrix, group)."""
@@ -164,28 +165,5 @@ def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
     return dict(sorted(found.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
 
 
-def round_robin(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """The i-th matrix of a group goes to rank i modulo its size, in the order of the parameters."""
-    grouped = by_group(_flat(rounds), groups)
-    return {
-        (task.matrix, index): groups[index][i % len(groups[index])]
-        for index, mine in grouped.items()
-        for i, task in enumerate(mine)
-    }
-
-
-def per_layer(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """All matrices of a layer go to one rank, the layers in turn."""
-    owners: OwnerOf = {}
-    for index, mine in by_group(_flat(rounds), groups).items():
-        turn = {layer: i % len(groups[index]) for i, layer in enumerate(dict.fromkeys(task.layer for task in mine))}
-        owners |= {(task.matrix, index): groups[index][turn[task.layer]] for task in mine}
-    return owners
-
-
-OWNERS: Mapping[str, tuple[Assign, ...]] = {
-    "balanced": (balanced, balanced_small_first, balanced_bytes),
-    "round_robin": (round_robin,),
-    "per_layer": (per_layer,),
-}
-"""For each name the functions to try; the planner keeps the one whose longest path is the shortest."""
+STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first, balanced_bytes)
+"""The ways to choose owners that the search tries."""

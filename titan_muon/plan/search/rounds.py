@@ -1,15 +1,13 @@
-"""What travels together, and how long the ranks wait for each other because of it."""
+"""Which matrices travel together: tasks in rounds, with one bucket for each group in a round."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate, groupby, pairwise
 
-from ..terms.schedule import Act, schedule
-from ..terms.types import Bucket, Matrix
 from .owners import Groups, OwnerOf, Task
 
 
@@ -122,52 +120,13 @@ def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
     return [(low + high) / 2 for low, high in pairwise(sorted(ends.values()))]
 
 
-def home_flops(home: Sequence[tuple[int, ...]], matrices: Sequence[Matrix]) -> dict[int, int]:
-    """FLOPs of the matrices at home, by rank; `home` are the ranks of each matrix."""
-    flops: dict[int, int] = {}
-    for matrix, ranks in zip(matrices, home, strict=True):
-        for rank in ranks:
-            flops[rank] = flops.get(rank, 0) + matrix.flops
-    return flops
-
-
-def longest_path(
-    buckets: Sequence[Bucket], flops: Sequence[Mapping[int, int]], load: Mapping[int, int], slots: int
-) -> int:
-    """FLOPs on the longest path through a step: `flops` of each bucket and `load` of the matrices at home, by rank."""
-    # Played turn by turn as the executor runs it, and not the FLOPs of the busiest rank: with few slots a round waits
-    # for the slowest owner of an earlier one, so owners that are even over the step can still take twice as long.
-    by_round: dict[int, list[int]] = {}
-    for index, bucket in enumerate(buckets):
-        by_round.setdefault(bucket.round, []).append(index)
-    clock = _Clock(buckets, flops, load)
-    for act, number in schedule(len(by_round), slots):
-        if act is Act.HOME:
-            for rank, taken in load.items():
-                clock.now[rank] += taken
-        else:
-            for index in by_round[number]:
-                clock.advance(act, index)
-    return max(clock.now.values(), default=0)
-
-
-class _Clock:
-    """The time of every rank in a step, in FLOPs, where orthogonalizing takes its FLOPs and all else no time."""
-
-    def __init__(self, buckets: Sequence[Bucket], flops: Sequence[Mapping[int, int]], load: Mapping[int, int]) -> None:
-        self.now = dict.fromkeys({*load, *(rank for bucket in buckets for rank in bucket.group)}, 0)
-        self._groups = [bucket.group for bucket in buckets]
-        self._flops = flops
-        self._launched, self._returned = [0] * len(buckets), [0] * len(buckets)
-
-    def advance(self, act: Act, index: int) -> None:
-        now, group, flops = self.now, self._groups[index], self._flops[index]
-        # A collective is over when its last rank has come: a gather when it has launched, a return when it has
-        # computed.
-        if act is Act.GATHER:
-            self._launched[index] = max(now[rank] for rank in group)
-        elif act is Act.ORTHOGONALIZE:
-            now.update((rank, max(now[rank], self._launched[index]) + flops.get(rank, 0)) for rank in group)
-            self._returned[index] = max(now[rank] for rank in group)
-        else:
-            now.update((rank, max(now[rank], self._returned[index])) for rank in group)
+def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
+    """The rounds with all slices of a matrix in that of its first one."""
+    place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
+    found: list[list[Task]] = [[] for _ in rounds]
+    for tasks in rounds:
+        for task in tasks:
+            part = matrices[task.matrix].slice
+            first = task.matrix if part is None else task.matrix - part.place
+            found[place[first, task.group]].append(task)
+    return [chosen for chosen in found if chosen]

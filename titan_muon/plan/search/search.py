@@ -7,17 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from ...options import MuonOptions, OptionError, Overlap
+from ...options import OptionError, Overlap
 from ..cost.timeline import play
-from ..cost.times import BucketTimes, Costs, bucket_times, settle
-from ..cost.totals import Totals, home_counts
-from ..exchange.pattern import Pattern
+from ..cost.times import BucketTimes, bucket_times
+from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
-from ..terms.slices import together
-from ..terms.types import Bucket, Parameter
+from ..terms.types import Bucket
 from .model_order import ModelOrder
-from .owners import OWNERS, OwnerOf, Task, among
-from .rounds import Cut, Dealer, Order, rounds
+from .owners import STRATEGIES, OwnerOf, Task, among
+from .problem import Problem
+from .rounds import Cut, Dealer, Order, rounds, together
 
 FREE_BYTES = 2**30
 """Buffers and workspace that a step may take without a gain in time for it."""
@@ -44,24 +43,6 @@ MOST_NEAR = MOST_PLAYED // 8
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What is to be planned: the ranks that each matrix is at home on with their `load` in FLOPs, and a task of each
-    other matrix for each group that assembles it; with `owners`, if these are decided. `able` are the ranks that can
-    own a matrix, where not all of its group can."""
-
-    parameters: tuple[Parameter, ...]
-    options: MuonOptions
-    pattern: Pattern
-    costs: Costs
-    home: tuple[tuple[int, ...], ...]
-    tasks: tuple[Task, ...]
-    groups: tuple[tuple[int, ...], ...]
-    load: Mapping[int, int]
-    able: Mapping[int, tuple[int, ...]]
-    owners: OwnerOf | None = None
-
-
-@dataclass(frozen=True)
 class Draft:
     """Buckets that could be the plan's: seconds of the step, bytes of buffers on the fullest rank, and of buffers and
     workspace together. `busiest` are the seconds that the busiest rank computes. `near` is where the search found it,
@@ -85,7 +66,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Way:
-    """How matrices are dealt out: the owners, by their place in OWNERS, the order of each owner's, and their cut.
+    """How matrices are dealt out: the owners, by their place in STRATEGIES, the order of each owner's, and their cut.
 
     With `in_order` whoever owns them: in the order in which the model's backward, or its forward, comes to them.
     """
@@ -121,11 +102,10 @@ class _Search:
         self._problem = problem
         ranks = problem.costs.pieces.ranks()
         self._place = {rank: index for index, rank in enumerate(ranks)}
-        owned = [problem.costs.owned(mine) for mine in home_counts(problem.home, problem.costs.pieces).values()]
-        self._home = [one.seconds + problem.costs.home_passes(one) for one in owned]
-        self._home_work = [(one.assembled, one.iteration) for one in owned]
+        home = problem.costs.home(problem.home).values()
+        self._home = [one.seconds for one in home]
+        self._home_work = [(one.owned.assembled, one.owned.iteration) for one in home]
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._sliced = any(matrix.slice is not None for matrix in problem.costs.pieces.matrices)
         self._drafts: list[Draft] = []
         self._played: dict[tuple[int, Way], Draft] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -178,7 +158,7 @@ class _Search:
             if order is way.order or self._left > MOST_PLAYED // 2:
                 self._play(count, replace(way, cut=cut, order=order))
         count, way = self._best_played(in_order)
-        for owners in range(1, len(OWNERS[self._problem.options.owners]) if self._problem.pattern.has_owners else 0):
+        for owners in range(1, len(STRATEGIES) if self._problem.pattern.has_owners else 0):
             if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
                 self._play(count, replace(way, owners=owners))
         count, way = self._best_played(in_order)
@@ -200,14 +180,13 @@ class _Search:
         return min(TURNS[self._overlap] * most, max(1, len(self._problem.tasks)))
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners that are given or a function of OWNERS finds, or None if nobody is to own anything."""
+        """The owners that are given or one of STRATEGIES finds, or None if nobody is to own anything."""
         # Not before they are played: for tens of thousands of experts it takes as long as to play them.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
             return problem.owners
         if number not in self._owners:
-            assign = OWNERS[problem.options.owners][number]
-            self._owners[number] = among(assign, problem.tasks, problem.groups, problem.load, problem.able)
+            self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, problem.load, problem.able)
         return self._owners[number]
 
     def _fits(self, draft: Draft) -> bool:
@@ -248,8 +227,7 @@ class _Search:
             grouped = self._following(count)
         else:
             grouped = self._dealer.rounds(owners, count, way.order, way.cut)
-            # What the user wants together stays so.
-            if self._overlap != "none" and self._problem.options.owners == "balanced":
+            if self._overlap != "none":
                 grouped, owners = self._model_order.exchanged(grouped, owners)
         best = self._played[count, way] = self._add(grouped, owners)
         return best
@@ -261,7 +239,7 @@ class _Search:
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
         problem = self._problem
-        if self._sliced:
+        if problem.sliced:
             grouped = together(grouped, problem.costs.pieces.matrices)
         buckets = self._buckets(grouped, owners)
         totals = Totals(buckets, problem.costs.pieces)
@@ -294,8 +272,7 @@ class _Search:
             for group in sorted(by_group):
                 chosen = tuple(by_group[group])
                 ranks = () if owners is None else tuple(owners[matrix, group] for matrix in chosen)
-                bucket = Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number)
-                found.append(settle(bucket, problem.costs) if problem.pattern.settles else bucket)
+                found.append(Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number))
         return tuple(found)
 
     def _work(self, times: Sequence[BucketTimes]) -> list[int]:

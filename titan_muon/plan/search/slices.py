@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from ...options import MuonOptions, OptionError
 from ..cost.times import Costs
-from ..cost.totals import home_counts
 from ..exchange.all_gather import PATTERNS
 from ..terms.layout import Geometries
 from ..terms.pieces import Pieces
@@ -17,14 +16,14 @@ from ..terms.slices import Ranks, divides, sliced, slices_of, teams
 from ..terms.types import Matrix, Parameter
 from ..terms.work import Work, WorkOf
 from .owners import Balancer, OwnerOf, Task, by_group, spread
-from .search import Problem
+from .problem import Problem
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
 """Over the mean of all ranks: how late a rank may end before a matrix is cut instead of given to it whole."""
 GAIN = 0.99
 """What is cut has to end the busiest rank this much earlier at least."""
-WORTH = 0.97
-"""Of the price of whole matrices: what a draft with slices may have under `auto`, as times are modelled."""
+MUST_SAVE = 0.03
+"""Part of the modelled price of whole matrices that slices have to save under `auto`."""
 COUNTS = (2, 4, 8)
 """Numbers of slices."""
 ALWAYS = -math.inf
@@ -83,8 +82,6 @@ def slices_fault(options: MuonOptions) -> str:
 
 def one_owner_fault(options: MuonOptions) -> str:
     """What needs a single owner of each matrix, and what does not; empty if nothing does."""
-    if options.owners != "balanced":
-        return f"owners = {options.owners!r} gives each matrix one rank; choose 'balanced'"
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
@@ -112,14 +109,15 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     return None
 
 
-def slices_reason(options: MuonOptions, matrices: Sequence[Matrix]) -> str:
-    """What became of `split_over` or `tensor_parallel`, where these allow slices."""
+def slices_reason(problem: Problem) -> str:
+    """How many matrices are in slices, or why none is; empty unless the options allow slices."""
+    options = problem.options
     if options.split_over == 1 and options.tensor_parallel != "distributed":
         return ""
-    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in matrices)
+    cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
     if cut:
         return f"matrices in slices: {cut:,}"
-    sooner = f"would save {1 - WORTH:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
+    sooner = f"would save {MUST_SAVE:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
     return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 
 
@@ -137,8 +135,7 @@ def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
 
 def loads(problem: Problem) -> dict[int, int]:
     """Picoseconds of what each rank has at home."""
-    counts = home_counts(problem.home, problem.costs.pieces)
-    return {rank: int(1e12 * problem.costs.owned(mine).seconds) for rank, mine in counts.items()}
+    return {rank: int(1e12 * home.owned.seconds) for rank, home in problem.costs.home(problem.home).items()}
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:

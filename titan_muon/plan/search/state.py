@@ -33,8 +33,6 @@ def check_state(options: MuonOptions) -> None:
         fault = f"exchange = {options.exchange!r} takes the momentum of every copy; choose 'all_to_all'"
     elif options.replicas != "split":
         fault = f"replicas = {options.replicas!r} lets every copy need its momentum; choose 'split'"
-    elif options.owners != "balanced":
-        fault = f"owners = {options.owners!r} knows nothing of where the momentum is; choose 'balanced'"
     else:
         return
     raise OptionError("state", f"= 'owner': {fault}, or state = 'replicated'")

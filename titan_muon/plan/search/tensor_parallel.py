@@ -10,7 +10,7 @@ from ..terms.layout import Geometries
 from ..terms.slices import Ranks, divides, slices_of
 from ..terms.work import WorkOf
 from .owners import OwnerOf, Task
-from .search import Problem
+from .problem import Problem
 from .slices import ALWAYS, Offer, Offers, balance, cut, loads, one_owner_fault, picoseconds, slices_fault, timed
 
 
@@ -26,6 +26,11 @@ def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
         )
     if fault := _fault(options):
         raise _refused(options, f"{fault}, or tensor_parallel = 'owner'")
+
+
+def given_to_groups(options: MuonOptions) -> bool:
+    """Whether whole tensor-parallel groups are given the matrices that tensor parallelism cuts."""
+    return options.tensor_parallel in ("distributed", "duplicated")
 
 
 def _refused(options: MuonOptions, problem: str) -> OptionError:

@@ -1,4 +1,4 @@
-"""Machines: what products, memory, links and launches cost a rank, by public numbers or by measured ones."""
+"""The table of machines: rates of products, memory, links and launches, by public numbers or by measured ones."""
 
 # Rates are what runs reach, not what data sheets promise: a plan that counts on more would hide communication behind
 # Newton-Schulz that is over sooner than it says, or the other way round.
@@ -41,6 +41,7 @@ class Machine:
         node: links between ranks of one node.
         network: links between ranks of different nodes.
         launch: seconds that a launch takes however little it computes.
+        batch_bytes: bytes that a batch of matrices may take to fill the device.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Machine:
     node: Link
     network: Link
     launch: float
+    batch_bytes: int = 2**28
 
     def rate(self, dtype: str, side: int) -> float:
         """FLOP/s of products whose smaller side is `side`."""
@@ -77,6 +79,11 @@ def _flops(large: float, float32: float) -> dict[str, float]:
     return {"bfloat16": large, "float16": large, "float32": float32}
 
 
+def _cpu(name: str, flops: Mapping[str, float]) -> Machine:
+    """A machine whose ranks have one core each. Its batches stay near the caches."""
+    return Machine(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
+
+
 # 400 Gb/s for each GPU are 50 GB/s, of which NCCL's all-to-all reaches 45 and 15 us between nodes (NVIDIA/nccl-tests,
 # PERFORMANCE.md, says how its bus bandwidth is read). NVLink: data sheets of the GPUs, 600, 900, 900 and 1,800 GB/s
 # both ways together, of which all-to-all reaches about 80 %.
@@ -94,7 +101,9 @@ MACHINES: Mapping[str, Machine] = {
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
         Machine("a100x8", 8, _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6), _NETWORK, 5e-6),
         # One core with bfloat16 instructions, and gloo on one host; float16 has no instructions there.
-        Machine("cpu", 8, {**_flops(700e9, 150e9), "float16": 150e9}, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6),
+        _cpu("cpu", {**_flops(700e9, 150e9), "float16": 150e9}),
+        # One core with AVX2, which multiplies 16-bit numbers one by one.
+        _cpu("cpu_float32", _flops(1.3e9, 63e9)),
     )
 }
 """By the names that `machine.name` takes, `auto` aside."""

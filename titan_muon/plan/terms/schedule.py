@@ -18,7 +18,6 @@ class Act(Enum):
     """What a rank does in a turn."""
 
     GATHER = "gather"
-    HOME = "home"
     ORTHOGONALIZE = "orthogonalize"
     APPLY = "apply"
 
@@ -28,10 +27,18 @@ ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
 
 
 class Turn(NamedTuple):
-    """One act, on all the rank's buckets of round `round`, or on all its matrices at home."""
+    """One act, on all the rank's buckets of round `round`."""
 
     act: Act
     round: int
+
+
+class Schedule(NamedTuple):
+    """The turns of a step. Local buckets come between `opening` and `turns`: they need no communication, and fill the
+    time in which the first rounds are in flight. ORTHOGONALIZE includes the return."""
+
+    opening: tuple[Turn, ...]
+    turns: tuple[Turn, ...]
 
 
 def prefetch(slots: int, rounds: int) -> int:
@@ -81,15 +88,14 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
     return sum(1 for _ in takewhile(lambda number: least[number] >= early, in_order))
 
 
-def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
-    """The turns of a step of so many rounds in `slots` sets of buffers; to orthogonalize is also to send back."""
+def schedule(rounds: int, slots: int) -> Schedule:
+    """The schedule of a step of so many rounds in `slots` sets of buffers."""
     # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its
     # collectives in one order. If ranks skipped the turns in which they have nothing to do, two groups that share ranks
     # could launch theirs in different orders, and NCCL would hang.
     ahead = prefetch(slots, rounds)
-    turns = [Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds))]
-    # What needs no communication comes while the first rounds are in flight: nothing else could fill that time.
-    turns.append(Turn(Act.HOME, 0))
+    opening = tuple(Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds)))
+    turns = []
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
@@ -99,4 +105,4 @@ def schedule(rounds: int, slots: int) -> tuple[Turn, ...]:
             turns.append(Turn(Act.GATHER, coming))
         turns.append(Turn(Act.ORTHOGONALIZE, k))
     turns += [Turn(Act.APPLY, k) for k in late_rounds(slots, rounds)]
-    return tuple(turns)
+    return Schedule(opening, tuple(turns))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import groupby
 from math import prod
 
-from ..search.owners import Task
 from .layout import take
 from .types import Bucket, Interval, Matrix, MatrixRows, Parameter, Slice
 
@@ -80,15 +79,3 @@ def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
         assert len(ranks) == part.count, f"all slices of matrix {first} travel in one bucket"
         assert ranks == sorted(set(ranks)), f"the slices of matrix {first} have one owner each, in order of ranks"
     return {first: tuple(ranks) for first, ranks in owners.items()}
-
-
-def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
-    """The rounds with all slices of a matrix in that of its first one."""
-    place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
-    found: list[list[Task]] = [[] for _ in rounds]
-    for tasks in rounds:
-        for task in tasks:
-            part = matrices[task.matrix].slice
-            first = task.matrix if part is None else task.matrix - part.place
-            found[place[first, task.group]].append(task)
-    return [chosen for chosen in found if chosen]

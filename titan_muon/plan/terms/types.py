@@ -228,8 +228,7 @@ class Bucket:
 
     `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
     rank `owners[i]`, and by its tensor-parallel peers where the pattern duplicates; without owners every rank does what
-    it stores a piece of. Buckets of one `round` are in flight together. `reason` says why an automatic choice fell on
-    this exchange.
+    it stores a piece of. Buckets of one `round` are in flight together.
     """
 
     exchange: str
@@ -237,7 +236,6 @@ class Bucket:
     matrices: tuple[int, ...]
     owners: tuple[int, ...]
     round: int = 0
-    reason: str = ""
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     home = sum(1 for ranks in plan.home if ranks)
     by = f" by {', '.join(exchanges)}" if exchanges else ""
     yield f"Muon step: {home:,} matrices whole at home, {plan.whole_matrices - home:,} exchanged{by}"
-    ratio = summary.ns_flops_max / summary.ns_flops_lower_bound
-    path = f"{summary.ns_flops_max / 1e9:,.1f} GFLOP"
-    yield f"  Newton-Schulz   {path} on the longest path, {ratio:.3f} x the least possible"
+    mean = sum(cost.ns_flops for cost in summary.ranks) / len(summary.ranks)
+    ratio = summary.ns_flops_max / mean
+    yield f"  Newton-Schulz   {summary.ns_flops_max / 1e9:,.1f} GFLOP on the busiest rank, {ratio:.3f} x the mean"
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     yield from _method_lines(plan)
@@ -151,9 +151,6 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield from _time_lines(timeline)
     if plan.reason:
         yield f"  planned         {plan.reason}"
-    # The choice of an exchange has one reason, which each of its buckets carries.
-    for reason in dict.fromkeys(bucket.reason for bucket in plan.buckets if bucket.reason):
-        yield f"  exchange        {reason}"
 
 
 def replica_lines(traffic: ReplicaTraffic | None, chosen: str) -> Iterable[str]:

@@ -20,7 +20,7 @@ from torchtitan.tools import utils as device_utils
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
-from titan_muon.planning import plan_step
+from titan_muon.planning import plan_step, planning_machine
 from titan_muon.state.groups import iteration_of
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
@@ -184,6 +184,7 @@ def _plan(
         # A plan knows parameters and not their groups, which may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
-        return plan_step(named, iterations, Dispatch.of(options, device, kernels), options)
+        dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))
+        return plan_step(named, iterations, dispatch, options)
     except ValueError as error:
         raise recipe_error(error) from error

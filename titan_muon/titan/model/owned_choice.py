@@ -158,7 +158,8 @@ def _cost(recipe: Recipe, owning: Owning, way: Way) -> TrainingCost:
     step = 0.0
     if parameters:
         iterations = [iteration_of(vars(options))] * len(parameters)
-        plan = plan_parameters(parameters, iterations, Dispatch.of(options, owning.device), options)
+        dispatch = Dispatch.of(options, owning.device, machine=machine)
+        plan = plan_parameters(parameters, iterations, dispatch, options)
         step = timeline(plan, machine).last.seconds
     momentum, weight = (TORCH_DTYPE_MAP[name].itemsize for name in (options.state_dtype, recipe.training.dtype))
     passes = sum(pass_seconds(space, owning.passes, machine) for space in spaces)

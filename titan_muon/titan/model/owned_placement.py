@@ -22,6 +22,7 @@ from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
 from titan_muon.plan.owned.choice import Passes
+from titan_muon.planning import planning_machine
 from titan_muon.registry import Parallelize
 from titan_muon.tensors.matrices import split_of
 from titan_muon.titan import compat
@@ -194,7 +195,8 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     # another cost would wait for each other.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
-    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device)
+    machine = planning_machine(recipe.machine, device)
+    dispatch = Dispatch(muon.orthogonalize, muon.ns_dtype, device, machine=machine)
     return lambda rows, cols: dispatch.choose(rows, cols, steps).flops(rows, cols, steps)
 
 

@@ -161,7 +161,7 @@ def test_the_router_goes_where_the_recipe_says(taker: str) -> None:
 @pytest.mark.parametrize(
     ("optimizer", "option"),
     [
-        ("muon", {"exchange": "auto"}),
+        ("muon", {"exchange": "all_gather"}),
         ("muon", {"buffer_gib": 2.0}),
         ("muon", {"split": ()}),
         ("adamw", {"fused": True}),

@@ -1,4 +1,4 @@
-"""What no plan can be below that orthogonalizes each matrix whole on one rank."""
+"""Lower bounds of a plan: the least FLOPs, bytes and seconds of any plan for the same matrices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,58 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ...options import Overlap
-from ..exchange.all_gather import PATTERNS
-from ..exchange.pattern import Flow
-from ..terms.types import Bucket
-from .times import Costs
+from titan_muon.options import Overlap
+from titan_muon.plan import Plan
+from titan_muon.plan.cost.timeline import Timeline
+from titan_muon.plan.cost.times import Costs, bucket_times
+from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.exchange.pattern import Flow
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.machine import Machine
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.types import Bucket
 
 HEAVY = 6
 """A matrix is heavy if a rank has no time for more than so many of it."""
 MOST_KINDS = 3
 HALVINGS = 24
+
+
+def least_flops(plan: Plan) -> int:
+    """FLOPs that the busiest rank of any plan has: the mean over ranks, or the largest matrix."""
+    flops = [matrix.flops for matrix in plan.matrices]
+    ranks = {rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks}
+    return max(sum(flops) // len(ranks), max(flops))
+
+
+def least_sent(plan: Plan) -> int:
+    """Mean bytes of a rank if each matrix is owned, in its bucket, by the rank with the largest piece of it."""
+    pieces, total = Pieces(plan.matrices, Geometries(plan.parameters)), 0
+    for bucket in plan.buckets:
+        for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
+            holders = pieces.holders(kind, bucket.group)
+            most = max(holders.on_rank.values())
+            # The owner gathers the rest of one replica, and returns to every replica all that it does not store itself.
+            lacking = plan.matrices[pieces.examples[kind]].numel - most
+            total += count * (lacking + holders.total - most)
+    return total * plan.wire_bytes // len(pieces.ranks())
+
+
+def least_seconds(plan: Plan, machine: Machine, played: Timeline) -> float:
+    """Seconds of the fastest step in which one rank orthogonalizes each matrix of the plan, or each slice of one.
+
+    `played` is the plan's own timeline on the machine.
+    """
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    place = {rank: index for index, rank in enumerate(pieces.ranks())}
+    beside = [home.seconds for home in costs.home(plan.home).values()]
+    for bucket in plan.buckets:
+        times = bucket_times(bucket, PATTERNS[bucket.exchange].totals(bucket, pieces), costs, place)
+        for index, pack, apply in zip(times.group, times.pack, times.apply, strict=True):
+            beside[index] += pack + (0.0 if played.overlap == "forward" else apply)
+    found = chains(plan.buckets, costs, overlap=played.overlap)
+    return max(least_whole(found, beside, played.last.seconds), played.least, played.link)
 
 
 class Chain(NamedTuple):
