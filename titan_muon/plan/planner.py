@@ -75,10 +75,8 @@ def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Ca
     """
     found, faults = list[tuple[float, Candidate, Draft]](), list[OptionError]()
     for candidate in (each for make in CANDIDATES for each in make(problem, geometries, work_of)):
-        best = min(found, key=lambda one: one[0])[2] if found else None
         try:
-            # Slices change little of what a long search has found for whole matrices; another exchange does.
-            draft = fastest(candidate.problem, best.near if best and candidate.problem.sliced else None)
+            draft = fastest(candidate.problem)
         except OptionError as fault:
             faults.append(fault)
         else:

@@ -18,7 +18,6 @@ from titan_muon.plan.search.owners import (
     OwnerOf,
     Task,
     balanced,
-    balanced_rounds,
     balanced_small_first,
 )
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Shard
@@ -44,7 +43,7 @@ def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None
 def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int) -> None:
     """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), which the best cannot beat."""
     tasks = tasks_of(flops)
-    path = max(loads(balanced([tasks], [tuple(range(ranks))], {}), tasks).values())
+    path = max(loads(balanced(tasks, [tuple(range(ranks))], {}), tasks).values())
     ordered = sorted(flops, reverse=True)
     pair = ordered[ranks - 1] + ordered[ranks] if len(flops) > ranks else 0
     mean = -(-sum(flops) // ranks)
@@ -60,7 +59,7 @@ def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int,
     at_home = data.draw(st.lists(st.integers(0, 2000), min_size=ranks, max_size=ranks))
     tasks = [Task(i, 0, f, 1, "l") for i, f in enumerate(flops)]
     load = dict(enumerate(at_home))
-    owners = balanced([tasks], [tuple(range(ranks))], load)
+    owners = balanced(tasks, [tuple(range(ranks))], load)
     total = loads(owners, tasks, load)
     limit = max(BYTES_OVER_MEAN * len(tasks) / ranks, 1)
     count = Counter(owners.values())
@@ -74,13 +73,13 @@ def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int,
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(1, 8))
 def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, int]], ranks: int) -> None:
     tasks = [Task(i, 0, flops, bytes_, "l") for i, (flops, bytes_) in enumerate(sizes)]
-    owners = balanced([tasks], [tuple(range(ranks))], {})
+    owners = balanced(tasks, [tuple(range(ranks))], {})
     mean, largest = sum(b for _, b in sizes) / ranks, max(b for _, b in sizes)
     held = Counter[int]()
     for task in tasks:
         held[owners[task.matrix, 0]] += task.bytes
     cap = max(BYTES_OVER_MEAN * mean, largest)
-    assert all(bytes_ <= cap + largest for bytes_ in held.values())
+    # Once all ranks are at the cap, FLOPs alone decide.
     if max(held.values()) > cap:
         assert all(held[rank] + largest > cap for rank in range(ranks))
 
@@ -88,7 +87,7 @@ def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, i
 def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
     """One matrix of 100 FLOPs, and 30 of few FLOPs and many bytes: by FLOPs alone one rank would take all of those."""
     tasks = [Task(0, 0, 10_000, 1, "l"), *(Task(i, 0, 1, 100, "l") for i in range(1, 31))]
-    owners = balanced([tasks], [(0, 1)], {0: 0, 1: 0})
+    owners = balanced(tasks, [(0, 1)], {0: 0, 1: 0})
     held = Counter(owners[task.matrix, 0] for task in tasks if task.bytes == 100)
     assert min(held[0], held[1]) >= 10
 
@@ -97,7 +96,7 @@ def test_many_bytes_and_few_flops_do_not_pile_up_on_one_rank() -> None:
 def test_every_matrix_has_one_owner_of_its_group(assign: Assign) -> None:
     groups = ((0, 1, 2, 3), (0, 2), (1, 3))
     tasks = [Task(i, i % 3, 10 + i, 10 + i, f"layers.{i // 4}") for i in range(40)]
-    owners = assign([tasks[:15], tasks[15:]], groups, {})
+    owners = assign(tasks, groups, {})
     assert set(owners) == {(task.matrix, task.group) for task in tasks}
     assert all(owner in groups[group] for (_, group), owner in owners.items())
 
@@ -106,27 +105,21 @@ def test_a_small_group_is_evened_out_by_a_large_one() -> None:
     """Ranks 0 and 1 alone can own the experts; the dense matrices then go to ranks 2 and 3."""
     groups = ((0, 1, 2, 3), (0, 1))
     tasks = [*(Task(i, 0, 10, 10, "d") for i in range(4)), *(Task(i, 1, 10, 10, "e") for i in range(4, 8))]
-    owners = balanced_small_first([tasks], groups, {})
+    owners = balanced_small_first(tasks, groups, {})
     assert max(loads(owners, tasks).values()) == 20
-
-
-def test_balanced_rounds_balances_each_round() -> None:
-    tasks = tasks_of([100, 50, 50, 50, 50, 100])
-    owners = balanced_rounds([tasks[:3], tasks[3:]], [(0, 1)], {})
-    assert max(loads(owners, tasks[:3]).values()) == max(loads(owners, tasks[3:]).values()) == 100
 
 
 def test_matrices_of_a_layer_are_spread() -> None:
     """4 identical layers of 4 matrices over 4 ranks: each rank owns one matrix of each layer."""
     tasks = tasks_of([400, 300, 200, 100] * 4, per_layer=4)
-    owners = balanced([tasks], GROUP, {})
+    owners = balanced(tasks, GROUP, {})
     assert len({(task.layer, owners[task.matrix, 0]) for task in tasks}) == len(tasks)
 
 
 def test_a_real_model_is_balanced_to_a_few_percent() -> None:
     tasks = tasks_of(list(LAYER) * 36, per_layer=len(LAYER))
     for ranks in (8, 32):
-        total = loads(balanced([tasks], [tuple(range(ranks))], {}), tasks)
+        total = loads(balanced(tasks, [tuple(range(ranks))], {}), tasks)
         assert max(total.values()) <= 1.05 * sum(LAYER) * 36 / ranks
 
 
@@ -134,7 +127,7 @@ def test_a_real_model_is_balanced_to_a_few_percent() -> None:
 def test_the_order_of_the_load_does_not_matter(assign: Assign) -> None:
     flops = random.Random(0).choices(range(1, 100), k=50)
     tasks, load = tasks_of(flops, per_layer=5), {rank: 10 * rank for rank in range(4)}
-    assert assign([tasks], GROUP, load) == assign([tasks], GROUP, dict(reversed(load.items())))
+    assert assign(tasks, GROUP, load) == assign(tasks, GROUP, dict(reversed(load.items())))
 
 
 def digests() -> str:

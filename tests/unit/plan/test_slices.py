@@ -8,15 +8,10 @@ import pytest
 from tests.unit.plan.test_timeline import FREE
 from tests.unit.plans import SLICING, plan_of
 from titan_muon.options import Machine, OptionError
-from titan_muon.plan import planner
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.cost.timeline import play, timeline
 from titan_muon.plan.cost.times import BucketTimes, Owned
 from titan_muon.plan.program import make_program
-from titan_muon.plan.search import search
-from titan_muon.plan.search.problem import Problem
-from titan_muon.plan.search.rounds import Cut
-from titan_muon.plan.search.search import Draft, Way
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import Link, machine_of
 from titan_muon.plan.terms.slices import teams_in
@@ -171,40 +166,6 @@ def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_group
     )
     assert small == dict.fromkeys(range(4), 6)
     assert timeline(shared, played).last.seconds < timeline(whole, played).last.seconds
-
-
-def test_slices_are_searched_near_the_plan_of_whole_matrices_where_that_search_was_ended(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = []
-
-    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
-        found.append((near, search.fastest(problem, near)))
-        return found[-1][1]
-
-    monkeypatch.setattr(planner, "fastest", kept)
-    for most in (search.MOST_PLAYED, 10):
-        monkeypatch.setattr(search, "MOST_PLAYED", most)
-        plan_of(overlapping(), machine=SLOW, split_over=2)
-    nears, drafts = zip(*found, strict=True)
-    assert nears == (None, None, None, drafts[2].near)
-    assert drafts[0].near is None
-    assert drafts[2].near is not None
-
-
-def test_a_search_near_a_plan_begins_with_its_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems: list[Problem] = []
-
-    def kept(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
-        problems.append(problem)
-        return search.fastest(problem, near)
-
-    monkeypatch.setattr(planner, "fastest", kept)
-    plan_of(overlapping(), machine=SLOW)
-    monkeypatch.setattr(search, "MOST_NEAR", 1)
-    for count in (1, 3):
-        draft = search.fastest(problems[0], (count, Way(cut=Cut.COUNT)))
-        assert {bucket.round for bucket in draft.buckets} == set(range(count))
 
 
 def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> None:

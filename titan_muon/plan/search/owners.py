@@ -25,10 +25,9 @@ class Task(NamedTuple):
 
 Ranks = tuple[int, ...]
 Groups = Sequence[Ranks]
-Rounds = Sequence[Sequence[Task]]
 OwnerOf = dict[tuple[int, int], int]
 """Rank that owns each (matrix, group)."""
-Assign = Callable[[Rounds, Groups, Mapping[int, int]], OwnerOf]
+Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
 """(FLOPs, bytes, rank) of the ranks of a group, the least loaded first."""
 
@@ -98,52 +97,42 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
     return entry
 
 
-def balanced(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
     """Longest first over all tasks, on top of the FLOPs that each rank has at home; groups of many ranks go first.
 
     Where all ranks are one group, the longest rank is within 4/3 of the best possible (Graham, 1969).
     """
-    # Where groups overlap neither order has a bound: small groups last can even out what large ones left, unless their
-    # matrices are too large for that; large groups last can, unless theirs are. So the planner plays both.
-    return balanced_rounds([_flat(rounds)], groups, load)
+    # Where groups overlap neither order of groups has a bound: small groups last can even out what large ones left,
+    # unless their matrices are too large for that; large groups last can, unless theirs are. So the search tries both.
+    balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
+    owners: OwnerOf = {}
+    grouped = by_group(tasks, groups)
+    for index in reversed(grouped) if small_first else grouped:
+        heap = balancer.heap(groups[index])
+        owners |= {(task.matrix, index): balancer.give(task, heap) for task in spread(grouped[index])}
+    return owners
 
 
-def balanced_small_first(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+def balanced_small_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but groups of few ranks go first, so that those of many make room for them."""
-    return balanced_rounds([_flat(rounds)], groups, load, small_first=True)
+    return balanced(tasks, groups, load, small_first=True)
 
 
-def balanced_bytes(rounds: Rounds, groups: Groups, load: Mapping[int, int]) -> OwnerOf:
+def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
     """As `balanced`, but by bytes, for links that take longer than Newton-Schulz."""
-    return balanced_rounds([[task._replace(flops=task.bytes) for task in _flat(rounds)]], groups, {})
+    return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {})
 
 
 def among(
-    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], able: Mapping[int, tuple[int, ...]]
+    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], able: Mapping[int, Ranks]
 ) -> OwnerOf:
     """As `assign`, but each matrix in `able` goes to one of these ranks of its group."""
     if not able:
-        return assign([tasks], groups, load)
+        return assign(tasks, groups, load)
     narrow = {ranks: number for number, ranks in enumerate(dict.fromkeys((*groups, *able.values())))}
     found = {task: task._replace(group=narrow[able[task.matrix]]) if task.matrix in able else task for task in tasks}
-    owners = assign([list(found.values())], tuple(narrow), load)
+    owners = assign(list(found.values()), tuple(narrow), load)
     return {(task.matrix, task.group): owners[one.matrix, one.group] for task, one in found.items()}
-
-
-def _flat(rounds: Rounds) -> list[Task]:
-    return [task for tasks in rounds for task in tasks]
-
-
-def balanced_rounds(rounds: Rounds, groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
-    """As `balanced`, but one round after the other, for rounds that wait for each other."""
-    balancer = Balancer(_flat(rounds), (rank for group in groups for rank in group), load)
-    owners: OwnerOf = {}
-    for tasks in rounds:
-        grouped = by_group(tasks, groups)
-        for index in reversed(grouped) if small_first else grouped:
-            heap = balancer.heap(groups[index])
-            owners |= {(task.matrix, index): balancer.give(task, heap) for task in spread(grouped[index])}
-    return owners
 
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -38,15 +38,21 @@ SLOTS = (3, 2, 4, 1)
 """A round that is computed, one that comes and one that returns are three; two or one save memory, four even out."""
 MOST_PLAYED = 400_000
 """Turns of single ranks that are played in a search."""
-MOST_NEAR = MOST_PLAYED // 8
-"""The same of a search that begins where that for a like problem was ended."""
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Buckets that could be the plan's: seconds of the step, bytes of buffers on the fullest rank, and of buffers and
-    workspace together. `busiest` are the seconds that the busiest rank computes. `near` is where the search found it,
-    as rounds and way, if it was ended before it had tried all it would."""
+    """Buckets that could be the plan's.
+
+    Attributes:
+        buckets: in the order of their rounds.
+        slots: rounds that have buffers at a time.
+        seconds: of the step.
+        buffer_bytes: of the exchange, on the fullest rank.
+        bytes: of buffers and workspace, on the fullest rank.
+        busiest: seconds that the busiest rank computes.
+        reason: notes for the user: the search was ended, much memory was taken.
+    """
 
     buckets: tuple[Bucket, ...]
     slots: int
@@ -55,7 +61,6 @@ class Draft:
     bytes: int
     busiest: float
     reason: str = ""
-    near: tuple[int, Way] | None = None
 
     @property
     def price(self) -> float:
@@ -65,122 +70,103 @@ class Draft:
 
 
 @dataclass(frozen=True)
-class Way:
-    """How matrices are dealt out: the owners, by their place in STRATEGIES, the order of each owner's, and their cut.
+class Strategy:
+    """How matrices are dealt to at most `rounds` rounds.
 
-    With `in_order` whoever owns them: in the order in which the model's backward, or its forward, comes to them.
+    Attributes:
+        rounds: most rounds.
+        in_model_order: rounds follow the model's backward or forward, and `order` and `cut` do not count.
+        owners: place in STRATEGIES.
+        order: of the matrices of each owner.
+        cut: where they are cut into rounds.
     """
 
+    rounds: int
+    in_model_order: bool = False
     owners: int = 0
     order: Order = Order.PEAKED
     cut: Cut = Cut.TIME
-    in_order: bool = False
 
 
-def fastest(problem: Problem, near: tuple[int, Way] | None = None) -> Draft:
-    """The draft to take. Raises OptionError if the user's buffers are too small for any.
-
-    `near` is of the draft of a like problem: what differs little from it is searched alone.
-    """
+def fastest(problem: Problem) -> Draft:
+    """The draft to take. Raises OptionError if the user's buffers are too small for any."""
     search = _Search(problem)
-    if near is None:
-        search.run()
-    else:
-        search.run_near(*near)
-    # One round for a few matrices each, as many as there are matrices: slow, and the smallest buffers there are.
-    search.smallest()
+    # What the model hides may save less than uneven rounds cost. Both kinds are searched, each by itself, or the best
+    # strategy of the first kind would keep those of the other from being improved.
+    for in_model_order in (True, False) if problem.options.overlap != "none" else (False,):
+        search.run(in_model_order)
+    search.run_until_it_fits()
     return search.chosen()
 
 
 class _Search:
-    """Drafts that were played, and those to play next."""
+    """Simulated drafts, by strategy."""
 
-    # All ranks search for themselves and must find the same plan. So what ends the search is a count of what was
-    # played, never a clock.
+    # All ranks search for themselves and must find the same plan. So the search ends by a count of simulated turns,
+    # never by a clock.
 
     def __init__(self, problem: Problem) -> None:
-        self._problem = problem
-        ranks = problem.costs.pieces.ranks()
-        self._place = {rank: index for index, rank in enumerate(ranks)}
-        home = problem.costs.home(problem.home).values()
-        self._home = [one.seconds for one in home]
-        self._home_work = [(one.owned.assembled, one.owned.iteration) for one in home]
+        self._problem, self._overlap = problem, problem.options.overlap
+        self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
+        self._home = list(problem.costs.home(problem.home).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._drafts: list[Draft] = []
-        self._played: dict[tuple[int, Way], Draft] = {}
-        self._owners: dict[int, OwnerOf] = {}
-        self._left = self._most = MOST_PLAYED
-        self._ending = ""
-        self._overlap: Overlap = problem.options.overlap
         self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.able)
+        self._drafts: list[Draft] = []
+        self._played: dict[Strategy, Draft] = {}
+        self._owners: dict[int, OwnerOf] = {}
+        self._left = MOST_PLAYED
+        self._ending = ""
 
-    def run(self) -> None:
-        """Play numbers of rounds in the first way until more do not pay; then other ways; then numbers between."""
-        most = self._most_rounds()
-        # What the model hides may be less than what uneven rounds cost: then the step is one that hides nothing. Each
-        # search by itself, or the first one's best would keep the other from being improved.
-        for in_order in (True, False) if self._overlap != "none" else (False,):
-            self._left = MOST_PLAYED
-            if self._ended():
-                return
-            self._double(most, Way(in_order=in_order))
-            best = None
-            while best != self._best_played(in_order):
-                best = self._best_played(in_order)
-                self._vary(most, in_order)
+    def run(self, in_model_order: bool) -> None:
+        """Double the number of rounds until more do not pay, then change the best strategy in one respect at a time."""
+        self._left = MOST_PLAYED
+        self._double(Strategy(self._first_rounds(), in_model_order))
+        best = None
+        while self._played and best != (best := self._best_strategy(in_model_order)):
+            # One respect after the other, each from the best so far: all combinations would be ten times as many.
+            for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
+                for strategy in neighbours(self._best_strategy(in_model_order)):
+                    self._play(strategy)
 
-    def run_near(self, count: int, way: Way) -> None:
-        """Play so many rounds of a way, and what differs from that in one respect."""
-        self._left = self._most = MOST_NEAR
-        self._play(count, way)
-        self._vary(self._most_rounds(), way.in_order)
-
-    def _double(self, most: int, way: Way) -> None:
-        """Play twice as many rounds of a way, and again, until more do not pay."""
-        count, left = self._first_count(), self._left
-        played = self._play(count, way)
-        while played is not None and count < most:
-            # Twice as many rounds have twice the turns. In large worlds some are kept for the other ways.
+    def _double(self, strategy: Strategy) -> None:
+        best, played, left = None, self._play(strategy), MOST_PLAYED
+        while played is not None and strategy.rounds < self._most_rounds():
+            best = played if best is None else min(best, played, key=self._worth)
+            # Twice as many rounds have twice the turns. In large worlds some are kept for other strategies.
             dear = 2 * (left - self._left) > self._left / 2
-            best = min((draft for (_, by), draft in self._played.items() if by == way), key=self._worth)
             if self._fits(played) and (dear or played.price > PAYS * best.price):
                 break
-            left, count = self._left, min(2 * count, most)
-            played = self._play(count, way)
+            left, strategy = self._left, replace(strategy, rounds=min(2 * strategy.rounds, self._most_rounds()))
+            played = self._play(strategy)
 
-    def _vary(self, most: int, in_order: bool) -> None:
-        """Play what differs from the best so far in one respect."""
-        # The owners, how each one's matrices follow each other, and the number of rounds, one after the other and each
-        # in the best way so far: all combinations would be ten times as many.
-        count, way = self._best_played(in_order)
-        for order, cut in () if way.in_order else product(Order, Cut):
+    def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
+        for order, cut in () if best.in_model_order else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
-            if order is way.order or self._left > MOST_PLAYED // 2:
-                self._play(count, replace(way, cut=cut, order=order))
-        count, way = self._best_played(in_order)
+            if order is best.order or self._left > MOST_PLAYED // 2:
+                yield replace(best, order=order, cut=cut)
+
+    def _other_owners(self, best: Strategy) -> Iterator[Strategy]:
         for owners in range(1, len(STRATEGIES) if self._problem.pattern.has_owners else 0):
             if not self._ended() and self._assigned(owners) not in map(self._assigned, range(owners)):
-                self._play(count, replace(way, owners=owners))
-        count, way = self._best_played(in_order)
-        for near in (count - 1, count + 1, 3 * count // 4, 3 * count // 2):
-            if 1 <= near <= most:
-                self._play(near, way)
+                yield replace(best, owners=owners)
 
-    def _first_count(self) -> int:
+    def _other_rounds(self, best: Strategy) -> Iterator[Strategy]:
+        for count in (best.rounds - 1, best.rounds + 1, 3 * best.rounds // 4, 3 * best.rounds // 2):
+            if 1 <= count <= self._most_rounds():
+                yield replace(best, rounds=count)
+
+    def _first_rounds(self) -> int:
         """As many rounds as keep three of them within a few times the free memory."""
         taken = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
         return max(1, min(self._most_rounds(), int(taken * max(SLOTS) / (8 * FREE_BYTES))))
 
     def _most_rounds(self) -> int:
         """So many that each round has one matrix of every owner, or several owners take turns, see TURNS."""
-        owners = self._assigned(0)
-        if owners is None:
-            return max(1, len(self._problem.tasks))
-        most = max(Counter(owners.values()).values(), default=1)
-        return min(TURNS[self._overlap] * most, max(1, len(self._problem.tasks)))
+        most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
+        return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners that are given or one of STRATEGIES finds, or None if nobody is to own anything."""
+        """The owners that the problem or one of STRATEGIES decides, None if matrices have no owners."""
         # Not before they are played: for tens of thousands of experts it takes as long as to play them.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
@@ -200,9 +186,9 @@ class _Search:
     def _best(self) -> Draft:
         return min(self._drafts, key=self._worth)
 
-    def _best_played(self, in_order: bool) -> tuple[int, Way]:
-        played = [key for key in self._played if key[1].in_order == in_order]
-        return min(played, key=lambda key: self._worth(self._played[key]))
+    def _best_strategy(self, in_model_order: bool) -> Strategy:
+        played = [strategy for strategy in self._played if strategy.in_model_order == in_model_order]
+        return min(played or self._played, key=lambda strategy: self._worth(self._played[strategy]))
 
     def _ended(self) -> bool:
         """Whether there is little to gain, or too much has been played."""
@@ -212,25 +198,23 @@ class _Search:
         if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
             return True
         if self._left <= 0:
-            self._ending = f"the search for a faster plan was ended after {self._most:,} turns of single ranks"
+            self._ending = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
         return self._left <= 0
 
-    def _play(self, count: int, way: Way) -> Draft | None:
-        """Add the drafts of so many rounds dealt out in a way, one for each number of slots; returns the best of them,
-        or None if the search has ended."""
-        if (count, way) in self._played:
-            return self._played[count, way]
-        if self._ended():
-            return None
-        owners = self._assigned(way.owners)
-        if owners is None or way.in_order:
-            grouped = self._following(count)
-        else:
-            grouped = self._dealer.rounds(owners, count, way.order, way.cut)
-            if self._overlap != "none":
-                grouped, owners = self._model_order.exchanged(grouped, owners)
-        best = self._played[count, way] = self._add(grouped, owners)
-        return best
+    def _play(self, strategy: Strategy) -> Draft | None:
+        """The best draft of a strategy over all numbers of slots; None if the search has ended."""
+        if strategy not in self._played:
+            if self._ended():
+                return None
+            owners = self._assigned(strategy.owners)
+            if owners is None or strategy.in_model_order:
+                grouped = self._following(strategy.rounds)
+            else:
+                grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
+                if self._overlap != "none":
+                    grouped, owners = self._model_order.exchanged(grouped, owners)
+            self._played[strategy] = self._add(grouped, owners)
+        return self._played[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
         """The tasks in at most so many rounds, as they follow each other, or as the model comes to them."""
@@ -238,6 +222,7 @@ class _Search:
         return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
+        """Simulate these rounds with each number of slots. Returns the best draft."""
         problem = self._problem
         if problem.sliced:
             grouped = together(grouped, problem.costs.pieces.matrices)
@@ -247,8 +232,8 @@ class _Search:
             bucket_times(bucket, found, problem.costs, self._place)
             for bucket, found in zip(buckets, totals.of_buckets, strict=True)
         ]
-        numbers, work = [bucket.round for bucket in buckets], self._work(times)
-        busiest = max(self._busy(times), default=0.0)
+        numbers, home = [bucket.round for bucket in buckets], [one.seconds for one in self._home]
+        busiest, work = self._computed(times)
         added = []
         ordered = ordered_rounds(buckets, self._overlap)
         # In backward and in forward all can travel that have buffers of their own.
@@ -256,7 +241,7 @@ class _Search:
         for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in (*SLOTS, *more)):
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
             hidden = hidden_rounds(self._overlap, slots, len(grouped), ordered)
-            seconds = max(play(times, numbers, self._home, slots, hidden), default=0.0)
+            seconds = max(play(times, numbers, home, slots, hidden), default=0.0)
             buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
             taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
             added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))
@@ -275,29 +260,24 @@ class _Search:
                 found.append(Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number))
         return tuple(found)
 
-    def _work(self, times: Sequence[BucketTimes]) -> list[int]:
-        """Bytes of the workspace of each rank."""
-        most = [list(pair) for pair in self._home_work]
+    def _computed(self, times: Sequence[BucketTimes]) -> tuple[float, list[int]]:
+        """Seconds that the busiest rank computes, and bytes of the workspace of each rank."""
+        busy = [home.seconds for home in self._home]
+        whole, iteration = ([getattr(home.owned, name) for home in self._home] for name in ("assembled", "iteration"))
         for one in times:
-            for index, owned in zip(one.group, one.owned, strict=True):
-                most[index][0] = max(most[index][0], owned.assembled)
-                most[index][1] = max(most[index][1], owned.iteration)
-        return [sum(pair) for pair in most]
-
-    def _busy(self, times: Sequence[BucketTimes]) -> list[float]:
-        busy = list(self._home)
-        for one in times:
-            for index, pack, owned, copies, apply in zip(
-                one.group, one.pack, one.owned, one.copies, one.apply, strict=True
-            ):
+            parts = zip(one.group, one.pack, one.owned, one.copies, one.apply, strict=True)
+            for index, pack, owned, copies, apply in parts:
                 busy[index] += pack + owned.seconds + copies + apply
-        return busy
+                whole[index] = max(whole[index], owned.assembled)
+                iteration[index] = max(iteration[index], owned.iteration)
+        return max(busy, default=0.0), [sum(pair) for pair in zip(whole, iteration, strict=True)]
 
-    def smallest(self) -> None:
-        """Unless a draft fits, add those of more and more rounds of matrices that follow each other until one does."""
-        owners, tasks, count = self._assigned(0), self._problem.tasks, 1
+    def run_until_it_fits(self) -> None:
+        """Unless a draft fits, simulate more and more rounds of matrices that follow each other until one does."""
+        # One round for a few matrices each is slow, and has the smallest buffers there are.
+        tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
-            self._add(self._following(count), owners)
+            self._add(self._following(count), self._assigned(0))
             if count >= len(tasks):
                 return
             count = min(2 * count, len(tasks))
@@ -311,8 +291,7 @@ class _Search:
                 f"= {self._problem.options.buffer_bytes} is too small: these matrices take at least "
                 f"{best.buffer_bytes} bytes of buffers; raise it or use more ranks",
             )
-        near = min(self._played, key=lambda key: self._worth(self._played[key])) if self._ending else None
-        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))), near=near)
+        return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
 
     def _memory_of(self, best: Draft) -> str:
         """Why a draft takes much memory, or nothing."""
