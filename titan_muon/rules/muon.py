@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from ..state.rule_states import StateSpec
 from ..step import update
-from ..step.rule import Group, StateSpec
+from ..step.rule import Group
 from ..step.update import Tensors
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..step.rule import Group, StateSpec
+from ..state.rule_states import StateSpec
+from ..step.rule import Group
 from .muon import MuonRule
 
 SECOND_MOMENT = "second_moment"

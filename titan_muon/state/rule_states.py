@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,20 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..plan.program import workers
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
-from ..step.rule import StateSpec
 from ..tensors.dtensor import local, step_device
 from ..tensors.mesh import StateMesh
 from ..tensors.storage import TrainedParam, placement_key
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A state that a matrix's owner keeps: float32, one number for each output of the matrix.
+
+    The optimizer's state has it as `name.i` for matrix i of a parameter. It starts at zero.
+    """
+
+    name: str
+
 
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
 """By matrix and name, this rank's states as plain tensors."""

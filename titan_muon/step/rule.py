@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..state.rule_states import StateSpec
 from .update import Tensors
 
 Group = Mapping[str, Any]
 """Hyperparameters of a parameter group, by name."""
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """A state that a matrix's owner keeps: float32, one number for each output of the matrix.
-
-    The optimizer's state has it as `name.i` for matrix i of a parameter. It starts at zero.
-    """
-
-    name: str
 
 
 class Rule(Protocol):

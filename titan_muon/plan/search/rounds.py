@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate, groupby, pairwise
 
+from ..terms.types import Matrix
 from .owners import Groups, OwnerOf, Task
 
 
