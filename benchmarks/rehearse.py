@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "TP 8": ("--parallelism.tensor_parallel_degree", "8"),
     "HSDP 8, one momentum": (
         *("--parallelism.data_parallel_replicate_degree", "8"),
-        *("--muon.state", "owner", "--muon.replica_gradients", "reduce_scatter"),
+        *("--muon.state", "owner"),
     ),
     "EP 8": ("--parallelism.expert_parallel_degree", "8"),
     "EP 8, owned": ("--parallelism.expert_parallel_degree", "8", "--placement.muon", "owned"),

@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .fsdp.forward_hooks import apply_in_forward
-    from .fsdp.replica_gradients import reduce_scatter_replicas
     from .muon import Muon
     from .owned import Owners, own
 
-__all__ = ["Muon", "Owners", "apply_in_forward", "own", "reduce_scatter_replicas"]
+__all__ = ["Muon", "Owners", "apply_in_forward", "own"]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
@@ -18,7 +17,6 @@ def __getattr__(name: str) -> Any:
         home = {
             "Muon": "muon",
             "apply_in_forward": "fsdp.forward_hooks",
-            "reduce_scatter_replicas": "fsdp.replica_gradients",
         }.get(name, "owned")
         return getattr(import_module(f"titan_muon.{home}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

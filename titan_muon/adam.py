@@ -1,4 +1,4 @@
-"""torch.optim's AdamW and Adam, batch by batch: their states may be on the host between steps, and in bfloat16."""
+"""torch.optim's AdamW, batch by batch: its states may be on the host between steps, and in bfloat16."""
 
 from __future__ import annotations
 
@@ -68,8 +68,10 @@ class Batch:
         return replace(self, parts=tuple(parts))
 
 
-class _InBatches(torch.optim.Adam):
-    """Adam's step, in parts of bounded size; elements are updated one by one, so parts have the same bits as a whole.
+class AdamW(torch.optim.AdamW):
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), as torch.optim.AdamW bit for bit unless `state_dtype` is set.
+
+    A step updates parts of bounded size. Elements are updated one by one, so parts have the same bits as a whole.
 
     Args:
         state_dtype: dtype of the averages: their parameter's, or bfloat16. The arithmetic is in the parameter's dtype.
@@ -267,15 +269,3 @@ def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
     if placement_key(grad) != placement_key(parameter):
         raise ValueError(f"{fqn}: the gradient's mesh or placements differ from the parameter's; redistribute it")
     return local(grad)
-
-
-class AdamW(_InBatches, torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), as torch.optim.AdamW bit for bit unless `state_dtype` is set."""
-
-    __doc__ = f"{__doc__}\n\n{_InBatches.__doc__}"
-
-
-class Adam(_InBatches):
-    """Adam (Kingma and Ba, arXiv:1412.6980), as torch.optim.Adam bit for bit unless `state_dtype` is set."""
-
-    __doc__ = f"{__doc__}\n\n{_InBatches.__doc__}"

@@ -156,7 +156,7 @@ Overlap = Literal["none", "backward", "forward"]
 """Where optimizer states are between steps: with their parameters, or (`state`) in pinned memory of the host."""
 
 StateDtype = Literal["parameter", "bfloat16"]
-"""Dtype of the averages of AdamW and Adam: their parameter's, or bfloat16."""
+"""Dtype of the averages of AdamW: their parameter's, or bfloat16."""
 
 SLOWEST_IN_BFLOAT16 = 0.99
 """Largest beta of an average that bfloat16 can hold."""
@@ -239,7 +239,7 @@ class StepOptions:
     """How what a mesh axis `tp` cuts is orthogonalized: by one `owner` each; `distributed` in slices over a group of
     that axis; `duplicated` by each of its ranks; or `blockwise`, inexactly, each part as a matrix of its own."""
 
-    wire_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    wire_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of matrices in transit. bfloat16 loses nothing: Newton-Schulz starts and ends in it."""
 
     state: Literal["replicated", "owner"] = "replicated"
@@ -254,7 +254,7 @@ class StepOptions:
     missing_grad: Literal["error", "skip"] = "error"
     """A parameter without a gradient on some rank: an error on all ranks, or left alone by all in that step."""
 
-    nonfinite: Literal["error", "skip", "propagate"] = "error"
+    nonfinite: Literal["error", "skip"] = "error"
     """Matrices that are not finite get no update, and the next step is an error on all ranks, or warns and goes on."""
 
     release_grads: bool = False

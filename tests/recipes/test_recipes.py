@@ -307,27 +307,6 @@ def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
     assert f"on their owners alone, {max(kept):,} elements on the fullest rank" in capsys.readouterr().out
 
 
-def test_a_dry_run_says_what_sums_over_replicas_send(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    copies = ("--parallelism.data_parallel_replicate_degree", "2", "--muon.state", "owner")
-    each, once = (
-        dry_run("llama_muon", 4, tmp_path, *copies, "--muon.replica_gradients", how)
-        for how in ("all_reduce", "reduce_scatter")
-    )
-    assert each["over_replicas"] == once["over_replicas"]
-    sent = once["over_replicas"]
-    elements = sum(prod(each["shape"]) for each in once["parameters"] if each["optimizer"] == "muon")
-    # A rank has half of the matrices' elements in float32, and a ring of two sends each once.
-    assert sent["all_reduce"] == 4 * elements // 2
-    assert sent["all_reduce"] / 2 <= sent["reduce_scatter"] < 0.6 * sent["all_reduce"]
-    printed = capsys.readouterr().out
-    assert 'all-reduced; muon.state = "owner" and muon.replica_gradients = "reduce_scatter" would send' in printed
-    assert "reduce-scattered to where the momentum is; all-reduced they would be" in printed
-    assert dry_run("llama_muon", 4, tmp_path)["over_replicas"] is None
-    degrees = (*copies[:2], "--parallelism.tensor_parallel_degree", "2")
-    owned = ("--placement.muon", "owned", "--placement.replicas", "each", "--placement.tensor_parallel", "peers")
-    assert dry_run("llama_muon", 8, tmp_path, *degrees, *owned)["over_replicas"] is None, "reduced by their own hooks"
-
-
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
     """The momentum in its own dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)

@@ -106,7 +106,6 @@ def test_the_optimizers_of_a_recipe() -> None:
     group = {"params": [torch.nn.Parameter(torch.ones(2, 2))], "param_names": ["w"]}
     assert isinstance(optimizers.get("muon").build([dict(group)], exchange="all_gather"), Muon)
     assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)
-    assert isinstance(optimizers.get("adam").build([dict(group)]), torch.optim.Adam)
 
 
 def test_shared_options_are_those_of_the_whole_optimizer() -> None:

@@ -54,7 +54,7 @@ def loss_chunks(chosen: int | Literal["auto"], tokens: int) -> int:
 
 
 def adamw_implementation(chosen: str) -> str:
-    """How AdamW and Adam run: `optimizer.implementation`, resolved."""
+    """How AdamW runs: `optimizer.implementation`, resolved."""
     if chosen != "auto":
         return chosen
     # One kernel for all tensors on a GPU. On the CPU torch's fused kernel is the newer path, and launches cost nothing.

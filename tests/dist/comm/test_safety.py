@@ -128,7 +128,7 @@ def another_momentum(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMes
 
 
 def another_wire_dtype(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), wire_dtype=("bfloat16", "float16")[rank])
+    return Muon(named(params), wire_dtype=("bfloat16", "float32")[rank])
 
 
 DIFFERENT = (
@@ -284,17 +284,6 @@ def test_what_cannot_be_stepped_with_gets_no_update_and_is_an_error_on_every_ran
 def test_the_last_step_is_told_of_too(asked: str) -> None:
     for found in run_ranks(stop, 2, gradient_missing_here, asked, timeout=SECONDS):
         assert "no gradient for layers.1.weight" in found.error_when_asked
-
-
-def stop_at_once(rank: int, world_size: int) -> Stopped:
-    return stop(rank, world_size, gradient_missing_here, "the next step", nonfinite="propagate")
-
-
-def test_where_nan_is_let_be_a_missing_gradient_is_an_error_before_anything_changes() -> None:
-    for found in run_ranks(stop_at_once, 2, timeout=SECONDS):
-        assert "no gradient for layers.1.weight" in found.error_of_the_step
-        assert found.no_update
-        assert found.goes_on
 
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:

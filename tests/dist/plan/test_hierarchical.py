@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from benchmarks.c10d_counter import CollectiveCounter
-from tests.dist.fsdp.test_hsdp import Setup, largest_difference
-from tests.dist.fsdp.test_hsdp import Training as Sharded
 from tests.dist.harness import run_ranks
+from tests.dist.plan.hsdp_model import Setup, largest_difference
+from tests.dist.plan.hsdp_model import Training as Sharded
 from titan_muon import Muon
 from titan_muon.options import Machine
 from titan_muon.plan import summarize
@@ -154,7 +154,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[st
     """How far training with gathers in backward is from training without, and the gathers of the last backward."""
     setup = Setup((world_size // 2, 2))
     ours, theirs = (
-        Sharded(setup, scatters=False, state="replicated", machine=machine, overlap=overlap)
+        Sharded(setup, state="replicated", machine=machine, overlap=overlap)
         for machine, overlap in ((SLOW_LINKS, "backward"), (SLOW_CALLS, "none"))
     )
     for step in range(STEPS):

@@ -156,7 +156,7 @@ Build = Callable[..., Any]
 OPTIMIZERS: dict[str, Build] = {
     "muon": lambda params, **options: Muon(params.items(), lr=0.02, nonfinite="skip", **options),
     "adamw": lambda params, **options: batched.AdamW(params.items(), lr=0.02, **options),
-    "adam": lambda params, **options: batched.Adam(params.items(), lr=0.02, fused=True, **options),
+    "adamw, fused": lambda params, **options: batched.AdamW(params.items(), lr=0.02, fused=True, **options),
 }
 
 
@@ -299,15 +299,14 @@ IMPLEMENTATIONS = {"for-loop": (False, False), "foreach": (True, False), "fused"
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("kind", ["AdamW", "Adam"])
-def test_batches_have_the_bits_of_torchs_own(kind: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batches_have_the_bits_of_torchs_own(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     foreach, fused = IMPLEMENTATIONS[implementation]
     options = {"lr": 0.02, "betas": (0.9, 0.95), "weight_decay": 0.1, "foreach": foreach, "fused": fused}
     theirs, ours, offloaded = named(), named(), named()
-    expected = getattr(torch.optim, kind)(theirs.items(), **options)
-    found = getattr(batched, kind)(ours.items(), **options)
-    third = getattr(batched, kind)(offloaded.items(), offload="state", **options)
+    expected = torch.optim.AdamW(theirs.items(), **options)
+    found = batched.AdamW(ours.items(), **options)
+    third = batched.AdamW(offloaded.items(), offload="state", **options)
     for optimizer, params in ((expected, theirs), (found, ours), (third, offloaded)):
         train(optimizer, params, range(4))
     assert equal(theirs, ours)

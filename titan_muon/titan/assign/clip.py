@@ -5,8 +5,7 @@ numbers, so that one sum over the world counts every element once: dense paramet
 ep x efsdp, plain tensors, and the stages of a pipeline alike.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,7 +42,6 @@ class GradientClip:
         clipped: parameters among them whose gradients are scaled; the factor comes from their norm alone.
         max_norm: largest norm of the clipped gradients, > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
-        scattered: parameters whose gradients are on one of so many copies on their mesh, and zero on the others.
     """
 
     def __init__(
@@ -53,14 +51,13 @@ class GradientClip:
         *,
         max_norm: float,
         stage_ranks: int,
-        scattered: Mapping[torch.Tensor, int] = MappingProxyType({}),
     ) -> None:
         chosen = set(clipped)
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm = max_norm
         device = self.parameters[0].device
-        shares = [scattered.get(p, 1) / copies(p, stage_ranks) for p in self.parameters]
+        shares = [1 / copies(p, stage_ranks) for p in self.parameters]
         # Weights sum, not the tensors: each rank divides by the copies, so one all-reduce over the world counts every
         # element once. Norms by mesh, as torch takes them, would need a collective for each mesh. float64, because
         # float32 loses the small tensors of a large model.

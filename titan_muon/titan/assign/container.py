@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
-from titan_muon.adam import Adam, AdamW
+from titan_muon.adam import AdamW
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
-from titan_muon.fsdp.replica_gradients import reduce_scatter_replicas
 from titan_muon.muon import Muon
 from titan_muon.tensors.matrices import check_splits
 from titan_muon.titan.assign.roles import Seen, see
@@ -30,7 +29,6 @@ from titan_muon.titan.recipe.sections import Rule
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
 _ADAM = ("foreach", "fused", "state_dtype", "offload")
 registry.optimizers.register("adamw", registry.OptimizerEntry(AdamW, _ADAM))
-registry.optimizers.register("adam", registry.OptimizerEntry(Adam, _ADAM))
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class HybridOptimizers(OptimizersContainer):
         tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
         offload: options.Offload = "none"
         """What is on the host: the states of all optimizers, or parameters and gradients too."""
-        replica_gradients: str = "all_reduce"
         """How Muon's gradients are summed over HSDP's replicas."""
         model: Mapping[str, Seen] | None = None
         """All trained parameters where a process holds a pipeline stage alone; absent, it holds them all."""
@@ -75,7 +72,6 @@ class HybridOptimizers(OptimizersContainer):
     """Who takes which of the parameters here."""
     whole: tuple[Assignment, ...]
     """Who takes which of the whole model's; pipeline ranks have but a part of them."""
-    scattered: Mapping[Tensor, int]
     """Parameters whose gradients are on one copy alone and zero on others, with the number of copies."""
     changes: tuple[str, ...] = ()
     """Hyperparameters that differ from those of the checkpoint that was loaded, one line each."""
@@ -104,18 +100,10 @@ class HybridOptimizers(OptimizersContainer):
             _build(name, groups, {"offload": config.offload, **tables.get(name, {})}, trained)
             for name, groups in self.groups.items()
         ]
-        self.scattered = self._scatter() if config.replica_gradients == "reduce_scatter" else {}
         self._apply_in_forward()
         taken = [parameter for name in self.groups for parameter in self.parameters(name)]
         self._validate_params(taken)
         self._post_init(taken)
-
-    def _scatter(self) -> dict[Tensor, int]:
-        """Have gradients of Muon's parameters summed over replicas where their momentum is."""
-        # A pipeline stage may have no matrix.
-        held = (muon for muon in self._muons if muon.plan.parameters)
-        found = [reduce_scatter_replicas(nn.ModuleList(self.model_parts), muon) for muon in held]
-        return {parameter: replicas for each in found for parameter, replicas in each.items()}
 
     def _apply_in_forward(self) -> None:
         """Have the model's forward apply what Muon's steps leave to it, if the recipe says so."""
@@ -208,11 +196,9 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     tables = {
         "muon": _muon_table(recipe),
         "adamw": {**asdict(recipe.adamw), **implementation},
-        "adam": {**asdict(recipe.adam), **implementation},
     }
     return HybridOptimizers.Config(
         offload=offload_of(recipe),
-        replica_gradients=recipe.muon.replica_gradients,
         rules=section.rule,
         defaults=default_rules(section.router) if section.defaults else None,
         tables=tables | shared_options(section.rule, tables),
@@ -227,7 +213,7 @@ def offload_of(recipe: Recipe) -> options.Offload:
 
 
 def _implementation(section: OptimizerSection) -> dict[str, bool]:
-    """torch's two flags of AdamW and Adam."""
+    """torch's two flags of AdamW."""
     chosen = adamw_implementation(section.implementation)
     # Both said, also as False: torch reads an absent flag as its own choice, which differs by device.
     return {name: name == chosen for name in ("foreach", "fused")}
@@ -237,7 +223,7 @@ def _muon_table(recipe: Recipe) -> dict[str, Any]:
     """Muon's keywords."""
     # By field, not asdict: Muon takes the splits as they are, and asdict would make dicts of them.
     table = {item.name: getattr(recipe.muon, item.name) for item in fields(recipe.muon)}
-    gib, _ = table.pop("buffer_gib"), table.pop("replica_gradients")
+    gib = table.pop("buffer_gib")
     if recipe.muon.replicas is None:
         table["replicas"] = "redundant" if recipe.placement.muon == "owned" else "split"
     return {**table, "buffer_bytes": None if gib == "auto" else int(gib * 2**30), "machine": recipe.machine}

@@ -16,7 +16,6 @@ from titan_muon.options import Split
 from titan_muon.owned import is_owned
 from titan_muon.owned.param import held_elements, holders, peer_elements
 from titan_muon.plan import Plan, Summary
-from titan_muon.plan.cost.replicas import ReplicaTraffic
 from titan_muon.plan.cost.timeline import Timeline
 from titan_muon.plan.owned.ownership import OwnedTotals, load_lines
 from titan_muon.plan.terms.groups import Assembly, assemblies
@@ -151,23 +150,6 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield from _time_lines(timeline)
     if plan.reason:
         yield f"  planned         {plan.reason}"
-
-
-def replica_lines(traffic: ReplicaTraffic | None, chosen: str) -> Iterable[str]:
-    """One line if FSDP2 has replicas: what summing Muon's gradients over them sends, and what the other way would."""
-    if traffic is None:
-        return
-    scatters = chosen == "reduce_scatter"
-    sent, other = traffic.all_reduce, traffic.reduce_scatter
-    if scatters:
-        sent, other = other, sent
-    how = "reduce-scattered to where the momentum is; all-reduced they would be"
-    if not scatters:
-        how = 'all-reduced; muon.state = "owner" and muon.replica_gradients = "reduce_scatter" would send'
-    yield (
-        f"  over replicas   {sent / 2**20:,.1f} MiB of gradients from the busiest rank in each backward to "
-        f"{traffic.replicas} replicas, {_ms(sent / traffic.bandwidth)} of its link: {how} {other / 2**20:,.1f} MiB"
-    )
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:

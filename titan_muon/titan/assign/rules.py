@@ -152,7 +152,7 @@ def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[s
             raise RecipeError(f"{place}.{error}") from error
         for key, value in rule.options.items():
             # What the recipe alone has in Muon's table the registry does not know.
-            if key not in shared and (name != "muon" or key not in ("buffer_gib", "replica_gradients")):
+            if key not in shared and (name != "muon" or key != "buffer_gib"):
                 continue
             said = f"{place}.options.{key}: {key} holds for all of {name}"
             if name in tables:

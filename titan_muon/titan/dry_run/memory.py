@@ -93,7 +93,7 @@ def memory_per_rank(
         states_on_device = _window_bytes(held, summary, recipe)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
-    uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw", "adam"})
+    uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
     if summary is not None:
         # Newton-Schulz of a round is over before the round is applied: the two never need memory together.
@@ -135,17 +135,16 @@ def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int],
         states: tuple[int, ...] = ()
         if a.optimizer == "muon":
             states = (kept[a.fqn] * TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize,)
-        elif a.optimizer in ("adamw", "adam"):
-            table = recipe.adamw if a.optimizer == "adamw" else recipe.adam
-            states = (size * (2 if table.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
+        elif a.optimizer == "adamw":
+            states = (size * (2 if recipe.adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
         yield Held(a.optimizer, size * itemsize, itemsize, states)
 
 
 def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
     """Most bytes of what is offloaded that the device has at a time in a step, with optimizers one after the other."""
     offload = offload_of(recipe)
-    batched = (sum(each.moved(offload) for each in held if each.optimizer == name) for name in ("adamw", "adam"))
-    most = max(TRANSFERS_AT_ONCE * min(BATCH_BYTES, size) for size in batched)
+    batched = sum(each.moved(offload) for each in held if each.optimizer == "adamw")
+    most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
     if summary is None:
         return most
     element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1

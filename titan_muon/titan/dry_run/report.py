@@ -10,7 +10,6 @@ from pathlib import Path
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.plan import Summary, summarize
-from titan_muon.plan.cost.replicas import ReplicaTraffic, replica_traffic
 from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.planning import planning_machine
@@ -23,14 +22,12 @@ from titan_muon.titan.assign.explain import (
     peer_lines,
     pipeline_line,
     plan_lines,
-    replica_lines,
     weight_lines,
 )
 from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
 from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
 from titan_muon.titan.model.qk_clip import qk_clip_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.recipe.degrees import batch_problem
 
 KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cuda plans for GPUs)"}
@@ -61,8 +58,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
         peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
         plan = plan_lines(part.meta.plan, part.summary, part.timeline)
-        replicas = replica_lines(part.replicas, recipe.muon.replica_gradients)
-        lines = [*plan, *replicas, *silent, *part.meta.owned_reasons, *peers, "", *_memory_lines(part.memory)]
+        lines = [*plan, *silent, *part.meta.owned_reasons, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.
@@ -88,7 +84,6 @@ class Part:
     meta: MetaModel
     summary: Summary | None
     timeline: Timeline | None
-    replicas: ReplicaTraffic | None
     loads: Mapping[int, OwnedTotals]
     memory: Memory
 
@@ -97,11 +92,8 @@ def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine = planning_machine(recipe.machine, kind)
     played = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
-    itemsize = _pass_itemsizes(recipe)[1]
-    # Owned parameters are reduced by their own hooks.
-    replicas = None if meta.plan is None or owns(recipe) else replica_traffic(meta.plan, itemsize, machine)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, played, replicas, loads, memory_per_rank(meta, summary, loads, recipe, kind))
+    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
 def _headed(part: Part, text: str) -> str:
@@ -143,7 +135,6 @@ def _document(part: Part) -> dict[str, object]:
             **part.memory.host_sizes,
             "uncounted_optimizers": part.memory.uncounted,
         },
-        "over_replicas": None if part.replicas is None else asdict(part.replicas),
         "owners": [{"rank": rank, **asdict(load)} for rank, load in part.loads.items()],
         **({} if part.summary is None else asdict(part.summary)),
     }

@@ -68,14 +68,6 @@ RELATIONS = (
         '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
         lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
     ),
-    Relation(
-        "muon.replica_gradients",
-        '"all_reduce" only, unless muon.state = "owner" and parallelism.data_parallel_replicate_degree is 2 or more',
-        lambda r: (
-            r.muon.replica_gradients == "all_reduce"
-            or (r.muon.state == "owner" and r.parallelism.data_parallel_replicate_degree > 1)
-        ),
-    ),
     # Nothing is cut where one of its ranks owns all of it, and "auto" might choose that.
     Relation(
         "muon.tensor_parallel",
@@ -173,7 +165,6 @@ RELATIONS = (
     # A graph that is replayed calls no hooks.
     _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
     _held_by_bfloat16("adamw"),
-    _held_by_bfloat16("adam"),
     # The text of `python` and `files` is memory-mapped tokens: there is nothing to wait for.
     Relation(
         "data.num_workers",
@@ -308,7 +299,7 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
         _check_value(constraint, getattr(rule, name), f"{place}.{name}", source)
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
-    if rule.optimizer in ("muon", "adamw", "adam"):
+    if rule.optimizer in ("muon", "adamw"):
         # A rule may set ns_steps and leave ns_coefficients to [muon]: each is sound alone, and together they are not.
         table: Any = getattr(recipe, rule.optimizer)
         tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}

@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 from titan_muon.titan.recipe.constraints import check
 from titan_muon.titan.recipe.flags import read_flags, refuse_moved, refuse_unknown
 from titan_muon.titan.recipe.schema import build, convert, convert_items, keys, values
-from titan_muon.titan.recipe.sections import Adam, AdamW, Muon, Recipe, Rule
+from titan_muon.titan.recipe.sections import AdamW, Muon, Recipe, Rule
 from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read_file, value_text
 
-TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW, "adam": Adam}
+TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

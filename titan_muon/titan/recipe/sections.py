@@ -141,10 +141,6 @@ class Muon(StepOptions, Hyperparameters):
     replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
     """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
-    # Not Muon's own keyword: FSDP2 sums gradients, and Muon has no part in that.
-    replica_gradients: Literal["all_reduce", "reduce_scatter"] = "all_reduce"
-    """How gradients are summed over HSDP's replicas: on each, or, with `state = "owner"`, where the momentum is."""
-
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
@@ -246,14 +242,6 @@ class AdamW:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adam(AdamW):
-    """Hyperparameters of Adam: AdamW's, but its weight decay is added to the gradient."""
-
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    """L2 penalty."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rule:
     """One `[[optimizer.rule]]`: parameters whose name matches go to an optimizer."""
 
@@ -276,7 +264,7 @@ class Optimizer:
     """Rules in order; the first that matches decides. Parameters that none matches follow the defaults."""
 
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
-    """How AdamW and Adam run. `auto` is `fused` on GPUs and `foreach` on the CPU."""
+    """How AdamW runs. `auto` is `fused` on GPUs and `foreach` on the CPU."""
 
     offload: Literal["none", "state"] = "none"
     """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
@@ -314,7 +302,6 @@ class Recipe:
     machine: Machine = field(default_factory=Machine)
     qk_clip: QKClip = field(default_factory=QKClip)
     adamw: AdamW = field(default_factory=AdamW)
-    adam: Adam = field(default_factory=Adam)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LrScheduler = field(default_factory=LrScheduler)
     loss: Loss = field(default_factory=Loss)

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import traceback
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -15,13 +14,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.tools import utils as device_utils
 
 from titan_muon.muon import Muon
-from titan_muon.plan import Plan, summarize
-from titan_muon.plan.cost.replicas import replica_traffic
-from titan_muon.planning import planning_machine
+from titan_muon.plan import summarize
 from titan_muon.titan import compat
 from titan_muon.titan.assign.explain import (
     optimizer_lines,
@@ -32,7 +28,6 @@ from titan_muon.titan.assign.explain import (
     parameter_table,
     pipeline_line,
     plan_lines,
-    replica_lines,
     stage_ranks,
 )
 from titan_muon.titan.device import compute_capability, on_accelerator
@@ -44,7 +39,6 @@ from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
-from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
@@ -220,19 +214,11 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
     silent = owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")
-    # Owned parameters are reduced by their own hooks.
-    replicas = () if plan is None or owns(recipe) else _replica_lines(plan, recipe, trainer.device.type)
-    said = [*plan_lines(plan, summary), *replicas, *silent, *reasons(trainer.model_parts)]
+    said = [*plan_lines(plan, summary), *silent, *reasons(trainer.model_parts)]
     lines = [*head, *said]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *said, "", *owner_lines(loads, full=True)]
     return PartInWords("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
-
-
-def _replica_lines(plan: Plan, recipe: Recipe, device: str) -> Iterable[str]:
-    itemsize = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
-    traffic = replica_traffic(plan, itemsize, planning_machine(recipe.machine, device))
-    return replica_lines(traffic, recipe.muon.replica_gradients)
 
 
 def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[PartInWords]) -> None:

@@ -85,7 +85,6 @@ class MuonTrainer(Trainer):
             self.optimizers.clipped_parameters(config.clip),
             max_norm=config.training.max_norm,
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
-            scattered=self.optimizers.scattered,
         )
 
     def _clip_logits(self) -> None:
