@@ -226,9 +226,9 @@ class StepOptions:
     owners: Literal["balanced", "everyone"] = "balanced"
     """Which rank orthogonalizes which matrix. `balanced` weighs them by FLOPs; `everyone` is for `all_gather`."""
 
-    replicas: Literal["split", "redundant", "auto"] = "split"
-    """Whether ranks that hold copies of a matrix, as under HSDP and DDP, share out the work, repeat it, or do what is
-    faster."""
+    replicas: Literal["split", "redundant"] = "split"
+    """Whether ranks that hold replicas of a matrix, as under HSDP and DDP, `split` the work or repeat it. `redundant`
+    pays only where sending results takes longer than repeating Newton-Schulz."""
 
     split_over: Annotated[
         int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))

@@ -49,7 +49,7 @@ MACHINES = (
     Machine(node_latency_us=1e6, tflops=1e-3),
     Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
-REPLICAS = ("split", "redundant", "auto")
+REPLICAS = ("split", "redundant")
 # The modes of tensor parallelism, and the options that each of them takes alone.
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},

@@ -74,7 +74,7 @@ def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Ca
     Raises OptionError if the user's buffers are too small for every candidate.
     """
     found, faults = list[tuple[float, Candidate, Draft]](), list[OptionError]()
-    for candidate in (each for make in CANDIDATES for each in make(problem, geometries, work_of)):
+    for candidate in (each for make in CANDIDATES for each in make(problem, work_of)):
         try:
             draft = fastest(candidate.problem)
         except OptionError as fault:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -72,8 +71,6 @@ def test_the_curves_of_owned_and_shard0_coincide(layout: str, tmp_path: Path) ->
     told = (
         'the step communicates: tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'
     )
-    chosen = re.findall(r'placement.tensor_parallel = "auto" takes "(\w+)", the faster: [\d.]+ ms', said)
-    assert chosen == (["peers"] if layout == "tensor parallel" else [])
     assert (told in said) == (layout == "tensor parallel")
 
 

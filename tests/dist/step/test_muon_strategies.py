@@ -29,7 +29,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "many buckets gathered": {"buffer_bytes": 3_000, "exchange": "all_gather"},
     "many buckets reduced": {"buffer_bytes": 5_500, "exchange": "all_gather_reduce_scatter"},
     "redundant": {"replicas": "redundant"},
-    "auto replicas": {"replicas": "auto"},
     "float32 wire": {"wire_dtype": "float32"},
     "released": {"release_grads": True, "buffer_bytes": 1_500},
 }

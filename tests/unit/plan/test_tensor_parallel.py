@@ -104,7 +104,6 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
         ("distributed", {"orthogonalize": "reference"}, "orthogonalize = 'reference' is of whole matrices"),
         ("distributed", {"exchange": "all_gather", "owners": "everyone"}, "exchange = 'all_gather' has no owners"),
         ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
-        ("distributed", {"replicas": "auto"}, "replicas = 'auto' may repeat the work"),
         ("distributed", {"split_over": "auto"}, "split_over = 'auto' gives other ranks slices; choose 1"),
         ("duplicated", {"split_over": 2}, "split_over = 2 gives other ranks slices; choose 1"),
         (

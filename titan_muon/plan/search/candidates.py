@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ..exchange.all_gather import PATTERNS
-from ..terms.layout import Geometries
 from ..terms.work import WorkOf
-from .problem import Problem, with_repeated_work
+from .problem import Problem
 from .slices import MUST_SAVE, slices_reason, with_cuts
 from .tensor_parallel import given_to_groups, with_peers
 
@@ -31,38 +30,31 @@ class Candidate:
     reason: str = ""
 
 
-Make = Callable[[Problem, Geometries, WorkOf], Iterable[Candidate]]
+Make = Callable[[Problem, WorkOf], Iterable[Candidate]]
 
 
-def whole(problem: Problem, geometries: Geometries, work_of: WorkOf) -> Iterable[Candidate]:
+def whole(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Each matrix whole on one rank of each group that assembles it."""
     if not given_to_groups(problem.options):
         yield Candidate(problem, reason=slices_reason(problem))
 
 
-def redundant(problem: Problem, geometries: Geometries, work_of: WorkOf) -> Iterable[Candidate]:
-    """The same with replicas that repeat the work, where the options leave that to the planner."""
-    for repeated in _divisions(problem, geometries)[1:]:
-        yield from whole(repeated, geometries, work_of)
-
-
-def tensor_parallel(problem: Problem, geometries: Geometries, work_of: WorkOf) -> Iterable[Candidate]:
+def tensor_parallel(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Matrices that tensor parallelism cuts on its groups, if the option `tensor_parallel` says so."""
-    for each in _divisions(problem, geometries) if given_to_groups(problem.options) else ():
-        found = with_peers(each, work_of)
+    if given_to_groups(problem.options):
+        found = with_peers(problem, work_of)
         yield Candidate(found, reason=slices_reason(found))
 
 
-def sliced(problem: Problem, geometries: Geometries, work_of: WorkOf) -> Iterable[Candidate]:
+def sliced(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Late matrices in slices on several ranks of a node, if the option `split_over` allows it."""
     must_save = MUST_SAVE if problem.options.split_over == "auto" else 0.0
-    for each in _divisions(problem, geometries):
-        found = with_cuts(each, work_of)
-        if found is not None:
-            yield Candidate(found, must_save, slices_reason(found))
+    found = with_cuts(problem, work_of)
+    if found is not None:
+        yield Candidate(found, must_save, slices_reason(found))
 
 
-def over_replicas(problem: Problem, geometries: Geometries, work_of: WorkOf) -> Iterable[Candidate]:
+def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Owners return results to their own replica, and replicas all-gather results from each other."""
     pieces = problem.costs.pieces
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
@@ -76,11 +68,5 @@ def over_replicas(problem: Problem, geometries: Geometries, work_of: WorkOf) -> 
         yield Candidate(found, MUST_SAVE, "; ".join(filter(None, (reason, slices_reason(found)))))
 
 
-CANDIDATES: tuple[Make, ...] = (whole, redundant, tensor_parallel, sliced, over_replicas)
+CANDIDATES: tuple[Make, ...] = (whole, tensor_parallel, sliced, over_replicas)
 """In the order in which they are searched. Of equal prices the first is taken."""
-
-
-def _divisions(problem: Problem, geometries: Geometries) -> tuple[Problem, ...]:
-    """The problem, and with replicas = "auto" also the one in which replicas repeat the work."""
-    repeated = with_repeated_work(problem, geometries) if problem.options.replicas == "auto" else None
-    return (problem,) if repeated is None else (problem, repeated)

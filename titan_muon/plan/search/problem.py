@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from ...options import MuonOptions
@@ -80,14 +80,6 @@ def make_problem(
             tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
     able = _able(parameters, matrices, tasks, tuple(groups))
     return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load, able)
-
-
-def with_repeated_work(problem: Problem, geometries: Geometries) -> Problem | None:
-    """The problem in which replicas repeat the work; None if there are no replicas."""
-    repeated = make_problem(
-        problem.parameters, geometries, replace(problem.options, replicas="redundant"), problem.costs
-    )
-    return None if (repeated.home, repeated.tasks) == (problem.home, problem.tasks) else repeated
 
 
 def _able(

@@ -28,7 +28,6 @@ from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.assign.roles import see
 from titan_muon.titan.assign.rules import Assignment
 from titan_muon.titan.device import planning_for
-from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
@@ -52,7 +51,6 @@ class MetaModel:
         groups: parameter groups by optimizer.
         plan: of the Muon step; None if Muon takes nothing.
         logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
-        owned_reasons: which ways to own were chosen, and why.
     """
 
     world_size: int
@@ -63,7 +61,6 @@ class MetaModel:
     groups: dict[str, list[ParamGroup]]
     plan: Plan | None
     logit_bytes: int
-    owned_reasons: tuple[str, ...]
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -115,8 +112,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         plan = _plan(parameters, groups.get("muon", []), table, kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        said = tuple(reasons(parts))
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent, said)
+        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
         peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
         plan = plan_lines(part.meta.plan, part.summary, part.timeline)
-        lines = [*plan, *silent, *part.meta.owned_reasons, *peers, "", *_memory_lines(part.memory)]
+        lines = [*plan, *silent, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
     # Last, where it is read: the plan above is sound, and only training on it would be refused.

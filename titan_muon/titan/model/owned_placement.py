@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -21,7 +20,6 @@ from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
 from titan_muon.owned.owners import check_rules, placed
 from titan_muon.owned.private import flattened
-from titan_muon.plan.owned.choice import Passes
 from titan_muon.planning import planning_machine
 from titan_muon.registry import Parallelize
 from titan_muon.tensors.matrices import split_of
@@ -30,9 +28,7 @@ from titan_muon.titan.assign.container import optimizer_config
 from titan_muon.titan.assign.roles import Seen, see
 from titan_muon.titan.assign.rules import Assignment, assign, splits_with
 from titan_muon.titan.device import planned_device
-from titan_muon.titan.model.owned_choice import REASONS, Owning, Wanted, decide
 from titan_muon.titan.recipe import Recipe, RecipeError
-from titan_muon.titan.recipe.degrees import passes_per_step
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
@@ -78,15 +74,18 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2's mesh, or all of its ranks on one axis where one of them is to own for all replicas."""
-    return flattened(mesh) if mesh.ndim == 2 and recipe.placement.replicas == "one" else mesh
+    """FSDP2's mesh, or all of its ranks on one axis where one of them owns for all replicas."""
+    replicas = recipe.placement.replicas
+    if replicas is None:
+        # The stages of a pipeline make groups apart, and a rule that names a rank means its place on the FSDP axis.
+        indexed = any(isinstance(rule.owner, int) for rule in recipe.placement.rule)
+        replicas = "each" if indexed or recipe.parallelism.pipeline_parallel_degree > 1 else "one"
+    return flattened(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
 
 
 def _own_layers(
     recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> None:
-    recipe, said = _decided(recipe, model, layers, dp_mesh, options)
-    setattr(model, REASONS, tuple(said))
     choice = _choice(recipe, model, layers, _cuts_experts(dp_mesh, options))
     every = [
         Owners(
@@ -105,40 +104,6 @@ def _own_layers(
         for owners in every:
             if owners.within(layer):
                 own(layer, owners=owners, **_own_options(options))
-
-
-def _decided(
-    recipe: Recipe, model: nn.Module, layers: list[nn.Module], dp_mesh: DeviceMesh, options: dict[str, Any]
-) -> tuple[Recipe, list[str]]:
-    """The recipe with the ways to own that it leaves open, and what is said of them."""
-    if "auto" not in (recipe.placement.replicas, recipe.placement.tensor_parallel):
-        return recipe, []
-    # With all that any way would own: what FSDP2 keeps under the others rests there as if all its ranks owned it.
-    widest = replace(recipe, placement=replace(recipe.placement, tensor_parallel="whole"))
-    choice = _choice(widest, model, layers, _cuts_experts(dp_mesh, options))
-    names = {parameter: canonical_fqn(name) for name, parameter in model.named_parameters()}
-    wanted = [
-        Wanted(
-            mesh,
-            {names[parameter]: parameter for parameter in params},
-            {names[parameter]: owner for parameter, owner in params.items()},
-            shared=mesh is dp_mesh,
-        )
-        for mesh, params in _spaces(choice, dp_mesh, options)
-    ]
-    device = planned_device(dp_mesh.device_type)
-    sent = (options[name].itemsize for name in ("param_dtype", "reduce_dtype"))
-    gathers = 1 if _own_options(options)["reshard_after_forward"] is False else 2
-    owning = Owning(
-        wanted,
-        choice.split,
-        choice.elementwise,
-        _flops(recipe, device),
-        device,
-        Passes(passes_per_step(recipe, dist.get_world_size()), gathers, *sent),
-        options["pp_enabled"],
-    )
-    return decide(recipe, owning)
 
 
 def _spaces(

@@ -68,7 +68,6 @@ RELATIONS = (
         '"replicated" only, because owned matrices have their momentum on their owner alone (placement)',
         lambda recipe: recipe.muon.state == "replicated" or not owns(recipe),
     ),
-    # Nothing is cut where one of its ranks owns all of it, and "auto" might choose that.
     Relation(
         "muon.tensor_parallel",
         '"owner" only, unless parallelism.tensor_parallel_degree is 2 or more, '

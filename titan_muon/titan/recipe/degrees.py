@@ -110,20 +110,6 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
     return max(1, training.global_batch_size // _data_ranks(recipe, world_size))
 
 
-def passes_per_step(recipe: Recipe, world_size: int) -> int:
-    """Forward and backward passes of a rank in a step: batches that add up, each in a pipeline's microbatches."""
-    parallelism, whole, local = (
-        recipe.parallelism,
-        recipe.training.global_batch_size,
-        local_batch_size(recipe, world_size),
-    )
-    # Rounded up: a plan is also made for ranks that cannot share the batch.
-    batches = 1 if whole == -1 else math.ceil(whole / (local * _data_ranks(recipe, world_size)))
-    if parallelism.pipeline_parallel_degree == 1:
-        return batches
-    return batches * math.ceil(local / parallelism.pipeline_parallel_microbatch_size)
-
-
 def _data_ranks(recipe: Recipe, world_size: int) -> int:
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 

@@ -122,11 +122,13 @@ class Placement:
     muon: Annotated[str, TEXT] = "shard0"
     """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
 
-    replicas: Literal["auto", "each", "one"] = "auto"
-    """With `owned` under HSDP: an owner in `each` replica, `one` in the world; `auto` takes what costs less time."""
+    replicas: Literal["each", "one"] | None = None
+    """With `owned` under HSDP: an owner in `each` replica, or `one` in the world, so that each matrix is orthogonalized
+    once. Absent: `one`, but `each` under pipeline parallelism and where a rule names an owner by its rank."""
 
-    tensor_parallel: Literal["auto", "peers", "whole"] = "auto"
-    """With `owned` under TP: `peers` have a piece each and meet in the step, one has the `whole`; `auto` as above."""
+    tensor_parallel: Literal["peers", "whole"] = "peers"
+    """With `owned` under TP: `peers` have a piece each and exchange pieces in the step; or one rank has the `whole`,
+    and exchanges pieces in every pass, which pays where a step has one microbatch."""
 
     rule: tuple[PlacementRule, ...] = ()
     """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
@@ -138,7 +140,7 @@ class Muon(StepOptions, Hyperparameters):
 
     # Muon itself does not know where a recipe has put its matrices; by Muon's own default the replicas would exchange
     # in each step what `owned` has placed so that they need not.
-    replicas: Literal["split", "redundant", "auto"] | None = None  # type: ignore[assignment]
+    replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
     """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
     # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.

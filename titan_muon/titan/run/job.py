@@ -35,7 +35,6 @@ from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, rem
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.launch.watchdog import Watchdog
-from titan_muon.titan.model.owned_choice import reasons
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
@@ -214,7 +213,7 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
     silent = owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")
-    said = [*plan_lines(plan, summary), *silent, *reasons(trainer.model_parts)]
+    said = [*plan_lines(plan, summary), *silent]
     lines = [*head, *said]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *said, "", *owner_lines(loads, full=True)]

@@ -11,7 +11,7 @@ from tests.unit.recipe_files import RULE, error_of, write
 from titan_muon.options import OptionError
 from titan_muon.titan.recipe import Recipe, check_degrees, load, recipe_error, schema, sections
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS
-from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size, passes_per_step
+from titan_muon.titan.recipe.degrees import batch_problem, local_batch_size
 
 # Conditions beyond types: (TOML, the key and value at fault, words of what is accepted)
 
@@ -130,8 +130,8 @@ BAD_VALUES = [
         "a divisor of training.local_batch_size",
     ),
     ("[placement]\nmuon = ''", 'placement.muon = ""', "not empty"),
-    ("[placement]\nreplicas = 'all'", 'placement.replicas = "all"', '"auto", "each", "one"'),
-    ("[placement]\ntensor_parallel = 'one'", 'placement.tensor_parallel = "one"', '"auto", "peers", "whole"'),
+    ("[placement]\nreplicas = 'all'", 'placement.replicas = "all"', '"each", "one"'),
+    ("[placement]\ntensor_parallel = 'one'", 'placement.tensor_parallel = "one"', '"peers", "whole"'),
     ("[placement]\nreplicas = 'one'", 'placement.replicas = "one"', 'placement.muon = "owned"'),
     ("[placement]\nmuon = 'owned'\nreplicas = 'one'", 'placement.replicas = "one"', "replicate_degree of 2 or more"),
     (
@@ -442,27 +442,6 @@ def test_a_local_batch_of_minus_one_is_the_ranks_share_of_the_global_one() -> No
     problem = batch_problem(dataclasses.replace(recipe, parallelism=staged), 4)
     assert problem is not None
     assert "pipeline_parallel_microbatch_size = 3 is not accepted; it takes a divisor of the 4 sequences" in problem
-
-
-@pytest.mark.parametrize(
-    ("batch", "degrees", "world_size", "passes"),
-    [
-        ((2, 16), {}, 4, 2),
-        ((2, 16), {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, 8, 4),
-        ((2, -1), {}, 4, 1),
-        ((-1, 16), {}, 4, 1),
-        ((2, 16), {}, 3, 3),
-        ((2, 16), {}, 16, 1),
-        ((4, 16), {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatch_size": 2}, 4, 4),
-    ],
-)
-def test_passes_of_a_step_are_its_batches_in_microbatches(
-    batch: tuple[int, int], degrees: dict[str, int], world_size: int, passes: int
-) -> None:
-    """Also where a dry run plans for ranks that cannot share the batch."""
-    training = sections.Training(local_batch_size=batch[0], global_batch_size=batch[1])
-    recipe = Recipe(training=training, parallelism=sections.Parallelism(**degrees))  # type: ignore[arg-type]
-    assert passes_per_step(recipe, world_size) == passes
 
 
 @pytest.mark.parametrize(
