@@ -129,8 +129,8 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
         params = narrow_parameters(plan, meta.parameters, rank)
         with (
             mock.patch.object(dist, "all_to_all_single", all_to_all),
-            mock.patch("titan_muon.build.make_plan", return_value=plan),
-            mock.patch("titan_muon.step.executor.orthogonalize", lambda stack, *_, **__: stack),
+            mock.patch("titan_muon.planning.make_plan", return_value=plan),
+            mock.patch("titan_muon.step.batch.orthogonalize", lambda stack, *_, **__: stack),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)
     finally:

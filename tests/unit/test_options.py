@@ -74,10 +74,10 @@ WRONG = [
     ("ns_coefficients", (), "the name of a set, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
     ("lr_scale", "adam", "is not one of match_rms_adamw, original, spectral"),
-    ("wire_dtype", "int8", "is not one of bfloat16, float16, float32"),
+    ("wire_dtype", "int8", "is not one of bfloat16, float32"),
     ("missing_grad", None, "is not one of error, skip"),
     ("owners", "me", "is not one of balanced, everyone"),
-    ("replicas", "", "is not one of split, redundant, auto"),
+    ("replicas", "", "is not one of split, redundant"),
     ("buffer_bytes", 0, "it takes more than 0"),
 ]
 

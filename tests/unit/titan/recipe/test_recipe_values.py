@@ -163,6 +163,7 @@ BAD_VALUES = [
     ("[muon]\nlr = -1e-3", "muon.lr = -0.001", "0 or more"),
     ("[muon]\nmomentum = 1", "muon.momentum = 1.0", "from 0 to less than 1"),
     ("[muon]\nmomentum = -0.5", "muon.momentum = -0.5", "from 0 to less than 1"),
+    ("[muon]\nbeta2 = 1", "muon.beta2 = 1.0", "from 0 to less than 1"),
     ("[muon]\nweight_decay = -1", "muon.weight_decay = -1.0", "0 or more"),
     ("[muon]\nns_steps = 0", "muon.ns_steps = 0", "1 or more"),
     ("[muon]\nns_coefficients = ''", 'muon.ns_coefficients = ""', "not empty"),
@@ -292,7 +293,7 @@ BAD_VALUES = [
     (f"{RULE}'muon'\noptions = {{lr = -1}}", "optimizer.rule[0].options.lr = -1.0", "0 or more"),
     (f"{RULE}'adamw'\noptions = {{lr = 'x'}}", 'optimizer.rule[0].options.lr = "x"', "a finite number"),
     (f"{RULE}'adamw'\noptions = {{lrs = 1}}", "optimizer.rule[0].options.lrs = 1", "options takes lr, betas"),
-    (f"{RULE}'adam'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
+    (f"{RULE}'adamw'\noptions = {{momentum = 1}}", "options.momentum = 1", "options takes lr, betas"),
     (f"{RULE}'mine'\noptions = {{x = 2024-01-01}}", "optimizer.rule[0].options.x = 2024-01-01", "a string"),
     (
         f"{RULE}'muon'\noptions = {{ns_coefficients = [[1, 2, 3]]}}",
