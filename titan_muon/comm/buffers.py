@@ -15,10 +15,10 @@ from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """The storages of some tensors. Views of them are made once, and hold something within a step.
+    """Memory that a step takes and gives back, so that forward and backward can use it. Views of it stay valid.
 
     Args:
-        tensors: tensors that are each a whole storage, or share one.
+        tensors: tensors that fill their storages, alone or together.
     """
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -29,16 +29,16 @@ class StepMemory:
         self.free()
 
     def take(self) -> None:
-        """Allocate, in the stream that is current, unless it is there already; what is in it is undefined."""
-        # Resized to the size that it has, a storage would move, and collectives in flight would write to where it was.
+        """Allocate the memory on the current stream, unless it is allocated. Its contents are undefined."""
+        # Resizing a storage to its own size would move it, and collectives in flight would write to the old place.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
                 storage.resize_(size)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Meanwhile the memory is there, so that views can be made: PyTorch makes none of a part of nothing."""
-        # What a backward is sending from stays as it is: views are also made in a step, of a storage that was replaced.
+        """Hold the memory while views are made, because PyTorch makes no view of a part of an empty storage."""
+        # Memory that a backward is sending from stays, because a step also makes views of replaced storage.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -46,14 +46,14 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Give the memory back. What other streams did with it was waited for in the stream that is current."""
+        """Give the memory back. The current stream has waited for its uses on other streams."""
         for storage in self._sizes:
             storage.resize_(0)
 
 
 @dataclass(frozen=True)
 class BufferPiece:
-    """A piece of a matrix (see [Note: pieces] in plan/types.py): its 2D view in a buffer, and its rectangles."""
+    """A piece of a matrix, see [Note: pieces]: its 2D view in a buffer, and its rectangles."""
 
     matrix: int
     view: Tensor
@@ -62,8 +62,14 @@ class BufferPiece:
 
 @dataclass(frozen=True)
 class Slot:
-    """Flat buffers of one bucket in flight: pieces stored here, pieces received, pieces to send back, and pieces that
-    replicas share, all of those stored here."""
+    """The set of flat buffers of one bucket in flight.
+
+    Attributes:
+        home: pieces that this rank stores.
+        inbox: pieces received for the matrices that this rank owns.
+        outbox: results to send back.
+        shared: every piece that this rank stores, as replicas share results.
+    """
 
     home: Tensor
     inbox: Tensor
@@ -71,7 +77,7 @@ class Slot:
     shared: Tensor
 
     def leaving(self, run: BucketProgram) -> Tensor:
-        """The buffer that orthogonalized pieces leave from: where they came in, if they go back the same way."""
+        """The buffer of the results: the inbox if the return mirrors the gather."""
         return self.inbox if run.mirrored else self.outbox
 
 
@@ -80,12 +86,12 @@ class BucketBuffers:
     """Where the pieces of one bucket are in the buffers of its slot, on this rank.
 
     Attributes:
-        stored: each piece that this rank stores, in the home buffer once the bucket is back.
-        packed: matrix -> view to fill with the piece that is gathered from here.
-        repeated: (target, source) views: the places of a piece that goes to several ranks, and its packed one.
-        sources: matrix -> the pieces that make it whole, once gathered.
-        targets: matrix -> the views to fill with its orthogonalized pieces.
-        cleared: buffer to set to zero before its targets are filled, or None.
+        stored: every piece that this rank stores, where its result arrives.
+        packed: by matrix, the view to fill with the piece that leaves this rank.
+        repeated: (target, source) views of a piece that goes to several ranks.
+        sources: by matrix, the gathered pieces.
+        targets: by matrix, the views to fill with orthogonalized pieces.
+        cleared: buffer to set to zero before the targets are filled, or None.
     """
 
     stored: tuple[BufferPiece, ...]
@@ -107,7 +113,7 @@ def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
         targets = _by_matrix(run, returning, slot.leaving(run), slot.home, rank)
     packed: dict[int, Tensor] = {}
     places = [(piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, slot.home)]
-    # A reduce-scatter brings results back as a sum: what this rank does not own must add nothing to the others'.
+    # A reduce-scatter sums results, so matrices of other owners must contribute zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
@@ -122,7 +128,7 @@ def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
 def _by_matrix(
     run: BucketProgram, leg: Leg, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """The pieces of each matrix at its owner; in an all-to-all the owner's own pieces never leave its home buffer."""
+    """The pieces of each matrix at its owner. In an all-to-all, the owner's own pieces stay in its home buffer."""
     kept = [parcel for parcel in leg.home if leg.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     found: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
     for piece in (*_pieces(leg.owned, buffer), *_pieces(kept, home)):

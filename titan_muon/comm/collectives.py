@@ -15,7 +15,7 @@ _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class Traffic:
-    """What the exchange has sent from this rank since it was built: collectives launched, bytes to other ranks."""
+    """Traffic of this rank since construction: collectives launched, and bytes sent to other ranks."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -30,7 +30,7 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """The collectives of exchanges and of gradients; a package may register a subclass that runs them otherwise.
+    """The collectives of exchanges and of owned gradients. A package may register a subclass with another transport.
 
     Buffers are flat, on one device and of one dtype. Splits are elements for each rank of the group, in its order.
     Every method starts its collective and returns what there is to wait for.
@@ -42,7 +42,7 @@ class Collectives:
     def all_to_all(
         self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Send the parts of `input` to the ranks of the group and fill `output` with what they send."""
+        """Send the parts of `input` to the ranks of the group, and fill `output` with their parts."""
         received, sent = sum(output_splits), sum(input_splits)
         self.traffic.add(sent * input.element_size())
         work = dist.all_to_all_single(
@@ -73,7 +73,7 @@ class Collectives:
     def reduce_scatter(
         self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Fill `output` with the sum over all ranks of the part of `input` that is this rank's."""
+        """Fill `output` with the sum over all ranks of this rank's part of `input`."""
         self.traffic.add((sum(splits) - splits[dist.get_rank(group)]) * input.element_size())
         if len(set(splits)) == 1:
             return [_scatter_equal(output, input[: sum(splits)], group=group, async_op=True)]
@@ -81,7 +81,7 @@ class Collectives:
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Fill `tensor` with its sum over all ranks. Counted is what a ring sends, and its calls as one."""
+        """Fill `tensor` with its sum over all ranks. The count has the bytes of a ring, and one call."""
         ranks = dist.get_world_size(group)
         self.traffic.add(2 * (ranks - 1) * tensor.nbytes // ranks)
         return [dist.all_reduce(tensor, group=group, async_op=True)]

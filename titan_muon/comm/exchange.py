@@ -27,7 +27,7 @@ class Exchange:
         buffers: buffers of the program.
         collectives: transport of the buffers.
         agreement: owner of the process groups.
-        apart: whether gathers and returns have process groups that nothing else uses.
+        apart: whether gathers and returns have their own process groups.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Exchange:
 
     @property
     def traffic(self) -> Traffic:
-        """What has been sent from this rank."""
+        """The traffic of this rank."""
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
-        """Send the pieces in the home buffer to where they are orthogonalized."""
+        """Start to send the pieces in the home buffer to the owners of their matrices."""
         leg = self._runs[index].gathering
         if not leg.travels:
             return
         slot = self._slots[index]
         group = self._groups[leg.group]
         if leg.collective is Collective.ALL_TO_ALL:
-            # What this rank owns itself lies first in its home buffer, and never travels.
+            # Pieces of matrices that this rank owns come first in the home buffer, and never travel.
             sent = slot.home[leg.kept :]
             works = self.collectives.all_to_all(slot.inbox, leg.owned_splits, sent, leg.home_splits, group)
         else:
@@ -63,7 +63,7 @@ class Exchange:
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
-        """Send the orthogonalized pieces back to the buffers of all that store them."""
+        """Start to send the orthogonalized pieces back to every rank that stores them."""
         run = self._runs[index]
         if not any(leg.travels for leg in run.legs[1:]):
             return
@@ -83,7 +83,7 @@ class Exchange:
         return self.collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)
 
     def _spread(self, leg: Leg, slot: Slot, before: Sequence[dist.Work]) -> list[dist.Work]:
-        # On a stream of its own, which waits for the return: the computing one goes on with the next round.
+        # On a separate stream that waits for the return, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             finish(before)

@@ -1,4 +1,4 @@
-"""Options that wrap the stages of a step: one file each, which can be deleted alone with its lines here."""
+"""Options that wrap the stages of a step. Deleting an option takes its file and its lines here."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..plan.terms.types import Plan
 from ..step.feature import Feature
 from ..step.stages import RankStages
 
-# A feature's file is imported only when an option asks for the feature, so that none of its code runs otherwise.
+# An option imports the file of its feature, so that a step without the option runs none of the code.
 
 
 def features_of(
     options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
 ) -> Iterator[Feature]:
-    """The features that the options ask for. Each wraps the stages of those before it.
+    """The features of these options. A feature wraps the stages of the features before it.
 
-    `previous` are the features of an engine that is replaced: hooks of a model may refer to them.
+    `previous` are the features of a replaced engine, because hooks of a model may refer to them.
     """
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
@@ -39,12 +39,12 @@ def features_of(
 
 
 def needs_apart(options: MuonOptions) -> bool:
-    """Whether gathers and returns need process groups that nothing else uses: backward launches them beside others."""
+    """Whether gathers and returns need their own process groups, because backward launches them beside FSDP's."""
     return options.overlap == "backward"
 
 
 def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> None:
-    """Raise OptionError for a plan that a feature cannot run. `owned`: names of parameters under owned placement."""
+    """Raise OptionError if a feature cannot run the plan. `owned`: names of parameters under owned placement."""
     if options.overlap != "none" and owned and not plan.buckets:
         raise OptionError(
             "overlap",

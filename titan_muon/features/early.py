@@ -1,15 +1,15 @@
-"""Gathers that start in backward: a bucket travels as soon as its gradients are reduced, in the plan's order."""
+"""Gathers that start in backward: a bucket travels as soon as its gradients are reduced, in the order of the plan."""
 
 # [Note: gathers in backward]
-# - All ranks launch the gathers of a group in the plan's order, whenever each of them does: a bucket that is ready
-#   early waits for those before it, and what backward has not launched the step launches. Only what a step has before
-#   anything else can be launched, so that no other collective of the buckets comes in between on any rank.
-# - They have process groups that nothing else uses. Of FSDP's collectives, and of the step's own checks, some ranks
-#   would have launched some before and others after them.
-# - Momentum is not changed in backward: what is packed is what it will be. So a backward that fails leaves nothing
-#   behind, and the step comes to the same numbers whether a bucket travelled before it or not.
-# - What has been launched for nothing is completed before buffers are used anew: every rank launches the rest, whatever
-#   is in it, and waits. Were each to forget its own, ranks that had launched more would go on with one gather too many.
+# - All ranks launch the gathers of a group in the plan's order. A ready bucket waits for the buckets before it, and the
+#   step launches the gathers that backward has not launched. Backward launches only the gathers that open a step, so
+#   that no other collective of the buckets comes in between on any rank.
+# - These gathers have their own process groups, because ranks launch them in different orders relative to FSDP's
+#   collectives and the step's own checks.
+# - Backward does not change the momentum. It packs the momentum as the step will compute it. So a failed backward
+#   leaves no trace, and the step gives the same numbers whether a bucket travelled early or not.
+# - Abandoned gathers must still complete, because launch counts differ between ranks. Every rank launches the remaining
+#   gathers and waits, before the buffers are used again.
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ..tensors.storage import TrainedParam, placement_key
 
 
 class Packed(NamedTuple):
-    """What a parameter's pieces were packed from."""
+    """The inputs from which the shards of a parameter were packed."""
 
     grad: Tensor
     version: int
@@ -42,15 +42,15 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, trained: TrainedParam) -> Packed:
-        """What would be packed now of a parameter that has a gradient."""
+        """The inputs as they are now, of a parameter with a gradient."""
         assert trained.param.grad is not None, "a parameter is packed once it has a gradient"
         grad = trained.param.grad
-        # Not its local tensor's: FSDP reduces a module's gradients into one tensor, whose parts have one version. When
-        # those of other optimizers are clipped, these would seem to have changed.
+        # The version of the DTensor, not of the local tensor: FSDP reduces the gradients of a module into one tensor.
+        # Their local parts share a version, and clipping another optimizer's gradients would count as a change.
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_of(self, trained: TrainedParam) -> bool:
-        """Whether the same would be packed now."""
+        """Whether the inputs are still the same."""
         if trained.param.grad is None:
             return False
         now = Packed.of(trained)

@@ -29,7 +29,7 @@ Key = tuple[Name, int, int]
 
 @dataclass(frozen=True)
 class Taken:
-    """What a stage takes from the host: tensors that it changes, which go back, and others."""
+    """The tensors that a stage brings from the host: changed ones, which go back, and ones that it only reads."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -55,7 +55,7 @@ class OnHost(OnDevice):
     Args:
         stages: rows that are used together, in the order of the step.
         storage: storage of each parameter and of its momentum.
-        offload: what is on the host.
+        offload: kind of tensors on the host.
         window: device memory that the transfers pass through.
     """
 
@@ -69,7 +69,7 @@ class OnHost(OnDevice):
         self._here: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
-        """The first two transfers come."""
+        """Start a step: bring the first two transfers."""
         self._waiting, transfers = [], []
         for each in self._stages:
             taken = self._taken[each.stage]
@@ -88,7 +88,7 @@ class OnHost(OnDevice):
         }
 
     def _used(self, name: Name, part: Part, step: Step) -> Tensor | None:
-        """A part of one of these tensors: of a parameter left alone nothing; one without a gradient is decayed."""
+        """A part of a tensor; None for an excluded parameter. A parameter without a gradient is still decayed."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
             return None if part.parameter in step.excluded else part.of(stored.param)
@@ -98,7 +98,7 @@ class OnHost(OnDevice):
 
     @contextmanager
     def there(self, stage: Stage) -> Iterator[None]:
-        """Meanwhile the next transfer is on the device; then what a stage changes goes back."""
+        """Hold the next transfer on the device, then send back the tensors that the stage has changed."""
         if stage not in self._taken:
             yield
             return
@@ -108,17 +108,17 @@ class OnHost(OnDevice):
         self.window.give_back()
 
     def averages(self, advance: Advance) -> Tensors:
-        """The momentum of the parts, in what is on the device now."""
+        """The momentum of the parts, in the current transfer."""
         return [self._brought("average", part) for part in advance.parts]
 
     def grads(self, advance: Advance, step: Step) -> Tensors:
-        """Their gradients, there or where they always are."""
+        """The gradients of the parts, in the current transfer if gradients are on the host."""
         if "grad" not in self._names:
             return super().grads(advance, step)
         return [self._brought("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
-        """The parts of the parameters, there or where they always are."""
+        """The parts of the parameters, in the current transfer if parameters are on the host."""
         if "param" not in self._names:
             return super().params(apply)
         return [self._brought("param", part) for part in apply.parts]
@@ -128,14 +128,14 @@ class OnHost(OnDevice):
         return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
     def end(self) -> None:
-        """What was changed last goes back."""
+        """Send back the last transfer."""
         self.window.end()
-        # Parameters of the host are read there without another word, by a checkpoint for one.
+        # A checkpoint, for example, reads parameters on the host without any further call.
         if "param" in self._names:
             self.window.synchronize()
 
     def synchronize(self) -> None:
-        """Wait for what goes back."""
+        """Wait until the last transfer is on the host."""
         self.window.synchronize()
 
 
@@ -143,7 +143,7 @@ class HostOffload(Feature):
     """Brings what a stage uses to the device before the stage, and sends back what the stage has changed.
 
     Args:
-        offload: what is on the host.
+        offload: kind of tensors on the host.
     """
 
     def __init__(self, offload: Offload) -> None:
@@ -157,7 +157,7 @@ class HostOffload(Feature):
         return self._source
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Bring the tensors of `advance` and `apply`, and have the calls find them."""
+        """Bring the tensors of `advance` and `apply`, and give them to the calls."""
         self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
         rank.source = source
 
@@ -184,7 +184,7 @@ class HostOffload(Feature):
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait on the host for what is on its way there."""
+        """With `discard`, wait until every transfer to the host is complete."""
         if discard:
             self.source.synchronize()
 
@@ -199,7 +199,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Part, ...]:
-    """The rows that some calls use: rectangles beside each other are of the same rows."""
-    # Whole rows, for they are contiguous: a copy of anything else from the host would wait for it.
+    """The row ranges that some calls use. Rectangles side by side share one range."""
+    # Whole rows are contiguous. A copy of a narrower rectangle from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

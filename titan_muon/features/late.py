@@ -1,15 +1,13 @@
-"""Updates that a step leaves to the forward behind it, which has each layer's applied before it reads the weights."""
+"""Updates that a step leaves to the next forward, where each layer applies its own before it reads the weights."""
 
 # [Note: updates in forward]
-# - A step launches all its returns. The waits for those of the last rounds, and their stage 6, are left: nothing else
-#   needs their buffers before the next step, and forward comes to their layers later.
-# - What is applied later is what the step would have applied: by the hyperparameters of the step, which a scheduler
-#   changes behind it.
-# - It runs on a stream of its own. On the computing one it would come behind the forward of all layers before, and so
-#   would the all-gather of the layer that waits for it.
-# - No collective is launched later: to wait and to apply is each rank's own. So ranks may do it in any order, and at
-#   different points of the program.
-# - Whoever else reads or writes weights has all of it done first: a state dict, the next step, what loads.
+# - A step launches all returns. It leaves the apply stage of the last rounds, because no other bucket needs their
+#   buffers before the next step, and forward reaches their layers later.
+# - A late update uses the hyperparameters of its step, which a scheduler changes after the step.
+# - Late updates run on their own stream. On the computing stream, an update and the all-gather of its layer would wait
+#   for the forward of all earlier layers.
+# - A late update launches no collective. So ranks may apply in any order, and at different points of the program.
+# - A state dict, the next step and loading apply all late updates first, because they read or write weights.
 
 from __future__ import annotations
 

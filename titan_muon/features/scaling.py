@@ -1,10 +1,10 @@
-"""Steps under a GradScaler: gradients that carry its scale, and steps that must change nothing."""
+"""Steps under a GradScaler: scaled gradients, and steps without any change."""
 
 # [Note: a step that is skipped]
-# - GradScaler leaves out the step of an optimizer that knows nothing of it. Were one rank to leave out Muon's, the
-#   others would wait for its pieces. So Muon always steps, and a step that is skipped changes nothing.
-# - Whether it is skipped is on the device, and the host does not wait for it. What is computed is the same either way.
-# - Ranks whose scalers disagree are told of it in the next step, as of any other fault.
+# - GradScaler omits the step of an optimizer without support for it. If one rank omitted Muon's step, the other ranks
+#   would wait for its shards. So Muon always steps, and a skipped step changes nothing.
+# - The decision to skip stays on the device, so that the host does not wait. The computation is the same either way.
+# - If the scalers of ranks disagree, the next step is an error on all ranks, as after any other fault.
 
 from __future__ import annotations
 

@@ -35,23 +35,22 @@ class Team:
     """The owners of the slices of a matrix, for `orthogonalize.sliced`.
 
     Args:
-        ranks: owners, in the order of the slices, which is ascending.
-        rank: this one.
+        ranks: owners, in the order of the slices, ascending.
+        rank: this rank.
         collectives: transport.
         group: process group of the ranks.
     """
 
-    # Teams overlap, and one that waits holds up all others of its ranks. None waits forever: every rank comes to its
-    # teams in one order, by the turns of the program, which are the same on all ranks, by the buckets of a round in the
-    # order of the plan, and in a bucket by the numbers of the matrices (`batches`). Of all teams that are waited for,
-    # the first in that order has only ranks that wait for no other, and goes on.
+    # Teams overlap, and a waiting team blocks its ranks. No team waits forever, because every rank meets its teams in
+    # one order: the turns of the program, then the buckets of a round, then the numbers of the matrices (`batches`).
+    # The first waiting team in that order has only ranks without an earlier wait, so it proceeds.
 
     def __init__(self, ranks: tuple[int, ...], rank: int, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self.place, self._size = ranks.index(rank), len(ranks)
         self._collectives, self._group = collectives, group
 
     def summed(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the sum of `whole` (rows, cols) over the team; a k-th of them, in order."""
+        """This rank's rows of the sum of `whole` (rows, cols) over the team: rows / k of them."""
         part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
         splits = [part.numel()] * self._size
         finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))

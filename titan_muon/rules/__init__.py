@@ -1,4 +1,4 @@
-"""The update rules that run on the engine: one file each, which can be deleted alone with its lines here."""
+"""The update rules of the engine. Deleting a rule takes its file and its lines here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rule_of(options: MuonOptions) -> Rule:
 
 
 def check_rule(options: MuonOptions, plan: Plan) -> None:
-    """Raise OptionError for a plan whose owners do not have what the rule reads."""
+    """Raise OptionError if the rule reads whole matrices and the plan slices them."""
     parts = sliced_names(plan)
     if rule_of(options).states and (parts or options.tensor_parallel in ("duplicated", "blockwise")):
         raise OptionError(

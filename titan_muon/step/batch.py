@@ -1,4 +1,4 @@
-"""Matrices of this rank that are orthogonalized together, and the copies that make them whole and part them again."""
+"""Batches of matrices on this rank, with the copies that assemble them and split their results."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .foreach import Copies
 
 @dataclass(frozen=True)
 class Batch:
-    """Matrices of this rank that are orthogonalized together.
+    """Matrices of one shape, orthogonalized together.
 
     Attributes:
-        matrices: their indices in the plan.
-        whole: (count, rows, cols) tensor in which they are made whole, and which the results are written over; all
-            batches take turns in one memory.
-        parameters: (count,) indices of their parameters, on the device.
-        iteration: Newton-Schulz iteration that is computed.
-        method: algorithm that computes it.
+        matrices: indices in the plan.
+        whole: (count, rows, cols) tensor of the assembled matrices, and then of the results. All batches of a rank
+            share one memory.
+        parameters: (count,) indices of the parameters, on the device.
+        iteration: Newton-Schulz iteration.
+        method: algorithm of the iteration.
     """
 
     matrices: tuple[int, ...]
@@ -35,12 +35,12 @@ class Batch:
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:
-        """Replace the matrices, whose norms are known, by approximately U Vᵀ of each."""
+        """Replace each matrix U S Vᵀ by approximately U Vᵀ. `norms`: the Frobenius norms of the matrices."""
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole)
 
 
 def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """What copies the pieces that were gathered into whole matrices."""
+    """The copies of gathered pieces into whole matrices."""
     return Copies.of(
         (batch.whole[place][span.whole], source.view[span.piece])
         for place, matrix in enumerate(batch.matrices)
@@ -50,7 +50,7 @@ def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
 
 
 def parting(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """What copies orthogonalized matrices into the pieces that go back."""
+    """The copies of orthogonalized matrices into the pieces that go back."""
     return Copies.of(
         (target.view[span.piece], batch.whole[place][span.whole])
         for place, matrix in enumerate(batch.matrices)

@@ -1,4 +1,4 @@
-"""The foreach calls of a step on the storage of this rank, with every view that is the same in each step."""
+"""The foreach calls of a step on the storage of this rank, on views that are made once."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from .rule import Rule
 from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
-"""Most bytes of a parameter's dtype that one call works on: as many may be new memory meanwhile."""
+"""Most bytes of a parameter that one call processes. A call may allocate as many."""
 CPU_BYTES = 2**15
-"""The same on a CPU, whose nearest cache should still have them when the next operation comes."""
+"""The same on a CPU, so that its nearest cache still has the bytes for the next operation."""
 
 
 def call_bytes(device: str) -> int:
-    """Most bytes of a parameter's dtype that one call works on, on a type of device."""
+    """Most bytes of a parameter that one call processes on a type of device."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
 class Part(NamedTuple):
     """A rectangle of a parameter's storage: `place` in its (rows, cols) view, None for all of it."""
 
-    # Rows alone where they are whole: a gradient's view is made in each step, and this one takes half as long.
+    # Only rows, where columns are whole: every step makes the view of a gradient, and this view takes half the time.
     parameter: int
     place: tuple[slice, slice] | slice | None
 
     def of(self, stored: Tensor | None) -> Tensor:
-        """The rectangle of a tensor that is stored as the parameter is."""
+        """The rectangle of a tensor with the storage layout of the parameter."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may have some rows of the parameter alone."""
+        """The rectangle of the momentum, which may have only some rows of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -52,20 +52,20 @@ class Part(NamedTuple):
 
     @property
     def rows(self) -> Part:
-        """The whole rows that it is in."""
+        """The whole rows of the rectangle."""
         return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
 
     @property
     def start(self) -> int:
-        """The first of them."""
+        """The first row."""
         place = self.rows.place
         return place.start if isinstance(place, slice) else 0
 
 
 def part_of(parameter: int, span: Span, stored: Tensor) -> Part:
-    """The part of a parameter, stored as a (rows, cols) tensor, that a span is."""
+    """The part of a parameter, stored as a (rows, cols) tensor, for a span."""
     rows, cols = span.local
-    # With their steps: of interleaved matrices, one may reach from the first row to the last.
+    # Compare with steps: an interleaved matrix may reach from the first row to the last.
     if cols != slice(0, stored.size(1)):
         return Part(parameter, span.local)
     return Part(parameter, None if rows == slice(0, stored.size(0)) else rows)
@@ -76,7 +76,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Advance:
-    """Parts whose momentum is advanced in one call; `packed` take Newton-Schulz's input, if it leaves from here."""
+    """Parts whose momentum advances in one call. `packed` take the input of Newton-Schulz, if this rank packs it."""
 
     group: Mapping[str, Any]
     parts: tuple[Part, ...]
@@ -95,7 +95,7 @@ class Advance:
 
 @dataclass(frozen=True)
 class Apply:
-    """Parts of matrices of one shape, `out_in`, that are decayed and updated in one call.
+    """Parts of matrices of one shape, `out_in`, decayed and updated in one call.
 
     `scratch` takes the updates in the dtype of the parameters, where that is a wider one; it needs `scratch_bytes`. So
     do `chunks`, which update parameters that are rounded stochastically.
@@ -119,14 +119,14 @@ class Apply:
             chunk.update(params, self.updates, partial(rule.apply, group=self.group, scale=scale), self.group[STEP])
 
     def of_now(self) -> Apply:
-        """The same with the hyperparameters that the group has now."""
-        # A learning rate in a tensor is changed in place.
+        """The same call with a copy of the current hyperparameters."""
+        # A scheduler changes a learning rate in a tensor in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
 
     def without(self, parameters: Collection[int]) -> Apply:
-        """The same but for these parameters."""
+        """The same call without these parameters."""
         kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
         parts, chunks = _those(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
@@ -134,7 +134,7 @@ class Apply:
 
 
 def but_for(chosen: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
-    """What is left of these without some parameters."""
+    """The calls without some parameters."""
     for each in chosen:
         run = each.without(parameters) if parameters else each
         if run.params:
@@ -143,7 +143,7 @@ def but_for(chosen: Iterable[Apply], parameters: Collection[int]) -> Iterator[Ap
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies that are made together."""
+    """Copies in one call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -155,7 +155,7 @@ class Copies:
         return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
-        """Make them."""
+        """Run the copies."""
         # PyTorch refuses a call without tensors.
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
@@ -177,7 +177,7 @@ class Piece(NamedTuple):
 def advances(
     pieces: Iterable[Piece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
 ) -> tuple[Advance, ...]:
-    """Stage 2 of these pieces; `view` is what a piece is packed into. `groups` and `storage` are by parameter."""
+    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
     found = []
     for piece in pieces:
         stored = storage[piece.parameter]
@@ -185,7 +185,7 @@ def advances(
             part = part_of(piece.parameter, span, stored.param)
             packed = () if piece.view is None else (piece.view[span.piece],)
             found.append((part, part.of_average(stored), packed))
-    # By the group itself and not by its numbers, which a scheduler may change between steps.
+    # By the identity of the group, because a scheduler may change its numbers between steps.
     numbers = _numbered(groups)
     alike = _grouped(
         found, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most, lambda i: slot_bytes(i[1])
@@ -210,7 +210,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """Stage 6 of these pieces; `view` is a piece of an orthogonalized matrix.
+    """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
     All take turns in the bytes of `scratch`, which has `scratch_bytes` of them. `stochastic`: whether parameters in
     bfloat16 are rounded so.
@@ -236,7 +236,7 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
-    """Bytes that any Apply needs at most: `most`, or what the largest parameter or the longest row takes."""
+    """Most bytes of scratch of any Apply: `most`, or the bytes of the largest parameter or the longest row."""
     needed = [max(slot_bytes(each.param), memory_bytes(each.param[:1])) for each in storage]
     return max([most, *needed])
 
@@ -265,7 +265,7 @@ def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A number for each parameter that is its group's alone, although groups may be equal."""
+    """A number for each parameter: the number of its group. Groups with equal values have different numbers."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1
@@ -295,5 +295,5 @@ V = TypeVar("V")
 
 
 def _those(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
-    """The values that are kept; where there are none of them, none."""
+    """The kept values; empty if there are no values."""
     return tuple(value for value, keep in zip(values, kept, strict=False) if keep)

@@ -1,4 +1,4 @@
-"""The element-wise parts of a Muon step, on whatever part of a parameter is at hand."""
+"""The element-wise arithmetic of a Muon step, on any part of a parameter."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
 
 
 def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    """Advance exponential moving averages in place and copy what Muon orthogonalizes into `packed`, in its dtype.
+    """Advance exponential moving averages in place and copy the input of Newton-Schulz into `packed`, in its dtype.
 
-    With `nesterov` that is the gradient blended with its average, otherwise the average itself. `packed` is empty where
-    nothing is orthogonalized from here. torch.optim.Muon's convention: the gradient enters with weight 1 - decay. The
-    averages have one dtype and the gradients one, maybe another: the arithmetic is in the wider one.
+    The input is the average, or with `nesterov` the gradient blended with the average. `packed` may be empty. The
+    gradient enters with weight 1 - decay, as in torch.optim.Muon. Averages have one dtype and gradients one; the
+    arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads, advanced = converted(grads, wide), converted(averages, wide)
@@ -44,7 +44,7 @@ def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, n
 
 
 def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    """Copy into `packed` what `momentum` will, bit for bit, and leave the averages as they are."""
+    """Copy into `packed` the same bits as `momentum`, without advancing the averages."""
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads = converted(grads, wide)
     advanced = torch._foreach_lerp(converted(averages, wide), wide_grads, 1 - decay)
@@ -60,12 +60,11 @@ def apply(
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
-    The parameters have one dtype and the updates one; `scratch` takes the updates in that of the parameters, if it is
-    there.
+    Parameters have one dtype and updates one. `scratch`, if given, takes the updates in the dtype of the parameters.
     """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     if scratch:
-        # On a GPU, operators on lists of mixed dtypes launch a kernel for each tensor; copies alone do not.
+        # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
         torch._foreach_copy_(scratch, updates)
     torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
 
@@ -84,7 +83,7 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Tensors of one dtype in another one: copies made in one call, for the same reason, or the tensors themselves."""
+    """Tensors converted to a dtype in one call; the tensors themselves if they have the dtype."""
     if tensors[0].dtype == dtype:
         return tensors
     made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
