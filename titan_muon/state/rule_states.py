@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..comm.collectives import move
 from ..plan.program import workers
 from ..plan.terms.layout import Geometries
 from ..plan.terms.types import Plan
@@ -43,8 +43,8 @@ def with_rule_states(
     """The states of the plan's matrices, from the optimizer's `state`, where missing ones are made.
 
     Every rank of a parameter has the same keys. A DTensor on the ranks that orthogonalize the matrix holds the numbers,
-    so that torch.distributed.checkpoint saves them once and loads them to any other owner. A state that is on the ranks
-    of another plan moves: all ranks of the parameter call this together.
+    so that torch.distributed.checkpoint saves them once and loads them to any other owner. The states of another plan
+    move to the ranks of this plan. All ranks of the parameters call this together.
     """
     found: dict[int, dict[str, Tensor]] = {}
     if not specs:
@@ -56,27 +56,28 @@ def with_rule_states(
             key = f"{spec.name}.{matrix.index}"
             kept = state[param].get(key)
             made = _zeros(param, plan.out_in(number)[0], ranks, every)
-            if kept is None or placement_key(kept) != placement_key(made):
+            # Optimizer.load_state_dict rounds the states of frozen parameters to the dtype of their weights.
+            if kept is None or (kept.dtype, placement_key(kept)) != (made.dtype, placement_key(made)):
                 if kept is not None:
-                    _move(kept, made, every)
+                    move(local(kept), local(made), _holders(kept, every), _holders(made, every))
                 kept = state[param][key] = made
             found.setdefault(number, {})[spec.name] = local(kept)
     return found
 
 
 def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], every: tuple[int, ...]) -> Tensor:
-    """A state on `ranks`; `every` are the ranks of the parameter."""
+    """A state of zeros on `ranks`. `every` are the ranks of the parameter."""
     device = step_device(param)
     if not isinstance(param, DTensor) and ranks == tuple(sorted(every)):
         return torch.zeros(outputs, dtype=torch.float32, device=device)
-    # A copy of a plain tensor too: a checkpoint would take the state of any rank, and only the owner's advances.
+    # Replicas of a plain tensor too: only the owner's state advances, and a checkpoint would save that of any rank.
     mesh = StateMesh(device.type, torch.tensor(ranks, device="cpu"))
     here = outputs if mesh.get_coordinate() is not None else 0
     held = torch.zeros(here, dtype=torch.float32, device=device)
     size = torch.Size((outputs,))
     made = DTensor.from_local(held, mesh, [Replicate()], run_check=False, shape=size, stride=(1,))
     if not here:
-        # PyTorch's own would give an empty tensor, without a word.
+        # PyTorch's methods would return an empty tensor.
         for read in ("full_tensor", "redistribute"):
             setattr(made, read, _refuse)
     return made
@@ -84,24 +85,9 @@ def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], every: tuple[int
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        "a state of muon.rule is on the ranks that orthogonalize the matrix alone, and this is none of them; save and "
-        "load it with torch.distributed.checkpoint, which brings it to where it is needed"
+        "a state of muon.rule is only on the ranks that orthogonalize its matrix, and this is none of them; save and "
+        "load it with torch.distributed.checkpoint, which brings it to the ranks that need it"
     )
-
-
-def _move(kept: Tensor, made: Tensor, every: tuple[int, ...]) -> None:
-    """Bring a state from the ranks of one plan to those of another."""
-    here = dist.get_rank() if dist.is_initialized() else 0
-    old, new = _holders(kept, every), _holders(made, every)
-    source = old[0]
-    for rank in new:
-        if rank in old:
-            if rank == here:
-                local(made).copy_(local(kept))
-        elif here == source:
-            dist.send(local(kept), rank)
-        elif here == rank:
-            dist.recv(local(made), source)
 
 
 def _holders(state: Tensor, every: tuple[int, ...]) -> tuple[int, ...]:

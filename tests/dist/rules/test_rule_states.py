@@ -1,0 +1,311 @@
+"""The second moments of NorMuon: one for each matrix, at its owner; in checkpoints; in steps that change nothing."""
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS
+from tests.reference_muon import ReferenceRule
+from titan_muon import Muon, own
+from titan_muon.owned import gather
+
+SHAPES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "experts": (8, 12, 20)}
+RULE: dict[str, Any] = {"rule": "normuon", "beta2": 0.9}
+STEPS = 3
+
+
+def full(seed: int) -> dict[str, Tensor]:
+    """Whole weights, by seed 0, or gradients of a step."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+def local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+class Training:
+    """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and their Muon."""
+
+    def __init__(self, layout: str, world_size: int, seed: int = 0, **options: Any) -> None:
+        shape = (2, world_size // 2) if layout in ("hsdp", "redundant") else (world_size,)
+        placements: list[Placement] = [Replicate(), Shard(0)][-len(shape) :]
+        mesh = None if world_size == 1 else init_device_mesh("cpu", shape)
+        self.model = nn.Module()
+        for name, value in full(seed).items():
+            if mesh is not None and layout in ("fsdp", "hsdp", "redundant"):
+                value = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            self.model.register_parameter(name, nn.Parameter(value))
+        if layout == "owned":
+            own(self.model, mesh=mesh, params=self.model.parameters())
+        if layout == "redundant":
+            options["replicas"] = "redundant"
+        self.params = dict(self.model.named_parameters())
+        self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **(RULE | options))
+
+    def set_gradients(self, grads: dict[str, Tensor]) -> None:
+        """Give parameters their part of the gradients that there are, and the others none."""
+        for name, param in self.params.items():
+            param.grad = None
+            if name in grads and (not isinstance(param, DTensor) or param.to_local().numel()):
+                # An owned parameter has its own mesh, and a gradient where it is.
+                param.grad = torch.empty_like(param).copy_(self.placed(grads[name], param))
+
+    @staticmethod
+    def placed(value: Tensor, param: Tensor) -> Tensor:
+        if not isinstance(param, DTensor):
+            return value
+        return distribute_tensor(value, param.device_mesh, param.placements, src_data_rank=None)
+
+    def step(self, seed: int) -> None:
+        self.set_gradients(full(seed))
+        self.muon.step()
+
+    def moments(self, name: str) -> list[Tensor]:
+        state = self.muon.state[self.params[name]]
+        return [local(state[f"second_moment.{index}"]) for index in range(len(state) - 1)]
+
+    def contents(self) -> dict[str, Tensor]:
+        """Copies of all that a step changes on this rank."""
+        found = {}
+        for name, param in self.params.items():
+            found[name] = local(param).clone()
+            found |= {f"{name}.{key}": local(value).clone() for key, value in self.muon.state[param].items()}
+        return found
+
+    def changed_since(self, before: dict[str, Tensor]) -> set[str]:
+        return {key for key, value in self.contents().items() if not torch.equal(value, before[key])}
+
+    def differs(self, steps: int) -> list[str]:
+        """What is not as after `steps` of one process: weights, and the second moments that this rank keeps."""
+        reference = ReferenceRule(full(0), **RULE)
+        for seed in range(1, steps + 1):
+            reference.step(full(seed))
+        found = [name for name, param in self.params.items() if not torch.equal(gather(param), reference.params[name])]
+        for name, expected in reference.moments.items():
+            kept = self.moments(name)
+            assert len(kept) == len(expected)
+            found += [
+                f"{name}: second moment {index}"
+                for index, moment in enumerate(kept)
+                if moment.numel() and not torch.equal(moment, expected[index])
+            ]
+        return found
+
+    def kept(self) -> int:
+        """The second moments that this rank keeps."""
+        return sum(moment.numel() > 0 for name in self.params for moment in self.moments(name))
+
+
+def train(rank: int, world_size: int, layout: str) -> tuple[list[str], int]:
+    training = Training(layout, world_size)
+    for seed in range(1, STEPS + 1):
+        training.step(seed)
+    return training.differs(STEPS), training.kept()
+
+
+MATRICES = 3 + SHAPES["experts"][0]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("owned", 2), ("owned", 4), ("plain", 2)])
+def test_owned_matrices_and_plain_copies_equal_the_reference_bit_for_bit(layout: str, world_size: int) -> None:
+    """And the second moment of each matrix is on one rank, its owner."""
+    found = run_ranks(train, world_size, layout, timeout=SECONDS)
+    assert [differs for differs, _ in found] == [[]] * world_size
+    assert sum(kept for _, kept in found) == MATRICES
+
+
+STAGES: list[tuple[int, list[str]]] = [
+    (4, ["fsdp", "hsdp", "owned", "redundant"]),
+    (2, ["plain", "fsdp"]),
+    (1, ["plain"]),
+    (2, ["owned"]),
+]
+"""Worlds, and the layouts that train in them one after the other, each from the checkpoint of the one before."""
+
+
+def saved(training: Training, path: str) -> dict[str, Any]:
+    """What PyTorch's way to a checkpoint or TorchTitan's saves, and loads into."""
+    if path == "titan":
+        # By the ranks: at the top it would be imported before `compat.install`.
+        from torchtitan.components.optimizer.utils import get_flat_optim_state_dict
+
+        return {"model": training.model.state_dict(), "optimizer": get_flat_optim_state_dict(training.muon)}
+    return {
+        "model": training.model.state_dict(),
+        "optimizer": get_optimizer_state_dict(training.model, training.muon),
+    }
+
+
+def load(training: Training, folder: str, path: str) -> None:
+    state = saved(training, path)
+    dcp.load(state, checkpoint_id=folder)
+    if path == "titan":
+        from torchtitan.components.optimizer.utils import load_flat_optim_state_dict
+
+        load_flat_optim_state_dict(training.muon, state["optimizer"])
+    else:
+        set_optimizer_state_dict(training.model, training.muon, state["optimizer"])
+
+
+def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
+    """A step in each layout, from the checkpoint of the steps before, and what then differs from one process."""
+    found = {}
+    for path in ("torch", "titan"):
+        for steps, layout in enumerate(layouts, start=taken + 1):
+            # Other weights, momentum and second moments: what is not loaded shows.
+            training = Training(layout, world_size, seed=0 if steps == 1 else 1)
+            if steps > 1:
+                training.step(90)
+                load(training, f"{folder}/{path}{steps - 1}", path)
+            training.step(steps)
+            found[f"{path} {layout}"] = training.differs(steps)
+            dcp.save(saved(training, path), checkpoint_id=f"{folder}/{path}{steps}")
+    return found
+
+
+def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
+    """Each layout goes on from the checkpoint of another, bit for bit as one process that was never interrupted."""
+    taken = 0
+    for world_size, layouts in STAGES:
+        for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=2 * SECONDS):
+            assert found == {key: [] for key in found}, world_size
+            assert len(found) == 2 * len(layouts)
+        taken += len(layouts)
+
+
+def said(attempt: Callable[[], object]) -> str:
+    try:
+        attempt()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def resume(rank: int, world_size: int, layout: str) -> tuple[list[str], bool, bool, str]:
+    """What differs after a state dict was loaded; whether in place; and a state dict of Muon: what changed, and why."""
+    training = Training(layout, world_size)
+    training.step(1)
+    training.step(2)
+    kept = copy.deepcopy(training.muon.state_dict())
+    weights = [local(param).clone() for param in training.params.values()]
+    training.step(90)
+    for param, value in zip(training.params.values(), weights, strict=True):
+        local(param).copy_(value)
+    storage = [moment.data_ptr() for name in SHAPES for moment in training.moments(name)]
+    training.muon.load_state_dict(kept)
+    in_place = storage == [moment.data_ptr() for name in SHAPES for moment in training.moments(name)]
+    training.step(3)
+    differs = training.differs(3)
+    plain = Training(layout, world_size, rule="muon")
+    plain.step(1)
+    before = training.contents()
+    refused = said(lambda: training.muon.load_state_dict(plain.muon.state_dict()))
+    return differs, in_place, bool(training.changed_since(before)), refused
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "owned", "plain"])
+def test_a_state_dict_of_the_same_layout_is_loaded_in_place_and_one_of_muon_is_refused(layout: str) -> None:
+    for differs, in_place, changed, refused in run_ranks(resume, 2, layout, timeout=SECONDS):
+        assert differs == []
+        assert in_place
+        assert not changed, "it is refused before anything is loaded"
+        assert "wide: the state dict has no second_moment.0" in refused
+
+
+def freeze(rank: int, world_size: int, layout: str) -> tuple[bool, list[str]]:
+    """Whether second moments left or came here when a matrix was frozen, and what differs a step later."""
+    training = Training(layout, world_size)
+    training.step(1)
+    before = [moment.numel() for name in SHAPES for moment in training.moments(name)]
+    training.params["wide"].requires_grad_(False)
+    training.muon.load_state_dict(training.muon.state_dict())
+    moved = before != [moment.numel() for name in SHAPES for moment in training.moments(name)]
+    training.step(2)
+    return moved, training.differs(2)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "plain"])
+def test_second_moments_follow_their_matrices_to_the_owners_of_a_new_plan(layout: str) -> None:
+    for moved, differs in run_ranks(freeze, 2, layout, timeout=SECONDS):
+        assert moved, "freeze another matrix, or the test shows nothing"
+        assert {each.partition(":")[0] for each in differs} == {"wide"}, "only the frozen one stays behind"
+
+
+def elsewhere(rank: int, world_size: int) -> list[str]:
+    """What reading second moments whole gives on a rank that does not have them."""
+    training, found = Training("fsdp", world_size), []
+    for param in training.params.values():
+        moment = training.muon.state[param]["second_moment.0"]
+        if not moment.to_local().numel():
+            found.append(said(moment.full_tensor))
+    return found
+
+
+def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> None:
+    for found in run_ranks(elsewhere, 2, timeout=SECONDS):
+        assert found
+        assert all("load it with torch.distributed.checkpoint" in text for text in found)
+
+
+def test_a_step_that_a_grad_scaler_skips_changes_nothing() -> None:
+    """Neither weights nor momentum nor second moments, with gradients that are finite and that are not."""
+    training = Training("plain", 1)
+    training.step(1)
+    for bad in (1.0, math.inf):
+        before = training.contents()
+        training.set_gradients({name: bad * grad for name, grad in full(2).items()})
+        # As torch.amp.GradScaler does for the time of a step.
+        training.muon.grad_scale = torch.tensor(1024.0)  # type: ignore[attr-defined]
+        training.muon.found_inf = torch.ones(1)  # type: ignore[attr-defined]
+        training.muon.step()
+        del training.muon.grad_scale, training.muon.found_inf  # type: ignore[attr-defined]
+        assert training.changed_since(before) == set()
+    training.step(2)
+    assert training.differs(2) == []
+
+
+SPOILED = 2
+"""The expert whose gradient is not finite."""
+
+
+def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
+    """The second moments on this rank that a step left as they were, by how it took its bad gradients."""
+    found = {}
+    for choice in ("error", "skip"):
+        training = Training(layout, world_size, missing_grad=choice, nonfinite=choice)
+        training.step(1)
+        grads = full(2)
+        grads["experts"][SPOILED, 3, 4] = math.nan
+        grads["tall"][-1, 0] = math.inf
+        training.set_gradients(grads)
+        # Missing everywhere or, where that is an error of the next step, on one of the ranks.
+        if choice == "skip" or rank == world_size - 1:
+            training.params["wide"].grad = None
+        before = {key: value for key, value in training.contents().items() if value.numel() and "moment." in key}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            training.muon.step()
+        after = training.contents()
+        found[choice] = {key for key, value in before.items() if torch.equal(after[key], value)}
+    return found
+
+
+def test_a_bad_gradient_leaves_the_second_moment_of_its_matrix_as_it_was() -> None:
+    """And of no other matrix: those advance."""
+    ranks = run_ranks(spoil, 2, "fsdp", timeout=SECONDS)
+    for choice in ("error", "skip"):
+        stood = set.union(*(found[choice] for found in ranks))
+        assert stood == {"wide.second_moment.0", "tall.second_moment.0", f"experts.second_moment.{SPOILED}"}

@@ -1,0 +1,32 @@
+"""scripts/slurm.sh: what it starts on the nodes of an allocation, with stand-ins for SLURM's commands."""
+
+import os
+import subprocess
+from pathlib import Path
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm.sh"
+
+
+def slurm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    for name, program in (("scontrol", "printf 'node7\\nnode8\\n'"), ("srun", 'printf "%s\\n" "$@"')):
+        file = folder / name
+        file.write_text(f"#!/bin/bash\n{program}\n")
+        file.chmod(0o755)
+    given = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
+    env = {**os.environ, **given, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=60)
+
+
+def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
+    done = slurm(tmp_path, "recipe.toml", "--training.steps", "5")
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.split()
+    assert {"torchrun", "--nnodes=2", "--rdzv-endpoint=node7:20003"} <= {*words}
+    trained = ["train.py", "--config", "recipe.toml", "--checkpoint.load", "latest", "--training.steps", "5"]
+    assert words[-7:] == trained
+
+
+def test_a_start_without_a_recipe_says_how(tmp_path: Path) -> None:
+    done = slurm(tmp_path)
+    assert done.returncode == 2
+    assert "usage: sbatch" in done.stderr
