@@ -129,7 +129,8 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]],
     ) -> None:
-        self.plan, self.program, self.params, self.rule = plan, program, tuple(params), rule
+        self.plan, self.program, self.params = plan, program, tuple(params)
+        self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
         self._states = states
         self.source, self.orthogonalized = OnDevice(), 0
@@ -161,7 +162,7 @@ class RankStages:
             self.program,
             params,
             self.arithmetic,
-            self.rule,
+            self._plain_rule,
             self.buffers,
             self.exchange,
             self.report,
@@ -250,6 +251,8 @@ class RankStages:
         """Take the step's memory, and note the sizes of the gradients of replicas."""
         self.buffers.memory.take()
         self._workspace.take()
+        # A failed step may have left the rule of a GradScaler.
+        self.rule = self._plain_rule
         self.report.add_gradients(step.grads)
         self.orthogonalized = 0
 
