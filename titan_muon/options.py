@@ -75,20 +75,55 @@ class Split:
     match: str
     """Glob on the parameter's fully qualified name; `*` also crosses dots."""
 
-    dims: str = ""
+    dims: str
     """einops notation, `(g f) d -> g | f d`: before the bar what counts matrices, after it their rows and columns."""
 
     lengths: dict[str, int | tuple[int, ...]] = field(default_factory=dict, hash=False)
     """Lengths of axes in `dims` that the shape leaves open; a list cuts an axis before the bar into unequal parts."""
 
-    rows: tuple[int, ...] = ()
-    """Without `dims`: rows of the matrices, in order; the pattern repeats down each matrix of a stack."""
+    def __new__(cls, **given: Any) -> Split:
+        """Raises OptionError for an older notation."""
+        if problem := cls.outdated(given):
+            raise OptionError("split", problem)
+        return super().__new__(cls)
 
-    joined: bool = False
-    """Without `dims`: entries at the same place of the repeated pattern are one matrix."""
+    @staticmethod
+    def outdated(given: Mapping[str, Any]) -> str:
+        """What to write for the keys of older notations, `rows`, `joined` and `row_dims`; empty without them."""
+        old = [name for name in ("rows", "joined", "row_dims") if name in given]
+        if not old:
+            return ""
+        instead = f"remove {' and '.join(old)}, since dims says all of it"
+        if not given.get("dims"):
+            instead = "write " + _dims_of(given.get("rows"), given.get("joined"), given.get("row_dims"))
+        written = ", ".join(f"{name} = {_as_toml(given[name])}" for name in old)
+        return f"has {written}, of a notation that is gone; {instead}"
 
-    row_dims: int | None = None
-    """Without `dims`: leading dims that are flattened to rows, the others to columns; absent, all but the last."""
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else repr(value)
+
+
+def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
+    """`dims` and `lengths` that read a parameter as the older keys of a split did."""
+    if isinstance(rows, list | tuple) and rows and all(type(one) is int and one > 0 for one in rows):
+        stack = 'for a stack of matrices put "e" first on both sides of the arrow'
+        if len(rows) == 1 and joined:
+            return f'dims = "f d -> | f d"; {stack}'
+        size = math.gcd(*rows)
+        if set(rows) == {size} and not joined:
+            return f'dims = "(h f) d -> h | f d" and lengths = {{ f = {size} }}; {stack}'
+        matrices = "p | (r h) d" if joined else "r p | h d"
+        parts = len(rows) if set(rows) == {size} else [one // size for one in rows]
+        return f'dims = "(r p h) d -> {matrices}" and lengths = {{ p = {parts}, h = {size} }}; {stack}'
+    if type(row_dims) is int and row_dims > 0:
+        # How many dims there are, a recipe does not say: four are a convolution's.
+        names = [f"d{number}" for number in range(max(4, row_dims + 1))]
+        dims = f"{' '.join(names)} -> | ({' '.join(names[:row_dims])}) ({' '.join(names[row_dims:])})"
+        return f'dims = "{dims}", with as many names as the parameter has dims: {row_dims} in the first brackets'
+    return 'dims, as in "(h f) d -> h | f d" with lengths = { f = 128 }; without it a parameter is one matrix'
 
 
 Owner = int | Literal["balanced", "layer"]

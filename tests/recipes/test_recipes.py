@@ -497,10 +497,14 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
             r"optimizer\.rule\[0\]\.optimizer = 'lion' is unknown",
         ),
         (
-            ["--muon.split", '{match = "nothing.*", rows = [2]}'],
+            ["--muon.split", '{match = "nothing.*", dims = "f d -> | f d"}'],
             r"muon\.split: 'nothing\.\*' matches no Muon parameter",
         ),
-        (["--muon.split", '{match = "*.wq.weight", rows = [7]}'], r"muon\.split has rows = \[7\]"),
+        (
+            ["--muon.split", '{match = "*.wq.weight", dims = "(h f) d -> h | f d", lengths = {f = 7}}'],
+            r"muon\.split: dims = .* does not fit the shape",
+        ),
+        (["--muon.split", '{match = "*.wq.weight", rows = [7]}'], r"muon\.split\[0\] has rows = \[7\].*f = 7"),
         (["--parallelism.tensor_parallel_degree", "3"], "does not divide the world size 2"),
     ],
 )

@@ -297,7 +297,9 @@ def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
     """A stack that a split says how to read is owned; a copy of a module with owned parameters is one too."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     block = Stacked()
-    owners = Owners(block, mesh=mesh, params=[block.kernel], split=[Split(match="kernel", row_dims=1)])
+    owners = Owners(
+        block, mesh=mesh, params=[block.kernel], split=[Split(match="kernel", dims="o i h w -> | o (i h w)")]
+    )
     own(block, owners=owners)
     return is_owned(block.kernel), is_owned(copy.deepcopy(block.kernel))
 

@@ -25,11 +25,11 @@ SHAPES = {
     "groups": (32, 6),
 }
 SPLITS = (
-    Split(match="*heads", rows=(6,)),
-    Split(match="*qkv", rows=(16, 8, 8)),
-    Split(match="*fused", rows=(6, 3, 3), joined=True),
-    Split(match="*gate_up", rows=(12, 8)),
-    Split(match="*conv", row_dims=1),
+    Split(match="*heads", dims="(h f) d -> h | f d", lengths={"f": 6}),
+    Split(match="*qkv", dims="(p h) d -> p | h d", lengths={"p": (2, 1, 1), "h": 8}),
+    Split(match="*fused", dims="(g p h) d -> p | (g h) d", lengths={"p": (2, 1, 1), "h": 3}),
+    Split(match="*gate_up", dims="e (p h) d -> e p | h d", lengths={"p": (3, 2), "h": 4}),
+    Split(match="*conv", dims="o i h w -> | o (i h w)"),
     Split(match="*w13", dims="g f d -> g | f d"),
     Split(match="*efd", dims="e f g d -> e g | f d"),
     Split(match="*columns", dims="e d (f g) -> e g | f d", lengths={"g": 2}),

@@ -96,11 +96,6 @@ def test_rows_between_columns_are_refused() -> None:
         stack_of("w", (2, 3, 4), [Split(match="*", dims="i o k -> | o (i k)")])
 
 
-def test_dims_and_rows_are_not_said_together() -> None:
-    with pytest.raises(ValueError, match=r"w: muon\.split has dims and rows"):
-        stack_of("w", (6, 4), [Split(match="*", dims="f d -> | f d", rows=(2,))])
-
-
 @pytest.mark.parametrize("dim", range(4))
 def test_interleaved_pieces_are_few_rectangles(dim: int) -> None:
     """However experts' gate and up, (E, F, 2, D), are cut, a copy moves more than a row."""

@@ -1,9 +1,13 @@
 """A parameter as matrices, and the optimizer that takes it: rules in order, defaults by name and shape, errors."""
 
+import re
+from typing import Any
+
 import pytest
+import tomli
 import torch
 
-from titan_muon.options import Split
+from titan_muon.options import OptionError, Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
 from titan_muon.titan.assign.roles import Seen
@@ -139,6 +143,16 @@ def blocks_of(shape: tuple[int, ...], *splits: Split) -> list[tuple[Interval, ..
     ]
 
 
+def heads(match: str, height: int) -> Split:
+    return Split(match=match, dims="(h f) d -> h | f d", lengths={"f": height})
+
+
+def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) -> Split:
+    """Parts that repeat down each matrix of a stack, and with `joined` those at the same place as one matrix."""
+    matrices = "p | (r h) d" if joined else "r p | h d"
+    return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
+
+
 def test_a_matrix_is_one_block() -> None:
     assert blocks_of((6, 4)) == [rows((0, 6))]
     assert stack_of("w", (6, 4)).row_dims == 1
@@ -156,59 +170,94 @@ def test_what_is_no_matrix_is_refused_by_name(shape: tuple[int, ...]) -> None:
 
 
 def test_heads_are_rows_of_equal_number() -> None:
-    assert blocks_of((6, 4), Split(match="*.w", rows=(2,))) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
+    assert blocks_of((6, 4), heads("*.w", 2)) == [rows((0, 2)), rows((2, 4)), rows((4, 6))]
 
 
 def test_q_k_and_v_fused_head_by_head() -> None:
     """Two groups of 2 + 1 + 1 heads: q, k and v of each group apart, or joined over the groups."""
     parts = [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7), (7, 8)]
-    assert blocks_of((8, 4), Split(match="*.w", rows=(2, 1, 1))) == [rows(part) for part in parts]
-    joined = blocks_of((8, 4), Split(match="*.w", rows=(2, 1, 1), joined=True))
-    assert joined == [rows((0, 2), (4, 6)), rows((2, 3), (6, 7)), rows((3, 4), (7, 8))]
+    assert blocks_of((8, 4), pattern((2, 1, 1))) == [rows(part) for part in parts]
+    assert blocks_of((8, 4), pattern((2, 1, 1), joined=True)) == [
+        rows((0, 2), (4, 6)),
+        rows((2, 3), (6, 7)),
+        rows((3, 4), (7, 8)),
+    ]
 
 
 def test_each_expert_is_cut_by_itself() -> None:
     """Gate and up fused in each of two experts of 6 rows."""
-    assert blocks_of((2, 6, 4), Split(match="*", rows=(3, 3))) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
-    joined = blocks_of((2, 4, 4), Split(match="*", rows=(1, 1), joined=True))
+    assert blocks_of((2, 6, 4), pattern((3, 3), "e")) == [rows(p) for p in ((0, 3), (3, 6), (6, 9), (9, 12))]
+    joined = blocks_of((2, 4, 4), pattern((1, 1), "e", joined=True))
     assert joined == [rows((0, 1), (2, 3)), rows((1, 2), (3, 4)), rows((4, 5), (6, 7)), rows((5, 6), (7, 8))]
 
 
 def test_every_row_is_in_one_block_whatever_the_split() -> None:
-    for shape in ((12, 4), (3, 12, 4)):
+    for shape, stack in (((12, 4), ""), ((3, 12, 4), "e")):
         for joined in (False, True):
-            taken = blocks_of(shape, Split(match="*", rows=(3, 2, 1), joined=joined))
+            taken = blocks_of(shape, pattern((3, 2, 1), stack, joined=joined))
             every = sorted(i for block in taken for start, stop in block for i in range(start, stop))
             assert every == list(range(12 if len(shape) == 2 else 36))
 
 
 def test_a_convolution_is_read_as_the_split_says() -> None:
-    stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", row_dims=1)])
+    stack = stack_of("patch.weight", (32, 3, 4, 4), [Split(match="patch.*", dims="o i h w -> | o (i h w)")])
     assert (stack.row_dims, [block.rows for block in stack.matrices]) == (1, [rows((0, 32))])
-    assert stack_of("w", (2, 3, 4), [Split(match="w", row_dims=1)]).matrices[0].rows == rows((0, 2))
+    assert stack_of("w", (2, 3, 4), [Split(match="w", dims="o i k -> | o (i k)")]).matrices[0].rows == rows((0, 2))
 
 
 def test_the_first_split_that_matches_wins() -> None:
-    splits = (Split(match="other", rows=(1,)), Split(match="*.w", rows=(3,)), Split(match="*", rows=(2,)))
-    assert blocks_of((6, 4), *splits) == [rows((0, 3)), rows((3, 6))]
+    assert blocks_of((6, 4), heads("other", 1), heads("*.w", 3), heads("*", 2)) == [rows((0, 3)), rows((3, 6))]
 
 
-@pytest.mark.parametrize("pattern", [(4,), (5, 2), (0,), (-1,), (6, 6), (7,), (3, -1)])
-def test_rows_that_do_not_fill_the_matrix_are_refused(pattern: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"layers\.0\.w: muon\.split has rows = .* do not fill 6 rows"):
-        blocks_of((6, 4), Split(match="*", rows=pattern))
+@pytest.mark.parametrize("parts", [(4,), (5, 2), (0,), (-1,), (6, 6), (7,), (3, -1)])
+def test_rows_that_do_not_fill_the_matrix_are_refused(parts: tuple[int, ...]) -> None:
+    with pytest.raises(
+        ValueError, match=r"layers\.0\.w: muon\.split: dims = .*(does not fill 6|a whole number from 1)"
+    ):
+        blocks_of((6, 4), pattern(parts))
 
 
-@pytest.mark.parametrize("row_dims", [0, 2, -1])
-def test_row_dims_out_of_range_are_refused(row_dims: int) -> None:
-    with pytest.raises(ValueError, match=r"muon\.split has row_dims = .*takes 1 to 1"):
-        blocks_of((6, 4), Split(match="*", row_dims=row_dims))
+OUTDATED = [
+    ({"rows": (2,)}, (6, 4), [[(0, 2)], [(2, 4)], [(4, 6)]]),
+    ({"rows": (4, 2, 2)}, (8, 4), [[(0, 4)], [(4, 6)], [(6, 8)]]),
+    ({"rows": (2, 1), "joined": True}, (6, 4), [[(0, 2), (3, 5)], [(2, 3), (5, 6)]]),
+    ({"rows": (2, 2), "joined": True}, (8, 4), [[(0, 2), (4, 6)], [(2, 4), (6, 8)]]),
+    ({"rows": (3,), "joined": True}, (6, 4), [[(0, 6)]]),
+    ({"row_dims": 1}, (6, 4, 2, 2), [[(0, 6)]]),
+    ({"row_dims": 2}, (2, 3, 4, 2), [[(0, 6)]]),
+]
+
+
+@pytest.mark.parametrize(("old", "shape", "expected"), OUTDATED)
+def test_an_older_split_is_refused_with_what_reads_the_same(
+    old: dict[str, Any], shape: tuple[int, ...], expected: list[list[tuple[int, int]]]
+) -> None:
+    with pytest.raises(OptionError, match=r"^split has .*, of a notation that is gone; write dims = ") as caught:
+        Split(match="*", **old)
+    assert all(name in str(caught.value) for name in old)
+    (dims,) = re.findall('dims = "([^"]*)"', caught.value.problem)
+    lengths = re.findall(r"lengths = (\{.*\})", caught.value.problem)
+    said = tomli.loads(f"lengths = {lengths[0]}")["lengths"] if lengths else {}
+    assert blocks_of(shape, Split(match="*", dims=dims, lengths=said)) == [rows(*each) for each in expected]
+
+
+@pytest.mark.parametrize(
+    ("old", "told"),
+    [
+        ({"rows": (0, "a")}, r"has rows = \[0, 'a'\].*; write dims, as in"),
+        ({"joined": True}, "has joined = true, .*; write dims, as in"),
+        ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, since dims says all"),
+    ],
+)
+def test_an_older_split_that_says_too_little_or_too_much_is_refused(old: dict[str, Any], told: str) -> None:
+    with pytest.raises(OptionError, match=told):
+        Split(match="*", **old)
 
 
 def test_a_split_that_matches_nothing_is_named() -> None:
-    check_splits(["layers.0.w"], [Split(match="*.w")])
+    check_splits(["layers.0.w"], [heads("*.w", 1)])
     with pytest.raises(ValueError, match=r"muon\.split: '\*\.v' matches no Muon parameter"):
-        check_splits(["layers.0.w"], [Split(match="*.w"), Split(match="*.v")])
+        check_splits(["layers.0.w"], [heads("*.w", 1), heads("*.v", 1)])
 
 
 def test_a_plain_tensor_is_planned_as_whole_on_every_rank() -> None:

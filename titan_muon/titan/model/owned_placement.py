@@ -236,9 +236,8 @@ def _unread_stacks(recipe: Recipe) -> str | None:
 
 def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
     split = split_of(assignment.fqn, recipe.muon.split)
-    read = split is not None and (split.row_dims is not None or split.dims != "")
     known = split is None and assignment.split is not None and assignment.role != "experts"
-    return len(assignment.shape) == 2 or read or known
+    return len(assignment.shape) == 2 or split is not None or known
 
 
 @contextmanager

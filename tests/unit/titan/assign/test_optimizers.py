@@ -305,14 +305,15 @@ def test_rules_are_judged_by_the_whole_model() -> None:
 
 def test_splits_are_judged_by_the_whole_model() -> None:
     """A split may be for the layers of one pipeline rank alone."""
+    dims, lengths = "(h f) d -> h | f d", {"f": 2}
     of = recipe(stages=2)
-    of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", rows=(2,)),)))
+    of = replace(of, muon=replace(of.muon, split=(Split(match="layers.1.wq.*", dims=dims, lengths=lengths),)))
     config = optimizer_config(of, whole_model())
     first, second = Model(layers=1), Model(layers=1, first=1, ends=False)
     plans = [HybridOptimizers(config, model_parts=[stage]).optimizers for stage in (first, second)]
     found = [next(one for one in built if isinstance(one, Muon)).plan for built in plans]
     assert [len(p.stack.matrices) > 1 for plan in found for p in plan.parameters] == [False, False, True, False]
-    unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", rows=(2,)),)))
+    unused = replace(of, muon=replace(of.muon, split=(Split(match="layers.7.*", dims=dims, lengths=lengths),)))
     with pytest.raises(RecipeError, match=r"muon\.split: 'layers\.7\.\*' matches no Muon parameter"):
         HybridOptimizers(optimizer_config(unused, whole_model()), model_parts=[first])
 

@@ -23,7 +23,7 @@ def test_updates_in_the_dtype_of_their_parameters_are_counted() -> None:
         parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
         optimizer = Muon(list(parameters.items()))
         applies = [apply for run in optimizer.engine.rank.runs for apply in run.applies]
-        meta = MetaModel(1, range(1), dict(parameters), (), (), {}, optimizer.plan, 0, ())
+        meta = MetaModel(1, range(1), dict(parameters), (), (), {}, optimizer.plan, 0)
         elements = {name: parameter.numel() for name, parameter in parameters.items()}
         said = memory._update_bytes(meta, elements, Recipe(), "cpu")
         assert max(apply.scratch_bytes for apply in applies) == said == expected

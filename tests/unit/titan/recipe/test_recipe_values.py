@@ -194,12 +194,19 @@ BAD_VALUES = [
         'muon.overlap = "forward"',
         '"none" or "backward" with qk_clip.mode = "clip"',
     ),
+    (
+        "[[muon.split]]\nmatch = '*.wqkv.*'\nrows = [256, 128, 128]\njoined = true",
+        "muon.split[0] has rows = [256, 128, 128], joined = true",
+        'dims = "(r p h) d -> p | (r h) d" and lengths = { p = [2, 1, 1], h = 128 }',
+    ),
+    ("[muon]\nreplicas = 'auto'", 'muon.replicas = "auto"', '"split", "redundant"'),
     ("[muon]\nsplit_over = 3", "muon.split_over = 3", '1, 2, 4, 8 or "auto"'),
     ("[muon]\nsplit_over = 'most'", 'muon.split_over = "most"', 'an integer or "auto"'),
     ("[muon]\ntensor_parallel = 'all'", 'muon.tensor_parallel = "all"', "blockwise"),
     ("[muon]\ntensor_parallel = 'blockwise'", 'muon.tensor_parallel = "blockwise"', "tensor_parallel_degree is 2"),
     (
-        "[muon]\ntensor_parallel = 'blockwise'\n[parallelism]\ntensor_parallel_degree = 2\n[placement]\nmuon = 'owned'",
+        "[muon]\ntensor_parallel = 'blockwise'\n[parallelism]\ntensor_parallel_degree = 2\n[placement]\n"
+        "muon = 'owned'\ntensor_parallel = 'whole'",
         'muon.tensor_parallel = "blockwise"',
         'placement.tensor_parallel = "peers"',
     ),
