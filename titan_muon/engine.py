@@ -110,9 +110,18 @@ class Engine:
         pairs = zip(params, self.rank.params, self.rank.arithmetic.iterations, strict=True)
         return all(new.param is old.param and not iteration_changed(new.group, i) for new, old, i in pairs)
 
-    def rebuilt(self, params: Sequence[TrainedParam], options: MuonOptions, agreement: Agreement) -> Engine:
-        """The same plan and buffers for parameters whose storage, momentum or hyperparameters were replaced."""
-        rank = self.rank.rebuilt(params, options)
+    def rebuilt(
+        self,
+        params: Sequence[TrainedParam],
+        options: MuonOptions,
+        agreement: Agreement,
+        states: MatrixStates | None = None,
+    ) -> Engine:
+        """The same plan and buffers for parameters whose storage, momentum or hyperparameters were replaced.
+
+        `states` are the states of the rule, if they were replaced too.
+        """
+        rank = self.rank.rebuilt(params, options, states)
         same = options.offload == self.rank.options.offload
         return Engine(rank, self.features if same else tuple(features_of(options, rank, agreement, self.features)))
 

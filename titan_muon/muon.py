@@ -30,7 +30,7 @@ from .rules import rule_of
 from .state.groups import checked
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, moved, with_states
-from .state.rule_states import saved_rule_states, with_rule_states
+from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import saved_averages
 from .step.feature import Feature
 from .step.gradients import Step
@@ -250,7 +250,9 @@ class Muon(Optimizer):
         found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {each.key: each for each in found}
         given = {each.param: state_dict["state"][each.key] for each in found}
-        params, before = self.engine.rank.params, {param: dict(self.state[param]) for param in current}
+        params = self.engine.rank.params
+        # The momentum that steps use: a state dict shares its dicts with the optimizer, and may have other tensors.
+        before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreement.together(lambda: saved_rule_states(params, before, given))
         self._synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
@@ -263,7 +265,14 @@ class Muon(Optimizer):
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
-            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreement)
+            self._engine = self.engine.rebuilt(
+                self._trained_params(), self._options, self._agreement, self._rule_states(self.plan)
+            )
+
+    def _rule_states(self, plan: Plan) -> MatrixStates:
+        """The states of the rule on this rank, made where they are missing. All ranks call it together."""
+        specs, params = rule_of(self._options).states, self._trained_params()
+        return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
@@ -333,8 +342,7 @@ class Muon(Optimizer):
         known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, self._rank).items()}
         self._agreement.open(report, known, device_of(params))
         collectives = self._collectives()
-        specs = rule_of(self._options).states
-        states = with_rule_states(plan, geometries, params, specs, self.state)
+        states = self._rule_states(plan)
         self._engine = engine_of(
             plan, geometries, params, self._options, collectives, self._agreement, states, previous
         )

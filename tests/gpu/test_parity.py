@@ -10,6 +10,7 @@ from tests.dist.harness import run_ranks
 from tests.gpu import parity
 from tests.gpu.devices import needs_cuda_build
 from titan_muon import Muon
+from titan_muon.step.gradients import Step
 from titan_muon.step.stages import RankStages
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -63,7 +64,14 @@ def test_a_group_that_a_step_makes_is_a_fault() -> None:
 
 def faults_of_a_lost_update(rank: int, world_size: int) -> tuple[str, ...]:
     apply = RankStages.apply
-    RankStages.apply = lambda stages, bucket, step: None if rank == 1 else apply(stages, bucket, step)  # type: ignore[method-assign]
+
+    def lost(stages: RankStages, bucket: int, step: Step) -> None:
+        if rank == 1:
+            stages.exchange.wait(bucket)
+        else:
+            apply(stages, bucket, step)
+
+    RankStages.apply = lost  # type: ignore[method-assign]
     return parity.check_exchange("all_to_all", parity.FLOAT32, CPU).faults
 
 

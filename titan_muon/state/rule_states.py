@@ -57,7 +57,7 @@ def with_rule_states(
             kept = state[param].get(key)
             made = _zeros(param, plan.out_in(number)[0], ranks, every)
             # Optimizer.load_state_dict rounds the states of frozen parameters to the dtype of their weights.
-            if kept is None or (kept.dtype, placement_key(kept)) != (made.dtype, placement_key(made)):
+            if kept is None or _place(kept) != _place(made):
                 if kept is not None:
                     move(local(kept), local(made), _holders(kept, every), _holders(made, every))
                 kept = state[param][key] = made
@@ -88,6 +88,10 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
         "a state of muon.rule is only on the ranks that orthogonalize its matrix, and this is none of them; save and "
         "load it with torch.distributed.checkpoint, which brings it to the ranks that need it"
     )
+
+
+def _place(state: Tensor) -> object:
+    return state.dtype, local(state).device, placement_key(state)
 
 
 def _holders(state: Tensor, every: tuple[int, ...]) -> tuple[int, ...]:

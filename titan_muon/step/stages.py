@@ -155,7 +155,12 @@ class RankStages:
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
-    def rebuilt(self, params: Sequence[TrainedParam], options: MuonOptions) -> RankStages:
+    def rebuilt(
+        self,
+        params: Sequence[TrainedParam],
+        options: MuonOptions,
+        states: Mapping[int, Mapping[str, Tensor]] | None,
+    ) -> RankStages:
         """The stages of the same program for parameters whose storage or hyperparameters were replaced."""
         return RankStages(
             self.plan,
@@ -167,7 +172,7 @@ class RankStages:
             self.exchange,
             self.report,
             options,
-            self._states,
+            self._states if states is None else states,
         )
 
     @property

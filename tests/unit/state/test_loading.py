@@ -1,0 +1,38 @@
+"""A loaded state is the one that steps go on with, whatever tensors the state dict brought."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon import Muon
+
+
+def trained(rule: str) -> tuple[nn.Parameter, Muon]:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(6, 8))
+    return param, Muon([("w", param)], rule=rule, orthogonalize="reference")
+
+
+def step(param: nn.Parameter, muon: Muon, seed: int) -> None:
+    param.grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+    muon.step()
+
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
+    """A state dict shares its inner dicts with the optimizer, so such a tensor is in both before it is loaded."""
+    param, muon = trained(rule)
+    step(param, muon, 1)
+    weights, saved = param.detach().clone(), copy.deepcopy(muon.state_dict())
+    step(param, muon, 2)
+    expected = param.detach().clone()
+    live = muon.state_dict()
+    for name, value in saved["state"][0].items():
+        live["state"][0][name] = value
+    with torch.no_grad():
+        param.copy_(weights)
+    muon.load_state_dict(live)
+    step(param, muon, 2)
+    assert torch.equal(param, expected)
