@@ -33,7 +33,7 @@ from benchmarks.gpu.links import link_of, measure_links, memory_rate
 from titan_muon import Muon
 from titan_muon.orthogonalize import Dispatch, iteration, orthogonalize
 from titan_muon.plan.cost.timeline import timeline
-from titan_muon.plan.terms.machine import LARGE_SIDE, MACHINES, Link, Machine
+from titan_muon.plan.terms.machine import LARGE_SIDE, MACHINES, Link, MachineRates
 
 LARGEST_MESSAGE = 2**22
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ def measure(model: Model) -> Rates:
     return Rates((min(shapes[0]), min(shapes[-1])), (small, large), memory, bandwidth, latency, launch)
 
 
-def machine_of(rates: Rates) -> Machine:
+def machine_of(rates: Rates) -> MachineRates:
     """The machine whose rate goes through both measured ones, with one kind of link."""
     # rate(side) = top side / (side + half): two equations for two unknowns.
     (low, high), (slow, fast) = rates.sides, rates.flops

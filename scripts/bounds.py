@@ -14,7 +14,7 @@ from titan_muon.plan.cost.times import Costs, bucket_times
 from titan_muon.plan.exchange.all_gather import PATTERNS
 from titan_muon.plan.exchange.pattern import Flow
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import Machine
+from titan_muon.plan.terms.machine import MachineRates
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.types import Bucket
 
@@ -44,7 +44,7 @@ def least_sent(plan: Plan) -> int:
     return total * plan.wire_bytes // len(pieces.ranks())
 
 
-def least_seconds(plan: Plan, machine: Machine, played: Timeline) -> float:
+def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
     """Seconds of the fastest step in which one rank orthogonalizes each matrix of the plan, or each slice of one.
 
     `played` is the plan's own timeline on the machine.
@@ -52,7 +52,7 @@ def least_seconds(plan: Plan, machine: Machine, played: Timeline) -> float:
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
     place = {rank: index for index, rank in enumerate(pieces.ranks())}
-    beside = [home.seconds for home in costs.home(plan.home).values()]
+    beside = [home.seconds for home in costs.local(plan.local).values()]
     for bucket in plan.buckets:
         times = bucket_times(bucket, PATTERNS[bucket.exchange].totals(bucket, pieces), costs, place)
         for index, pack, apply in zip(times.group, times.pack, times.apply, strict=True):

@@ -36,7 +36,7 @@ READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters"
 
 
 @dataclass(frozen=True)
-class Part:
+class Elements:
     """Elements of a parameter on this rank, their gradient, their two averages, and the count of its steps."""
 
     param: Tensor
@@ -51,17 +51,17 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Batch:
+class ElementBatch:
     """Parts that are updated together: of one group, and of one dtype."""
 
     group: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[Elements, ...]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
         """One kind of tensor of all parts after the other."""
         return [getattr(part, name) for name in names for part in self.parts]
 
-    def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> Batch:
+    def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
         """The same with other tensors, in the order of `tensors`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
@@ -118,7 +118,7 @@ class AdamW(torch.optim.AdamW):
             self._update_in_window(batches)
         return loss
 
-    def _update_in_window(self, batches: Sequence[Batch]) -> None:
+    def _update_in_window(self, batches: Sequence[ElementBatch]) -> None:
         changed, read = CHANGED[self._offload], READ[self._offload]
         if self._window is None:
             first = next(p for group in self.param_groups for p in group["params"] if p.grad is not None)
@@ -132,21 +132,21 @@ class AdamW(torch.optim.AdamW):
         if "param" in changed:
             self._window.synchronize()
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[ElementBatch]:
         bounded = self._offload != "none" or self._state_dtype == "bfloat16"
         moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
         for group in self.param_groups:
-            waiting: dict[torch.dtype, list[Part]] = {}
+            waiting: dict[torch.dtype, list[Elements]] = {}
             sizes: dict[torch.dtype, int] = {}
             for part in self._parts(group, moved if bounded else ()):
                 kind, size = part.param.dtype, part.param.numel() * part.element_bytes(moved)
                 if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
-                    yield Batch(group, tuple(waiting.pop(kind)))
+                    yield ElementBatch(group, tuple(waiting.pop(kind)))
                 sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
                 waiting.setdefault(kind, []).append(part)
-            yield from (Batch(group, tuple(parts)) for parts in waiting.values())
+            yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
 
-    def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Part]:
+    def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """The parts of a group's parameters, of at most BATCH_BYTES of the tensors `bounded` each."""
         names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
         for fqn, parameter in zip(names, group["params"], strict=True):
@@ -154,7 +154,7 @@ class AdamW(torch.optim.AdamW):
                 continue
             state = self._state_of(parameter, group)
             average, square = (local(state[name]) for name in AVERAGES)
-            whole = Part(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
+            whole = Elements(local(parameter), _grad_of(fqn, parameter), average, square, state["step"])
             yield from _cut(whole, whole.element_bytes(bounded)) if bounded else [whole]
 
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -171,7 +171,7 @@ class AdamW(torch.optim.AdamW):
         dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
         return new_state(parameter, dtype, self._offload)
 
-    def _update(self, batch: Batch) -> None:
+    def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
         # The arithmetic is the parameters', whatever the averages are stored in.
         wide = [state.to(parts[0].param.dtype) for state in states]
@@ -246,7 +246,7 @@ class AdamW(torch.optim.AdamW):
             self._window.synchronize()
 
 
-def _cut(whole: Part, element_bytes: int) -> Iterator[Part]:
+def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
     """A parameter in parts of at most BATCH_BYTES, at so many bytes for an element."""
     numel = whole.param.numel()
     size = max(VECTOR, BATCH_BYTES // element_bytes // VECTOR * VECTOR)
@@ -260,7 +260,7 @@ def _cut(whole: Part, element_bytes: int) -> Iterator[Part]:
         part = slice(start, start + size)
         # A step counts once: all parts but the last count in a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
-        yield Part(param[part], grad[part], average[part], square[part], step)
+        yield Elements(param[part], grad[part], average[part], square[part], step)
 
 
 def _grad_of(fqn: str, parameter: Tensor) -> Tensor:

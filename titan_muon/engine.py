@@ -196,6 +196,6 @@ def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
     yield from (bucket.group for bucket in plan.buckets)
     # Replicas of a plain tensor may get a gradient on some ranks alone, and a step that may skip must skip on all of
     # them. Replicas of a DTensor get theirs from one collective, all or none, so such a step needs no word.
-    for index, ranks in enumerate(plan.home):
+    for index, ranks in enumerate(plan.local):
         if len(ranks) > 1 and (skips or plan.parameters[plan.matrices[index].parameter].plain):
             yield ranks

@@ -20,7 +20,7 @@ from . import registry
 from .comm.agreement import Agreement
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
-from .comm.replicas import not_copies
+from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .plan.terms.layout import Geometries
@@ -335,7 +335,7 @@ class Muon(Optimizer):
         self._engine = None
         self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
         params = self._agreement.together(self._trained_params)
-        own = not_copies(params, self._agreement)
+        own = unequal_tensors(params, self._agreement)
         plan, geometries = self._agreement.together(lambda: self._plan_of(params, own))
         params = with_states(params, plan.parameters, self.state, self._options)
         report = report_of(plan, geometries, params, self._options, self.param_groups)

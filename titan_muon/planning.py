@@ -13,14 +13,13 @@ from torch import Tensor
 
 from . import registry
 from .features import check_features
-from .options import Machine as MachineOptions
-from .options import MuonOptions, OptionError
+from .options import Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for
 from .plan.planner import make_plan
 from .plan.search.state import with_state_ranks
 from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
-from .plan.terms.machine import Machine, machine_of
+from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
 from .plan.terms.work import Work, WorkOf
 from .rules import check_rule
@@ -111,7 +110,7 @@ def plan_parameters(
     return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
 
 
-def planning_machine(options: MachineOptions, device: str) -> Machine:
+def planning_machine(options: Machine, device: str) -> MachineRates:
     """The machine that a step on a type of device is planned for. Raises OptionError for a file that is no machine."""
     measured = None
     if options.file is not None:

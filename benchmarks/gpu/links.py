@@ -48,7 +48,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MeasuredMachine:
     """What a planner needs of a machine.
 
     Attributes:
@@ -155,7 +155,7 @@ def main(words: Sequence[str]) -> int:
         flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        machine = Machine(name, world, here, bandwidth, latency, flops, memory_rate(device))
+        machine = MeasuredMachine(name, world, here, bandwidth, latency, flops, memory_rate(device))
         document = {"machine": asdict(machine), "recipe": recipe_table(machine), "rows": [asdict(row) for row in rows]}
         given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         if given.machine is not None:
@@ -166,7 +166,7 @@ def main(words: Sequence[str]) -> int:
     return 0
 
 
-def recipe_table(machine: Machine) -> dict[str, float]:
+def recipe_table(machine: MeasuredMachine) -> dict[str, float]:
     """The `[machine]` table of a recipe for this machine; without the links' keys where one rank has none."""
     table = {
         "tflops": round(machine.flops["float16"] / 1e12, 1),

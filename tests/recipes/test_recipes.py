@@ -97,7 +97,7 @@ def test_owned_shows_who_owns_what(
     assert f"at rest on the fullest of {world_size} ranks" in printed
     assert ("ranks own nothing" in printed) == (matrices < world_size)
     assert plan["collectives_per_step"] == 0
-    assert f"Muon step: {plan['muon_matrices']:,} matrices whole at home, 0 exchanged" in printed
+    assert f"Muon step: {plan['muon_matrices']:,} matrices local, 0 exchanged" in printed
     fullest = max(owner["bytes"] for owner in plan["owners"])
     assert plan["memory"]["parameters"] >= fullest
 

@@ -286,7 +286,7 @@ def recut(plan: Plan, random: Random) -> Plan:
     # Rounds of one to a few buckets, in which a group may even have several.
     numbers = accumulate((random.random() < 0.6 for _ in buckets[1:]), initial=0)
     numbered = tuple(replace(bucket, round=int(number)) for bucket, number in zip(buckets, numbers, strict=True))
-    return replace(plan, buckets=numbered, slots=random.randint(1, 5))
+    return replace(plan, buckets=numbered, buffer_sets=random.randint(1, 5))
 
 
 def _slices(plan: Plan, index: int) -> list[int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.exchange.phases import BucketProgram, Collective, Leg, Parcel
+from ..plan.exchange.phases import BucketProgram, Collective, Parcel, Phase
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 
@@ -61,7 +61,7 @@ class BufferPiece:
 
 
 @dataclass(frozen=True)
-class Slot:
+class BufferSet:
     """The set of flat buffers of one bucket in flight.
 
     Attributes:
@@ -102,36 +102,38 @@ class BucketBuffers:
     cleared: Tensor | None
 
 
-def bucket_buffers(run: BucketProgram, rank: int, slot: Slot) -> BucketBuffers:
+def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
     """The views of one bucket in a slot's buffers."""
     gathering, returning = run.gathering, run.returning
-    stored = _pieces(run.stored, slot.home if run.spreading is None else slot.shared)
+    stored = _pieces(run.stored, buffer_set.home if run.spreading is None else buffer_set.shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
     if returning is None:
         targets = {piece.matrix: (piece,) for piece in stored}
     else:
-        targets = _by_matrix(run, returning, slot.leaving(run), slot.home, rank)
+        targets = _by_matrix(run, returning, buffer_set.leaving(run), buffer_set.home, rank)
     packed: dict[int, Tensor] = {}
-    places = [(piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, slot.home)]
+    places = [
+        (piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, buffer_set.home)
+    ]
     # A reduce-scatter sums results, so matrices of other owners must contribute zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
         packed,
         tuple((target, source) for target, source in places if target is not source),
-        _by_matrix(run, gathering, slot.inbox, slot.home, rank),
+        _by_matrix(run, gathering, buffer_set.inbox, buffer_set.home, rank),
         targets,
-        slot.outbox if summed else None,
+        buffer_set.outbox if summed else None,
     )
 
 
 def _by_matrix(
-    run: BucketProgram, leg: Leg, buffer: Tensor, home: Tensor, rank: int
+    run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
     """The pieces of each matrix at its owner. In an all-to-all, the owner's own pieces stay in its home buffer."""
-    kept = [parcel for parcel in leg.home if leg.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
+    kept = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     found: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
-    for piece in (*_pieces(leg.owned, buffer), *_pieces(kept, home)):
+    for piece in (*_pieces(phase.owned, buffer), *_pieces(kept, home)):
         # An all-gather also brings the pieces of matrices that others orthogonalize.
         if piece.matrix in found:
             found[piece.matrix].append(piece)
@@ -160,33 +162,33 @@ class Buffers:
     """
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype) -> None:
-        self.device, self.slots = device, make_slots(program, device, dtype)
+        self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)
         self.buckets = tuple(
-            None if run.local else bucket_buffers(run, program.rank, slot)
-            for run, slot in zip(program.buckets, self.slots, strict=True)
+            None if run.local else bucket_buffers(run, program.rank, buffer_set)
+            for run, buffer_set in zip(program.buckets, self.buffer_sets, strict=True)
         )
         self.memory = StepMemory(self.tensors)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         """All buffers, some of them several times."""
-        for slot in self.slots:
-            yield from (slot.home, slot.inbox, slot.outbox, slot.shared)
+        for buffer_set in self.buffer_sets:
+            yield from (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
 
 
-def make_slots(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[Slot, ...]:
+def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
     """The buffers of each bucket; buckets of different rounds share them. A local bucket has none."""
-    places = [None if run.local else program.slot(index) for index, run in enumerate(program.buckets)]
+    places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):
         if place is not None:
             sharing.setdefault(place, []).append(run)
-    made = {place: _slot(runs, device, dtype) for place, runs in sharing.items()}
-    nothing = Slot(*(torch.empty(0, device=device, dtype=dtype) for _ in range(4)))
+    made = {place: _buffer_set(runs, device, dtype) for place, runs in sharing.items()}
+    nothing = BufferSet(*(torch.empty(0, device=device, dtype=dtype) for _ in range(4)))
     return tuple(nothing if place is None else made[place] for place in places)
 
 
-def _slot(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> Slot:
+def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
     """Buffers large enough for each of these buckets, which take turns in them."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
@@ -195,4 +197,4 @@ def _slot(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtyp
     outbox = torch.empty(max(apart), device=device, dtype=dtype) if apart else inbox
     most = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
     shared = torch.empty(most, device=device, dtype=dtype)
-    return Slot(torch.empty(home, device=device, dtype=dtype), inbox, outbox, shared)
+    return BufferSet(torch.empty(home, device=device, dtype=dtype), inbox, outbox, shared)

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..plan.exchange.phases import BucketProgram, Collective, Leg
+from ..plan.exchange.phases import BucketProgram, Collective, Phase
 from ..plan.program import Program
 from .agreement import Agreement
-from .buffers import Buffers, Slot
+from .buffers import Buffers, BufferSet
 from .collectives import Collectives, Traffic, finish
 
 
@@ -33,11 +33,13 @@ class Exchange:
     def __init__(
         self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, apart: bool
     ) -> None:
-        self._runs, self._slots, self.collectives = program.buckets, buffers.slots, collectives
+        self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
         group = agreement.group_apart if apart else agreement.group
-        self._groups = {leg.group: group(leg.group) for run in self._runs for leg in run.legs[:2] if leg.travels}
+        self._groups = {
+            phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
+        }
         spreading = [run.spreading for run in self._runs if run.spreading is not None]
-        self._lines = {leg.group: agreement.group(leg.group) for leg in spreading if leg.travels}
+        self._replica_groups = {phase.group: agreement.group(phase.group) for phase in spreading if phase.travels}
         self._module: Any = torch.get_device_module(buffers.device)
         self._stream = self._module.Stream()
         self._pending: dict[int, list[dist.Work]] = {}
@@ -49,46 +51,54 @@ class Exchange:
 
     def gather(self, index: int) -> None:
         """Start to send the pieces in the home buffer to the owners of their matrices."""
-        leg = self._runs[index].gathering
-        if not leg.travels:
+        phase = self._runs[index].gathering
+        if not phase.travels:
             return
-        slot = self._slots[index]
-        group = self._groups[leg.group]
-        if leg.collective is Collective.ALL_TO_ALL:
+        buffer_set = self._buffer_sets[index]
+        group = self._groups[phase.group]
+        if phase.collective is Collective.ALL_TO_ALL:
             # Pieces of matrices that this rank owns come first in the home buffer, and never travel.
-            sent = slot.home[leg.kept :]
-            works = self.collectives.all_to_all(slot.inbox, leg.owned_splits, sent, leg.home_splits, group)
+            sent = buffer_set.home[phase.kept :]
+            works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
-            works = self.collectives.all_gather(slot.inbox, leg.owned_splits, slot.home[: leg.home_numel], group)
+            works = self.collectives.all_gather(
+                buffer_set.inbox, phase.owned_splits, buffer_set.home[: phase.home_numel], group
+            )
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
         """Start to send the orthogonalized pieces back to every rank that stores them."""
         run = self._runs[index]
-        if not any(leg.travels for leg in run.legs[1:]):
+        if not any(phase.travels for phase in run.phases[1:]):
             return
-        slot = self._slots[index]
-        works = [] if run.returning is None or not run.returning.travels else self._return(run, run.returning, slot)
+        buffer_set = self._buffer_sets[index]
+        works = (
+            [] if run.returning is None or not run.returning.travels else self._return(run, run.returning, buffer_set)
+        )
         if run.spreading is not None and run.spreading.travels:
-            works = self._spread(run.spreading, slot, works)
+            works = self._spread(run.spreading, buffer_set, works)
         if works:
             self._pending[index] = works
 
-    def _return(self, run: BucketProgram, leg: Leg, slot: Slot) -> list[dist.Work]:
-        group = self._groups[leg.group]
-        if leg.collective is Collective.ALL_TO_ALL:
-            received = slot.home[leg.kept :]
-            return self.collectives.all_to_all(received, leg.home_splits, slot.leaving(run), leg.owned_splits, group)
-        received = slot.home[: leg.home_numel]
-        return self.collectives.reduce_scatter(received, leg.owned_splits, slot.outbox, group)
+    def _return(self, run: BucketProgram, phase: Phase, buffer_set: BufferSet) -> list[dist.Work]:
+        group = self._groups[phase.group]
+        if phase.collective is Collective.ALL_TO_ALL:
+            received = buffer_set.home[phase.kept :]
+            return self.collectives.all_to_all(
+                received, phase.home_splits, buffer_set.leaving(run), phase.owned_splits, group
+            )
+        received = buffer_set.home[: phase.home_numel]
+        return self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
 
-    def _spread(self, leg: Leg, slot: Slot, before: Sequence[dist.Work]) -> list[dist.Work]:
+    def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
         # On a separate stream that waits for the return, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             finish(before)
-            group = self._lines[leg.group]
-            return self.collectives.all_gather(slot.shared, leg.owned_splits, slot.home[: leg.home_numel], group)
+            group = self._replica_groups[phase.group]
+            return self.collectives.all_gather(
+                buffer_set.shared, phase.owned_splits, buffer_set.home[: phase.home_numel], group
+            )
 
     def wait(self, index: int) -> None:
         """Wait for the last collective of bucket number `index` of the program."""

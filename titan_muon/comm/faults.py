@@ -28,7 +28,7 @@ class Fault(IntEnum):
     STATE_REPLACED = 6
     PARAMETER_REPLACED = 7
     SKIPPED = 8
-    COPIES_DIFFER = 9
+    REPLICAS_DIFFER = 9
     GRADIENT_CHANGED = 10
 
 
@@ -52,9 +52,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.SKIPPED: "{names}: some ranks skipped a step that others took, since their GradScalers have found gradients "
     "that are not finite on some ranks alone; let all ranks hear of them, as ShardedGradScaler of "
     "torch.distributed.fsdp.sharded_grad_scaler does, and go on from a checkpoint",
-    Fault.COPIES_DIFFER: "{names}: plain tensors that were equal on all ranks when Muon was built, but their gradients "
-    "differ, and a step takes one rank's for all copies; reduce gradients over the ranks, as DistributedDataParallel "
-    "does, or have each rank train its own (replicas = 'redundant')",
+    Fault.REPLICAS_DIFFER: "{names}: these plain tensors were equal on all ranks when Muon was built, but their "
+    "gradients differ, and a step applies one rank's gradient to all replicas; reduce gradients over the ranks, as "
+    "DistributedDataParallel does, or have each rank train its own (replicas = 'redundant')",
     Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed after they were sent in backward "
     "(overlap = 'backward'), before the step; put the last backward of a step alone into optimizer.overlap() and leave "
     "gradients as they are until the step, without clipping them, or set overlap = 'none'",
@@ -115,10 +115,12 @@ class FaultReport:
         copies: parameters of which one rank's gradients stand for those of others.
     """
 
-    def __init__(self, parameters: int, device: torch.device, agreement: Agreement, copies: Sequence[int] = ()) -> None:
+    def __init__(
+        self, parameters: int, device: torch.device, agreement: Agreement, replicas: Sequence[int] = ()
+    ) -> None:
         # Behind the parameters: the sizes of copies' gradients, and whether a rank has skipped the step or taken it.
-        self._parameters, self._copies, self._scaled = parameters, tuple(copies), False
-        self._found = torch.zeros(parameters + 2 * len(self._copies) + 2, dtype=torch.int32, device=device)
+        self._parameters, self._replicas, self._scaled = parameters, tuple(replicas), False
+        self._found = torch.zeros(parameters + 2 * len(self._replicas) + 2, dtype=torch.int32, device=device)
         self._sizes = self._found[parameters:-2].view(2, -1)
         self._sizes.fill_(NO_SIZE)
         self._told = torch.zeros_like(self._found)
@@ -151,11 +153,11 @@ class FaultReport:
 
     def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
         """Note the sizes of the copies' gradients; `stored` are the gradients by parameter."""
-        here = [(place, grad) for place, copy in enumerate(self._copies) if (grad := stored[copy]) is not None]
+        here = [(place, grad) for place, copy in enumerate(self._replicas) if (grad := stored[copy]) is not None]
         if not here:
             return
         found = sizes([grad for _, grad in here])
-        if len(here) == len(self._copies):
+        if len(here) == len(self._replicas):
             self._sizes.copy_(found)
         else:
             # One by one: an index of several places would come from the host, which would wait for it.
@@ -191,10 +193,13 @@ class FaultReport:
         faults = [Fault(code) for code in told[: self._parameters]]
         if skipped and taken:
             return [Fault.SKIPPED] * len(faults)
-        largest, smallest = told[self._parameters :][: len(self._copies)], told[self._parameters + len(self._copies) :]
-        for copy, most, least in zip(self._copies, largest, smallest, strict=True):
+        largest, smallest = (
+            told[self._parameters :][: len(self._replicas)],
+            told[self._parameters + len(self._replicas) :],
+        )
+        for copy, most, least in zip(self._replicas, largest, smallest, strict=True):
             if differ(most, least):
-                faults[copy] = Fault.COPIES_DIFFER
+                faults[copy] = Fault.REPLICAS_DIFFER
         return faults
 
     def clear(self) -> None:

@@ -32,7 +32,7 @@ TOLERANCE = 2**6
 """Difference of two sizes that rounding may make: 0.07 %. Gradients of other data differ by several per cent."""
 
 
-def not_copies(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
+def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
     """The plain tensors whose values are not the same on every rank of the world, which calls this together; warns."""
     plain = {each.fqn: each.param for each in params if not isinstance(each.param, DTensor)}
     own = frozenset(plain) - agreement.same_everywhere({fqn: contents(param) for fqn, param in plain.items()})

@@ -14,7 +14,7 @@ from ..options import Offload
 from ..plan.terms.schedule import Act
 from ..state.host import Transfer, Window
 from ..step.feature import Feature
-from ..step.foreach import Advance, Apply, Part
+from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
 from ..step.stages import OnDevice, RankStages, Stages
 from ..step.update import Tensors
@@ -28,16 +28,16 @@ Key = tuple[Name, int, int]
 
 
 @dataclass(frozen=True)
-class Taken:
+class HostTensors:
     """The tensors that a stage brings from the host: changed ones, which go back, and ones that it only reads."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
 
 
-TAKEN: Mapping[Offload, Mapping[Stage, Taken]] = {
-    "state": {"advance": Taken(("average",))},
-    "parameters": {"advance": Taken(("average",), ("grad",)), "apply": Taken(("param",))},
+HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
+    "state": {"advance": HostTensors(("average",))},
+    "parameters": {"advance": HostTensors(("average",), ("grad",)), "apply": HostTensors(("param",))},
 }
 
 
@@ -46,7 +46,7 @@ class StageUse:
     """A stage of one bucket, and the rows that it uses."""
 
     stage: Stage
-    rows: tuple[Part, ...]
+    rows: tuple[Rectangle, ...]
 
 
 class OnHost(OnDevice):
@@ -62,7 +62,7 @@ class OnHost(OnDevice):
     def __init__(
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
     ) -> None:
-        self._taken, self._storage, self.window = TAKEN[offload], storage, window
+        self._taken, self._storage, self.window = HOST_TENSORS[offload], storage, window
         self._stages = tuple(each for each in stages if each.stage in self._taken)
         self._names = {name for taken in self._taken.values() for name in (*taken.changed, *taken.read)}
         self._waiting: list[list[Key]] = []
@@ -78,7 +78,7 @@ class OnHost(OnDevice):
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
 
-    def _rows(self, names: Iterable[Name], rows: Iterable[Part], step: Step) -> dict[Key, Tensor]:
+    def _rows(self, names: Iterable[Name], rows: Iterable[Rectangle], step: Step) -> dict[Key, Tensor]:
         """The rows of these tensors that this step uses."""
         return {
             (name, part.parameter, part.start): used
@@ -87,7 +87,7 @@ class OnHost(OnDevice):
             if (used := self._used(name, part, step)) is not None
         }
 
-    def _used(self, name: Name, part: Part, step: Step) -> Tensor | None:
+    def _used(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
         """A part of a tensor; None for an excluded parameter. A parameter without a gradient is still decayed."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
@@ -123,7 +123,7 @@ class OnHost(OnDevice):
             return super().params(apply)
         return [self._brought("param", part) for part in apply.parts]
 
-    def _brought(self, name: Name, part: Part) -> Tensor:
+    def _brought(self, name: Name, part: Rectangle) -> Tensor:
         rows = self._here[name, part.parameter, part.start]
         return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
@@ -198,7 +198,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
             yield StageUse("apply", rows_of(rank.runs[bucket].applies))
 
 
-def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Part, ...]:
+def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
     """The row ranges that some calls use. Rectangles side by side share one range."""
     # Whole rows are contiguous. A copy of a narrower rectangle from the host would block.
     parts = [part for call in calls for part in call.parts]

@@ -31,7 +31,7 @@ class SliceBatch(Batch):
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole, of=self.slice)
 
 
-class Team:
+class SliceTeam:
     """The owners of the slices of a matrix, for `orthogonalize.sliced`.
 
     Args:
@@ -74,8 +74,8 @@ class Slices(Feature):
 
     def __init__(self, rank: RankStages, agreement: Agreement) -> None:
         program = rank.program
-        self.teams: Mapping[int, Team] = {
-            matrix: Team(ranks, program.rank, rank.exchange.collectives, agreement.group(ranks))
+        self.teams: Mapping[int, SliceTeam] = {
+            matrix: SliceTeam(ranks, program.rank, rank.exchange.collectives, agreement.group(ranks))
             for matrix, ranks in program.teams.items()
         }
 

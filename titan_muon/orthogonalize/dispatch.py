@@ -8,9 +8,8 @@ from itertools import pairwise
 
 import torch
 
-from titan_muon.options import Machine as MachineOptions
-from titan_muon.options import OptionError, StepOptions, check
-from titan_muon.plan.terms.machine import MACHINES, Machine, machine_of
+from titan_muon.options import Machine, OptionError, StepOptions, check
+from titan_muon.plan.terms.machine import MACHINES, MachineRates, machine_of
 from titan_muon.plan.terms.work import (
     TeamCost,
     gram_elements,
@@ -147,7 +146,7 @@ class Dispatch:
     device: str = "cpu"
     kernels: tuple[Kernel, ...] = ()
     cpu_bfloat16: bool = field(default_factory=cpu_has_bfloat16)
-    machine: Machine | None = None
+    machine: MachineRates | None = None
 
     def __post_init__(self) -> None:
         check(StepOptions, {"orthogonalize": self.algorithm, "ns_dtype": self.dtype})
@@ -161,7 +160,7 @@ class Dispatch:
 
     @classmethod
     def of(
-        cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: Machine | None = None
+        cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: MachineRates | None = None
     ) -> Dispatch:
         """The dispatch that the options of a Muon describe, on a type of device."""
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
@@ -183,11 +182,11 @@ class Dispatch:
         return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
-    def rates(self) -> Machine:
+    def rates(self) -> MachineRates:
         """The machine whose rates choose the algorithm."""
         if self.device == "cpu":
             return MACHINES["cpu" if self.cpu_bfloat16 else "cpu_float32"]
-        return machine_of(MachineOptions(), self.device) if self.machine is None else self.machine
+        return machine_of(Machine(), self.device) if self.machine is None else self.machine
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
         """What is safe; of equally fast ones the first is taken."""

@@ -68,7 +68,7 @@ def owned_items(
     for fqn, parameter in parameters.items():
         counted = None if parameter in elementwise or parameter.ndim < 2 else flops
         item = _item(fqn, parameter, owners[fqn], split, counted, whole=fqn in gathered)
-        items.append(item if fqn in gathered else replace(item, copies=peers))
+        items.append(item if fqn in gathered else replace(item, replicas=peers))
     return items
 
 

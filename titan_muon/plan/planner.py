@@ -9,19 +9,19 @@ from .cost.times import Costs
 from .exchange.all_gather import PATTERNS
 from .search.candidates import CANDIDATES, Candidate
 from .search.problem import Problem, make_problem
-from .search.search import Draft, fastest
+from .search.search import Simulation, fastest
 from .search.slices import check_split_over
 from .search.tensor_parallel import check_tensor_parallel
 from .terms.blocks import blocks_reason, in_blocks
 from .terms.layout import Geometries
-from .terms.machine import Machine, machine_of
+from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
 from .terms.work import Work, WorkOf
 
 
 def make_plan(
-    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: Machine | None = None
+    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: MachineRates | None = None
 ) -> Plan:
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
@@ -44,15 +44,15 @@ def make_plan(
     on = machine_of(options.machine) if machine is None else machine
     costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
     problem = make_problem(parameters, geometries, options, costs)
-    candidate, draft = _best(problem, geometries, work_of)
+    candidate, simulation = _best(problem, geometries, work_of)
     problem = candidate.problem
-    reasons = (draft.reason, candidate.reason, blocks_reason(options, given, parameters), _own_reason(parameters))
+    reasons = (simulation.reason, candidate.reason, blocks_reason(options, given, parameters), _own_reason(parameters))
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
-        home=problem.home,
-        buckets=draft.buckets,
-        slots=draft.slots,
+        local=problem.local,
+        buckets=simulation.buckets,
+        buffer_sets=simulation.buffer_sets,
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
@@ -68,23 +68,23 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
     return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
-def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Draft]:
+def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Simulation]:
     """The candidate with the least price / (1 - must_save), with its best draft.
 
     Raises OptionError if the user's buffers are too small for every candidate.
     """
-    found, faults = list[tuple[float, Candidate, Draft]](), list[OptionError]()
+    found, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
     for candidate in (each for make in CANDIDATES for each in make(problem, work_of)):
         try:
-            draft = fastest(candidate.problem)
+            simulation = fastest(candidate.problem)
         except OptionError as fault:
             faults.append(fault)
         else:
-            found.append((draft.price / (1 - candidate.must_save), candidate, draft))
+            found.append((simulation.price / (1 - candidate.must_save), candidate, simulation))
     if not found:
         raise faults[0]
-    _, candidate, draft = min(found, key=lambda one: one[0])
-    return candidate, draft
+    _, candidate, simulation = min(found, key=lambda one: one[0])
+    return candidate, simulation
 
 
 def _matrices(

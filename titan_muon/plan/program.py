@@ -9,14 +9,14 @@ from itertools import takewhile
 
 from .cost.batches import batches
 from .exchange.all_gather import PATTERNS
-from .exchange.phases import BucketProgram, Collective, Leg, Parcel, parcels
+from .exchange.phases import BucketProgram, Collective, Parcel, Phase, parcels
 from .terms.layout import Geometries
 from .terms.pieces import Pieces, Ranks
 from .terms.schedule import ACTS, Act, late_rounds, schedule
 from .terms.slices import teams_in
 from .terms.types import Bucket, Plan
 
-__all__ = ["BucketProgram", "Collective", "Leg", "Parcel", "Program", "make_program"]
+__all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_program"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Program:
     rank: int
     buckets: tuple[BucketProgram, ...]
     rounds: tuple[tuple[int, ...], ...]
-    slots: int
+    buffer_sets: int
     acts: tuple[tuple[Act, int], ...]
     teams: Mapping[int, tuple[int, ...]]
 
@@ -49,7 +49,7 @@ class Program:
     def late(self) -> frozenset[int]:
         """The buckets that are applied after every orthogonalization, see `late_rounds`."""
         return frozenset(
-            bucket for number in late_rounds(self.slots, len(self.rounds)) for bucket in self.rounds[number]
+            bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
         )
 
     @cached_property
@@ -58,10 +58,10 @@ class Program:
         first = takewhile(lambda item: item[0] is Act.GATHER and not self.buckets[item[1]].local, self.acts)
         return tuple(bucket for _, bucket in first)
 
-    def slot(self, index: int) -> tuple[int, int]:
+    def buffer_set(self, index: int) -> tuple[int, int]:
         """Which buffers a bucket uses: those of its round's slot, and of these the ones for its place in the round."""
         number = self.buckets[index].bucket.round
-        return number % self.slots, self.rounds[number].index(index)
+        return number % self.buffer_sets, self.rounds[number].index(index)
 
 
 def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
@@ -69,7 +69,7 @@ def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], se
     pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[each.exchange], each) for each in plan.buckets]
     return (
         {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
-        {ranks for pattern, bucket in patterns for ranks in pattern.lines(bucket, pieces)},
+        {ranks for pattern, bucket in patterns for ranks in pattern.replica_groups(bucket, pieces)},
     )
 
 
@@ -82,7 +82,7 @@ def replicated_plain(plan: Plan) -> tuple[int, ...]:
 
 def workers(plan: Plan, geometries: Geometries) -> list[Ranks]:
     """By matrix, the ranks that orthogonalize all of it, ascending."""
-    found = [set(ranks) for ranks in plan.home]
+    found = [set(ranks) for ranks in plan.local]
     for bucket in plan.buckets:
         for place, number in enumerate(bucket.matrices):
             matrix = plan.matrices[number]
@@ -102,28 +102,28 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     rounds = tuple(
         tuple(i for i, program in enumerate(buckets) if program.bucket.round == number) for number in range(plan.rounds)
     )
-    slots = max(1, min(plan.slots, plan.rounds))
+    buffer_sets = max(1, min(plan.buffer_sets, plan.rounds))
     teams = {
         first + ranks.index(rank): ranks
         for run in buckets
         for first, ranks in teams_in(run.bucket, plan.matrices).items()
         if rank in ranks
     }
-    whole = [index for index, ranks in enumerate(plan.home) if rank in ranks]
+    whole = [index for index, ranks in enumerate(plan.local) if rank in ranks]
     local = [_local_bucket(chosen, rank, pieces) for chosen in batches(whole, plan.matrices, plan.works)]
-    opening, turns = schedule(plan.rounds, slots)
+    opening, turns = schedule(plan.rounds, buffer_sets)
     acts = (
         *((act, index) for act, number in opening for index in rounds[number]),
         # One local bucket after the other, because all batches share one workspace.
         *((act, len(buckets) + index) for index in range(len(local)) for act in ACTS),
         *((act, index) for act, number in turns for index in rounds[number]),
     )
-    return Program(rank, (*buckets, *local), rounds, slots, acts, teams)
+    return Program(rank, (*buckets, *local), rounds, buffer_sets, acts, teams)
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:
     """A batch of matrices that the rank stores whole, as a bucket whose phases move nothing."""
     stored = {rank: [(m, pieces.geometry(m).pieces[rank][pieces.matrices[m].index]) for m in matrices]}
     bucket = Bucket("all_to_all", (rank,), matrices, (rank,) * len(matrices))
-    phase = Leg(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))
+    phase = Phase(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))
     return BucketProgram(bucket, matrices, phase, phase, mirrored=True)

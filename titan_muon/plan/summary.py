@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..options import Machine
-from .cost.times import Costs, Owned
+from .cost.times import Costs, OwnerTime
 from .cost.totals import Totals
 from .search.state import state_elements
 from .terms.layout import Geometries
@@ -74,8 +74,8 @@ def summarize(plan: Plan) -> Summary:
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()))
     totals, states = Totals(plan.buckets, pieces), state_elements(plan)
     ranks = tuple(
-        _rank_cost(rank, home.owned, totals, plan, costs, sum(states[rank].values()))
-        for rank, home in costs.home(plan.home).items()
+        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()))
+        for rank, local in costs.local(plan.local).items()
     )
     further = len(plan.matrices) - plan.whole_matrices
     return Summary(
@@ -92,9 +92,9 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def _rank_cost(rank: int, home: Owned, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
+def _rank_cost(rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
-    owned = [home, *(costs.owned(bucket.owned) for bucket in buckets)]
+    owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     shared = sum(one.team_sent for one in owned)
     # The largest of each, although of different batches: the workspace stays while all batches take turns in it.
     whole, iteration = max(one.assembled for one in owned), max(one.iteration for one in owned)
@@ -104,11 +104,11 @@ def _rank_cost(rank: int, home: Owned, totals: Totals, plan: Plan, costs: Costs,
         ns_flops=sum(one.flops for one in owned),
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
-        buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.slots, plan.rounds))) * plan.wire_bytes,
+        buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.buffer_sets, plan.rounds))) * plan.wire_bytes,
         whole_bytes=whole,
         work_bytes=whole + iteration,
         collectives=sum(bucket.collectives for bucket in buckets) + sum(one.team_calls for one in owned),
-        loads=home.batches + len(buckets),
-        load_elements=max([home.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
+        loads=local.batches + len(buckets),
+        load_elements=max([local.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
         state_elements=kept,
     )

@@ -29,7 +29,7 @@ def call_bytes(device: str) -> int:
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
-class Part(NamedTuple):
+class Rectangle(NamedTuple):
     """A rectangle of a parameter's storage: `place` in its (rows, cols) view, None for all of it."""
 
     # Only rows, where columns are whole: every step makes the view of a gradient, and this view takes half the time.
@@ -51,7 +51,7 @@ class Part(NamedTuple):
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     @property
-    def rows(self) -> Part:
+    def rows(self) -> Rectangle:
         """The whole rows of the rectangle."""
         return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
 
@@ -62,13 +62,13 @@ class Part(NamedTuple):
         return place.start if isinstance(place, slice) else 0
 
 
-def part_of(parameter: int, span: Span, stored: Tensor) -> Part:
+def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
     """The part of a parameter, stored as a (rows, cols) tensor, for a span."""
     rows, cols = span.local
     # Compare with steps: an interleaved matrix may reach from the first row to the last.
     if cols != slice(0, stored.size(1)):
-        return Part(parameter, span.local)
-    return Part(parameter, None if rows == slice(0, stored.size(0)) else rows)
+        return Rectangle(parameter, span.local)
+    return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
 
 
 K = TypeVar("K", bound=Hashable)
@@ -79,11 +79,11 @@ class Advance:
     """Parts whose momentum advances in one call. `packed` take the input of Newton-Schulz, if this rank packs it."""
 
     group: Mapping[str, Any]
-    parts: tuple[Part, ...]
+    parts: tuple[Rectangle, ...]
     averages: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
-    def split(self, kind: Callable[[Part], K]) -> dict[K, Advance]:
+    def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
         """The same for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
         return {each: self._only([found == each for found in kinds]) for each in dict.fromkeys(kinds)}
@@ -103,7 +103,7 @@ class Apply:
 
     group: Mapping[str, Any]
     out_in: tuple[int, int]
-    parts: tuple[Part, ...]
+    parts: tuple[Rectangle, ...]
     params: tuple[Tensor, ...]
     updates: tuple[Tensor, ...]
     scratch: tuple[Tensor, ...]
@@ -161,7 +161,7 @@ class Copies:
             torch._foreach_copy_(self.targets, self.sources)
 
 
-class Piece(NamedTuple):
+class StoredPiece(NamedTuple):
     """Where a piece of a matrix is on this rank: the rectangles of its parameter, and the piece itself as a tensor.
 
     `out_in`: outputs and inputs of the matrix, which its learning rate goes by. `draws`: what its elements draw.
@@ -175,14 +175,14 @@ class Piece(NamedTuple):
 
 
 def advances(
-    pieces: Iterable[Piece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
+    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
 ) -> tuple[Advance, ...]:
     """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
     found = []
     for piece in pieces:
         stored = storage[piece.parameter]
         for span in piece.spans:
-            part = part_of(piece.parameter, span, stored.param)
+            part = rectangle_of(piece.parameter, span, stored.param)
             packed = () if piece.view is None else (piece.view[span.piece],)
             found.append((part, part.of_average(stored), packed))
     # By the identity of the group, because a scheduler may change its numbers between steps.
@@ -202,7 +202,7 @@ def advances(
 
 
 def applies(
-    pieces: Iterable[Piece],
+    pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
     most: int,
@@ -220,7 +220,7 @@ def applies(
         assert piece.view is not None, "every piece that is stored comes back"
         stored = storage[piece.parameter].param
         for span in piece.spans:
-            part = part_of(piece.parameter, span, stored)
+            part = rectangle_of(piece.parameter, span, stored)
             found.append(((part, piece.out_in, piece.draws.first(span)), part.of(stored), piece.view[span.piece]))
     numbers = _numbered(groups)
     draw = [stochastic and each.param.dtype == torch.bfloat16 for each in storage]
@@ -241,7 +241,7 @@ def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
     return max([most, *needed])
 
 
-Placed = tuple[tuple[Part, tuple[int, int], int], Tensor, Tensor]
+Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
 """A part with the outputs and inputs of its matrix and the count of its first draw, and it in the parameter and in the
 orthogonalized matrix."""
 

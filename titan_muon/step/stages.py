@@ -29,7 +29,7 @@ from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
 from ..tensors.storage import TrainedParam, storage_of
 from .batch import Batch, assembling, parting
-from .foreach import Advance, Apply, Copies, Piece, advances, applies, but_for, call_bytes, scratch_bytes
+from .foreach import Advance, Apply, Copies, StoredPiece, advances, applies, but_for, call_bytes, scratch_bytes
 from .gradients import Step
 from .rounding import Draws
 from .rule import Rule
@@ -227,14 +227,14 @@ class RankStages:
         advanced, applied = self._calls(packed, [piece for piece, _ in stored])
         return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases)
 
-    def _piece(self, matrix: int, places: tuple[Span, ...], view: Tensor) -> Piece:
+    def _piece(self, matrix: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         found = self.plan.matrices[matrix]
         draws = Draws.of(self.plan.parameters[found.parameter].fqn, found.index, found.cols)
         # The shape of the whole matrix: the shape of a shard would give each rank another learning rate.
-        return Piece(found.parameter, self.plan.out_in(matrix), places, view, draws)
+        return StoredPiece(found.parameter, self.plan.out_in(matrix), places, view, draws)
 
     def _calls(
-        self, packed: Sequence[Piece], returned: Sequence[Piece]
+        self, packed: Sequence[StoredPiece], returned: Sequence[StoredPiece]
     ) -> tuple[tuple[Advance, ...], tuple[Apply, ...]]:
         stochastic = self.options.rounding == "stochastic"
         return (

@@ -27,7 +27,7 @@ class Notation:
     cols: tuple[str, ...]
 
 
-class Taken(NamedTuple):
+class IndexRange(NamedTuple):
     """The `length` indices from `start` of an axis that has `size`."""
 
     size: int
@@ -47,7 +47,7 @@ def stack_in(dims: str, shape: Sequence[int], lengths: Lengths) -> MatrixStack:
     choices = [_choices(axis, sizes[axis], parts) for axis in notation.count]
     matrices = []
     for number, chosen in enumerate(product(*choices)):
-        taken = {axis: Taken(size, 0, size) for axis, size in sizes.items()} | dict(
+        taken = {axis: IndexRange(size, 0, size) for axis, size in sizes.items()} | dict(
             zip(notation.count, chosen, strict=True)
         )
         rows, row_step = _runs([taken[axis] for dim in notation.dims[:row_dims] for axis in dim])
@@ -136,13 +136,13 @@ def _sides(notation: Notation) -> tuple[int, bool]:
     return row_dims, first == "columns"
 
 
-def _choices(axis: str, size: int, parts: Mapping[str, Sequence[int]]) -> list[Taken]:
+def _choices(axis: str, size: int, parts: Mapping[str, Sequence[int]]) -> list[IndexRange]:
     """What each matrix along a counting axis takes of it."""
     each = parts.get(axis, (1,) * size)
-    return [Taken(size, start, length) for start, length in zip(accumulate(each, initial=0), each, strict=False)]
+    return [IndexRange(size, start, length) for start, length in zip(accumulate(each, initial=0), each, strict=False)]
 
 
-def _runs(axes: Sequence[Taken]) -> tuple[tuple[Interval, ...], int]:
+def _runs(axes: Sequence[IndexRange]) -> tuple[tuple[Interval, ...], int]:
     """The indices that are taken of axes flattened to one, the last the fastest: intervals, and the step in each."""
     starts, count, step, stride = [0], 1, 1, 1
     for size, start, length in reversed(axes):

@@ -7,10 +7,9 @@ from dataclasses import asdict
 import pytest
 
 from benchmarks.gpu import links, training
-from benchmarks.gpu.links import Machine, Row
+from benchmarks.gpu.links import MeasuredMachine, Row
 from benchmarks.gpu.training import Run
-from titan_muon.options import Machine as MachineOptions
-from titan_muon.options import check
+from titan_muon.options import Machine, check
 from titan_muon.plan.terms.machine import Link, machine_of
 
 
@@ -36,22 +35,22 @@ def test_a_larger_message_that_ends_first_leaves_its_own_rate() -> None:
 
 def test_the_table_of_a_recipe_has_its_keys_and_values_that_it_takes() -> None:
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
-    alone = links.recipe_table(Machine("GPU X", 1, 1, None, None, flops, 3e12))
+    alone = links.recipe_table(MeasuredMachine("GPU X", 1, 1, None, None, flops, 3e12))
     assert alone == {"tflops": 650.0, "tflops_float32": 50.0, "memory_gb": 3000.0}
-    table = links.recipe_table(Machine("GPU X", 8, 8, 41.3e9, 12.34e-6, flops, 3e12))
+    table = links.recipe_table(MeasuredMachine("GPU X", 8, 8, 41.3e9, 12.34e-6, flops, 3e12))
     assert table == {**alone, "node_gb": 41.3, "node_latency_us": 12.3}
-    check(MachineOptions, table)
-    between = links.recipe_table(Machine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12))
+    check(Machine, table)
+    between = links.recipe_table(MeasuredMachine("GPU X", 16, 8, 41.3e9, 12.34e-6, flops, 3e12))
     assert between == {**alone, "network_gb": 41.3, "network_latency_us": 12.3}
 
 
 def test_a_planner_reads_the_machine_file() -> None:
     flops = {"bfloat16": 7e14, "float16": 6.5e14, "float32": 5e13}
-    text = json.dumps(asdict(Machine("GPU X", 16, 4, 41.3e9, 12e-6, flops, 3e12)))
-    machine = machine_of(MachineOptions(name="a100x8", file="machine.json"), "cuda", text)
+    text = json.dumps(asdict(MeasuredMachine("GPU X", 16, 4, 41.3e9, 12e-6, flops, 3e12)))
+    machine = machine_of(Machine(name="a100x8", file="machine.json"), "cuda", text)
     assert (machine.flops, machine.memory, machine.ranks_per_node) == (flops, 3e12, 4)
     assert machine.network == Link(41.3e9, 12e-6)
-    assert machine.node == machine_of(MachineOptions(name="a100x8")).node, "nothing was measured within a node"
+    assert machine.node == machine_of(Machine(name="a100x8")).node, "nothing was measured within a node"
 
 
 def run(*losses: float, **values: str) -> Run:

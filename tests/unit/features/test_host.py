@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from titan_muon.features.host import OnHost, StageUse, rows_of
 from titan_muon.options import Offload
 from titan_muon.state.host import Window
-from titan_muon.step.foreach import Advance, Apply, Part
+from titan_muon.step.foreach import Advance, Apply, Rectangle
 from titan_muon.step.gradients import Step
 from titan_muon.step.update import Tensors
 from titan_muon.tensors.storage import Storage
 
 CPU = torch.device("cpu")
-LEFT = Part(0, (slice(2, 5), slice(0, 3)))
-RIGHT = Part(0, (slice(2, 5), slice(4, 7)))
-WHOLE = Part(1, None)
-ROWS = Part(2, slice(1, 3))
+LEFT = Rectangle(0, (slice(2, 5), slice(0, 3)))
+RIGHT = Rectangle(0, (slice(2, 5), slice(4, 7)))
+WHOLE = Rectangle(1, None)
+ROWS = Rectangle(2, slice(1, 3))
 PARTS = (LEFT, RIGHT, WHOLE, ROWS)
 
 
@@ -61,7 +61,7 @@ def begun(host: Host, offload: Offload) -> OnHost:
 
 
 def test_rectangles_beside_each_other_come_as_the_rows_that_they_are_in() -> None:
-    assert rows_of([Host.of().advance()]) == (Part(0, slice(2, 5)), WHOLE, ROWS)
+    assert rows_of([Host.of().advance()]) == (Rectangle(0, slice(2, 5)), WHOLE, ROWS)
 
 
 def check_brought(found: Tensors, host: Tensors) -> None:

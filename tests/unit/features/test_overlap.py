@@ -45,7 +45,7 @@ def test_rounds_follow_backward_and_all_have_buffers_where_that_hides_them() -> 
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]
     assert small == sorted(small, reverse=True), "of matrices that are alike the last parameter's gradient comes first"
     assert min(plan.buckets[-1].matrices) == 0 < min(plan.buckets[0].matrices)
-    assert plan.slots == plan.rounds > 2
+    assert plan.buffer_sets == plan.rounds > 2
     assert plan.digest() != planned("none").digest()
 
 

@@ -122,7 +122,7 @@ def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
     matrices = [number for bucket in plan.buckets for number in bucket.matrices]
     small = [number for number in matrices if number < 2 * (LAYERS - 1)]
     assert small == sorted(small), "of matrices that are alike the first parameter's results are needed first"
-    assert plan.slots == plan.rounds > 2, "all that is left has buffers of its own"
+    assert plan.buffer_sets == plan.rounds > 2, "all that is left has buffers of its own"
     played, without = (timeline(plan, machine_of(SLOW), overlap=each) for each in ("forward", "none"))
     assert played.last.seconds < without.last.seconds
     assert played.hidden is not None
@@ -133,7 +133,10 @@ def test_what_is_hidden_is_of_rounds_behind_the_first_layers() -> None:
 def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_first_round() -> None:
     """Four rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back."""
     plan, machine = four_rounds(backward=False)
-    played = {slots: timeline(replace(plan, slots=slots), machine, overlap="forward") for slots in (4, 1)}
+    played = {
+        buffer_sets: timeline(replace(plan, buffer_sets=buffer_sets), machine, overlap="forward")
+        for buffer_sets in (4, 1)
+    }
     # The first way there, and then the ranks compute; the first results were back long before.
     assert played[4].last.seconds == pytest.approx(4.4)
     assert (played[4].hidden, played[4].exposed) == pytest.approx((0.4, 0.4))
@@ -147,5 +150,5 @@ def test_updates_come_one_after_the_other_behind_the_step() -> None:
     plan, machine = four_rounds(backward=False)
     # A rank updates a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are moved.
     machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 10)
-    played = timeline(replace(plan, slots=4), machine, overlap="forward")
+    played = timeline(replace(plan, buffer_sets=4), machine, overlap="forward")
     assert played.hidden == pytest.approx(3.0)

@@ -136,4 +136,4 @@ def test_blocks_that_peers_have_whole_stay_where_they_are() -> None:
     layout = Layout((8, 6), mesh, (Shard(1), Replicate()), tensor_parallel=0)
     whole = MatrixStack(1, (MatrixRows("", (Interval(0, 8),)),))
     plan = plan_of([Parameter("w", "w", layout, whole)], tensor_parallel="blockwise")
-    assert (plan.home, plan.buckets) == (((0,), (1,)), ())
+    assert (plan.local, plan.buckets) == (((0,), (1,)), ())

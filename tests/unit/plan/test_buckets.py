@@ -72,10 +72,10 @@ def test_a_smaller_group_travels_in_fewer_and_the_first_rounds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slots", "count", "ahead"), [(2, 1, 0), (2, 2, 1), (2, 5, 1), (4, 4, 3), (4, 9, 2), (1, 3, 0)]
+    ("buffer_sets", "count", "ahead"), [(2, 1, 0), (2, 2, 1), (2, 5, 1), (4, 4, 3), (4, 9, 2), (1, 3, 0)]
 )
-def test_prefetch_leaves_slots_for_what_returns(slots: int, count: int, ahead: int) -> None:
-    assert prefetch(slots, count) == ahead
+def test_prefetch_leaves_slots_for_what_returns(buffer_sets: int, count: int, ahead: int) -> None:
+    assert prefetch(buffer_sets, count) == ahead
 
 
 class Clock:
@@ -94,8 +94,8 @@ class Clock:
             mine = [number for number, bucket in enumerate(plan.buckets) if rank in bucket.group]
             travelling = [run for run in make_program(plan, rank).buckets if not run.local]
             for number, run in zip(mine, travelling, strict=True):
-                legs = zip((GATHER, RETURN, RETURN), run.legs, strict=False)
-                self.travels[number] |= {name for name, leg in legs if leg.travels}
+                phases = zip((GATHER, RETURN, RETURN), run.phases, strict=False)
+                self.travels[number] |= {name for name, phase in phases if phase.travels}
 
     def run(self) -> int:
         """FLOPs until the last rank is done."""
@@ -120,13 +120,13 @@ class Clock:
         program = make_program(self.plan, rank)
         buckets = [index for index, bucket in enumerate(self.plan.buckets) if rank in bucket.group]
 
-        def launch(index: int, leg: str) -> None:
-            if leg in self.travels[buckets[index]]:
-                self.launched.setdefault((buckets[index], leg), {})[rank] = self.now[rank]
+        def launch(index: int, phase: str) -> None:
+            if phase in self.travels[buckets[index]]:
+                self.launched.setdefault((buckets[index], phase), {})[rank] = self.now[rank]
 
-        def await_all(index: int, leg: str) -> Iterator[tuple[int, str]]:
-            if leg in self.travels[buckets[index]]:
-                yield buckets[index], leg
+        def await_all(index: int, phase: str) -> Iterator[tuple[int, str]]:
+            if phase in self.travels[buckets[index]]:
+                yield buckets[index], phase
 
         for act, index in program.acts:
             run = program.buckets[index]
@@ -179,12 +179,12 @@ def bucket(matrix: int, owner: int) -> Bucket:
     return Bucket("all_to_all", (0, 1), (matrix,), (owner,), matrix)
 
 
-def seconds(plan: Plan, buckets: Sequence[Bucket], slots: int) -> float:
-    return timeline(replace(plan, buckets=tuple(buckets), slots=slots), PRODUCTS).last.seconds
+def seconds(plan: Plan, buckets: Sequence[Bucket], buffer_sets: int) -> float:
+    return timeline(replace(plan, buckets=tuple(buckets), buffer_sets=buffer_sets), PRODUCTS).last.seconds
 
 
 def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
-    """Buckets of one matrix each, owned in turn: with 2 slots bucket 2 waits for bucket 0, so nobody overlaps."""
+    """Buckets of one matrix each, owned in turn: with 2 buffer_sets bucket 2 waits for bucket 0, so nobody overlaps."""
     plan, buckets = matrices_of([10] * 4), [bucket(i, i % 2) for i in range(4)]
     assert seconds(plan, buckets, 4) == pytest.approx(20)
     assert seconds(plan, buckets, 1) == pytest.approx(40)
@@ -197,4 +197,4 @@ def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
 
 def test_work_at_home_counts_even_without_buckets() -> None:
     plan = matrices_of([5, 7])
-    assert seconds(replace(plan, home=((0,), (1,))), [], 2) == pytest.approx(7)
+    assert seconds(replace(plan, local=((0,), (1,))), [], 2) == pytest.approx(7)

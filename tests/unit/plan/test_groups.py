@@ -48,9 +48,9 @@ def test_each_matrix_is_at_home_or_whole_in_each_group(parameters: list[Paramete
 
 def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bool) -> None:
     elements = geometry.elements(index)
-    assert bool(assembly.home) != bool(assembly.groups), "a matrix is at home or travels"
-    assert set(assembly.home) <= set(elements)
-    assert all(elements[rank] == geometry.numel(index) for rank in assembly.home)
+    assert bool(assembly.local) != bool(assembly.groups), "a matrix is at home or travels"
+    assert set(assembly.local) <= set(elements)
+    assert all(elements[rank] == geometry.numel(index) for rank in assembly.local)
     for group in assembly.groups:
         assert list(group) == sorted(set(group))
         assert set(group) <= set(geometry.layout.mesh.ranks)
@@ -62,7 +62,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
         assert split or len(held) == 1, "without a split each copy has a group of its own"
     taking_part = [rank for group in assembly.groups for rank in group]
     assert len(taking_part) == len(set(taking_part)), "no rank assembles a matrix twice"
-    assert set(elements) <= {*taking_part, *assembly.home}, "every holder takes part"
+    assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
 
 
 @settings(PROPERTY, max_examples=300)
@@ -79,7 +79,7 @@ def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> 
 
 def test_whole_experts_are_at_home() -> None:
     found = assemblies(experts(4, 3, 5, FLAT, Shard(0)), True)
-    assert [assembly.home for assembly in found] == [(0,), (1,), (2,), (3,)]
+    assert [assembly.local for assembly in found] == [(0,), (1,), (2,), (3,)]
 
 
 def test_experts_cut_by_rows_travel_within_their_ranks() -> None:
@@ -90,7 +90,7 @@ def test_experts_cut_by_rows_travel_within_their_ranks() -> None:
 def test_an_expert_across_ranks_joins_them() -> None:
     """3 experts of 2 rows over 4 ranks by rows: the flattened rows do not matter, dim 0 is cut 1, 1, 1, 0."""
     found = assemblies(experts(3, 2, 5, FLAT, Shard(0)), True)
-    assert [assembly.home for assembly in found] == [(0,), (1,), (2,)]
+    assert [assembly.local for assembly in found] == [(0,), (1,), (2,)]
 
 
 def test_a_small_parameter_travels_on_its_whole_mesh() -> None:

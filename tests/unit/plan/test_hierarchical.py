@@ -64,11 +64,11 @@ def test_results_take_the_way_within_a_copy_and_then_over_copies() -> None:
     totals = PATTERNS["hierarchical"].totals(bucket, pieces)
     times = bucket_times(bucket, totals, Costs(pieces, plan.works, 2, machine), {rank: rank for rank in bucket.group})
     copy = {bucket.owners[0], bucket.owners[0] ^ 1}
-    there, back = times.legs
+    there, back = times.phases
     assert there == pytest.approx([0.032 if rank in copy else 0.0 for rank in bucket.group])
     # The owner's copy waits for the others, which get nothing before.
     assert back == pytest.approx([0.032 + 0.5] * 8)
-    assert [totals[rank].legs[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
+    assert [totals[rank].phases[2].received_far for rank in bucket.group] == [0 if r in copy else 16 for r in range(8)]
 
 
 def test_collectives_are_within_copies_and_over_lines() -> None:
@@ -77,13 +77,15 @@ def test_collectives_are_within_copies_and_over_lines() -> None:
     for rank in ranks_of(plan):
         for run in make_program(plan, rank).buckets:
             assert run.spreading is not None
-            assert [leg.group for leg in run.legs] == [((0, 1), (2, 3))[rank // 2]] * 2 + [((0, 2), (1, 3))[rank % 2]]
+            assert [phase.group for phase in run.phases] == [((0, 1), (2, 3))[rank // 2]] * 2 + [
+                ((0, 2), (1, 3))[rank % 2]
+            ]
 
 
 def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
     plan = by(hsdp(4, 4, 1), "hierarchical")
     assert collective_ranks(plan, Geometries(plan.parameters)) == (set(), {(0, 1, 2, 3)})
-    assert all(run.legs[0].travels is False for run in make_program(plan, 0).buckets)
+    assert all(run.phases[0].travels is False for run in make_program(plan, 0).buckets)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, taken, torch_local
-from titan_muon.plan.terms.layout import Geometry, chunk, flattened, merged, overlap, region, spans, stored_as, take
+from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
     Interval,
     Layout,
@@ -121,7 +121,7 @@ def test_take_counts_the_listed_indices() -> None:
 
 def test_overlap_counts_both_sides_in_their_own_order() -> None:
     stored, wanted = (Interval(2, 5), Interval(8, 12)), (Interval(4, 9), Interval(11, 20))
-    assert overlap(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
+    assert intersect(stored_as(stored), wanted) == (Segment(2, 0, 1), Segment(3, 4, 1), Segment(6, 5, 1))
 
 
 def test_fsdp_over_tensor_parallel_rows_interleaves() -> None:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
-from titan_muon.comm.buffers import Slot, bucket_buffers, make_slots
+from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.batches import batches
-from titan_muon.plan.program import BucketProgram, Collective, Leg, make_program
+from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
 from titan_muon.plan.terms.layout import Geometries, Span, spans
 from titan_muon.plan.terms.schedule import Act
 from titan_muon.plan.terms.types import (
@@ -139,13 +139,13 @@ class Rank:
         self.local: BucketProgram | None = None
         self.program = make_program(plan, rank, world.geometries)
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
-        self.slots = make_slots(self.program, torch.device("cpu"), torch.float64)
-        for slot in self.slots:
-            for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared):
+        self.buffer_sets = make_buffer_sets(self.program, torch.device("cpu"), torch.float64)
+        for buffer_set in self.buffer_sets:
+            for buffer in (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared):
                 buffer.fill_(torch.nan)
         self.buffers = [
-            bucket_buffers(run, rank, slot)
-            for run, slot in zip(self.program.buckets, self.slots, strict=True)
+            bucket_buffers(run, rank, buffer_set)
+            for run, buffer_set in zip(self.program.buckets, self.buffer_sets, strict=True)
             if not run.local
         ]
         self.stored = [
@@ -176,7 +176,7 @@ class Rank:
 
     def _local(self, act: Act, run: BucketProgram) -> None:
         """A batch of whole matrices, which is done before another one comes: all take turns in one workspace."""
-        assert not any(leg.travels for leg in run.legs)
+        assert not any(phase.travels for phase in run.phases)
         assert run.matrices == tuple(item.matrix for item in run.stored)
         if act is Act.GATHER:
             assert self.local is None
@@ -258,46 +258,48 @@ class Rank:
 
     def _key(self, index: int, which: str) -> Key:
         run = self.program.buckets[index]
-        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[which]
-        assert leg is not None
-        return self.buckets[index], which, leg.group
+        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[which]
+        assert phase is not None
+        return self.buckets[index], which, phase.group
 
-    def _leg(self, collective: Key) -> tuple[BucketProgram, Leg, Slot]:
+    def _phase(self, collective: Key) -> tuple[BucketProgram, Phase, BufferSet]:
         index = self.buckets.index(collective[0])
         run = self.program.buckets[index]
-        leg = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[collective[1]]
-        assert leg is not None
-        return run, leg, self.slots[index]
+        phase = {GATHER: run.gathering, RETURN: run.returning, SPREAD: run.spreading}[collective[1]]
+        assert phase is not None
+        return run, phase, self.buffer_sets[index]
 
     def sent(self, collective: Key) -> list[Tensor]:
         """What this rank sends to each rank of the group."""
-        run, leg, slot = self._leg(collective)
-        if leg.collective is Collective.ALL_TO_ALL:
+        run, phase, buffer_set = self._phase(collective)
+        if phase.collective is Collective.ALL_TO_ALL:
             buffer, splits = (
-                (slot.home[leg.kept :], leg.home_splits)
+                (buffer_set.home[phase.kept :], phase.home_splits)
                 if collective[1] == GATHER
-                else (slot.leaving(run), leg.owned_splits)
+                else (buffer_set.leaving(run), phase.owned_splits)
             )
             return [part.clone() for part in buffer[: sum(splits)].split(list(splits))]
-        if leg.collective is Collective.ALL_GATHER:
-            return [slot.home[: leg.home_numel].clone()] * len(leg.group)
-        return [part.clone() for part in slot.leaving(run)[: sum(leg.owned_splits)].split(list(leg.owned_splits))]
+        if phase.collective is Collective.ALL_GATHER:
+            return [buffer_set.home[: phase.home_numel].clone()] * len(phase.group)
+        return [
+            part.clone() for part in buffer_set.leaving(run)[: sum(phase.owned_splits)].split(list(phase.owned_splits))
+        ]
 
     def output(self, collective: Key) -> Tensor:
         """Where this rank receives."""
-        _, leg, slot = self._leg(collective)
+        _, phase, buffer_set = self._phase(collective)
         if collective[1] == SPREAD:
-            return slot.shared[: sum(leg.owned_splits)]
+            return buffer_set.shared[: sum(phase.owned_splits)]
         if collective[1] == GATHER:
-            return slot.inbox[: sum(leg.owned_splits)]
-        if leg.collective is Collective.ALL_TO_ALL:
-            return slot.home[leg.kept :][: sum(leg.home_splits)]
-        return slot.home[: leg.home_numel]
+            return buffer_set.inbox[: sum(phase.owned_splits)]
+        if phase.collective is Collective.ALL_TO_ALL:
+            return buffer_set.home[phase.kept :][: sum(phase.home_splits)]
+        return buffer_set.home[: phase.home_numel]
 
     def received(self, collective: Key) -> tuple[int, ...]:
         """Elements that this rank expects from each rank of the group."""
-        _, leg, _ = self._leg(collective)
-        return leg.home_splits if collective[1] == RETURN else leg.owned_splits
+        _, phase, _ = self._phase(collective)
+        return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
 
 def check_step(plan: Plan, late: bool) -> World:
@@ -315,14 +317,14 @@ def check_owners(world: World) -> None:
     """Who orthogonalized each matrix: its owner, once for each group; or those that hold it, for themselves."""
     plan, expected = world.plan, Counter[tuple[int, int]]()
     for index, matrix in enumerate(plan.matrices):
-        expected.update((index, rank) for rank in plan.home[index])
+        expected.update((index, rank) for rank in plan.local[index])
         holders = world.geometries[matrix.parameter].elements(matrix.index)
         mesh = plan.parameters[matrix.parameter].layout.mesh
         for bucket in plan.buckets:
             assert set(bucket.owners) <= set(bucket.group)
             for number, member in enumerate(bucket.matrices):
                 if member == index:
-                    assert not plan.home[index], "a matrix at home does not travel"
+                    assert not plan.local[index], "a matrix at home does not travel"
                     assert set(bucket.group) <= set(mesh.ranks), "a group is part of the matrix's mesh"
                     found = [bucket.owners[number]] if bucket.owners else [r for r in holders if r in bucket.group]
                     geometry = world.geometries[matrix.parameter]
@@ -341,61 +343,61 @@ def check_legs(world: World) -> None:
         assert all(run.bucket == bucket for run in runs.values())
         for run in runs.values():
             assert not run.mirrored or run.gathering == run.returning
-            for leg in run.legs:
-                check_offsets(leg)
-        for legs in by_group(runs.values(), lambda run: run.gathering, runs):
-            check_routes(legs)
-        for legs in by_group(runs.values(), lambda run: run.returning, runs):
-            check_routes(legs)
-        for legs in by_group(runs.values(), lambda run: run.spreading, runs):
-            check_shares(legs)
+            for phase in run.phases:
+                check_offsets(phase)
+        for phases in by_group(runs.values(), lambda run: run.gathering, runs):
+            check_routes(phases)
+        for phases in by_group(runs.values(), lambda run: run.returning, runs):
+            check_routes(phases)
+        for phases in by_group(runs.values(), lambda run: run.spreading, runs):
+            check_shares(phases)
 
 
 def by_group(
-    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Leg | None], runs: dict[int, BucketProgram]
-) -> list[dict[int, Leg]]:
+    found: Iterable[BucketProgram], leg_of: Callable[[BucketProgram], Phase | None], runs: dict[int, BucketProgram]
+) -> list[dict[int, Phase]]:
     """One of the legs of each rank, for each group of ranks that is in it together."""
-    groups = {leg.group for run in found if (leg := leg_of(run)) is not None}
+    groups = {phase.group for run in found if (phase := leg_of(run)) is not None}
     assert len({rank for group in groups for rank in group}) == sum(map(len, groups)), "a rank is in one group"
-    return [{rank: leg for rank in group if (leg := leg_of(runs[rank])) is not None} for group in groups]
+    return [{rank: phase for rank in group if (phase := leg_of(runs[rank])) is not None} for group in groups]
 
 
-def check_shares(legs: dict[int, Leg]) -> None:
+def check_shares(phases: dict[int, Phase]) -> None:
     """Each rank gets the pieces of every rank, its own too, in the order in which that one has them."""
-    assert len({leg.travels for leg in legs.values()}) == 1
-    for leg in legs.values():
-        assert leg.group == tuple(sorted(legs)), "the order of a process group"
-        expected = [(peer, p.matrix, p.piece) for peer in leg.group for p in legs[peer].home]
-        assert [(p.peer, p.matrix, p.piece) for p in leg.owned] == expected
-        assert list(leg.owned_splits) == [legs[peer].home_numel for peer in leg.group]
+    assert len({phase.travels for phase in phases.values()}) == 1
+    for phase in phases.values():
+        assert phase.group == tuple(sorted(phases)), "the order of a process group"
+        expected = [(peer, p.matrix, p.piece) for peer in phase.group for p in phases[peer].home]
+        assert [(p.peer, p.matrix, p.piece) for p in phase.owned] == expected
+        assert list(phase.owned_splits) == [phases[peer].home_numel for peer in phase.group]
 
 
-def check_offsets(leg: Leg) -> None:
-    for parcels, numel in ((leg.home, leg.home_numel), (leg.owned, leg.owned_numel)):
+def check_offsets(phase: Phase) -> None:
+    for parcels, numel in ((phase.home, phase.home_numel), (phase.owned, phase.owned_numel)):
         bounds = [(parcel.offset, parcel.offset + parcel.piece.numel) for parcel in parcels]
         assert all(a[1] == b[0] for a, b in pairwise([(0, 0), *bounds, (numel, numel)])), "parcels touch, none overlap"
 
 
-def check_routes(legs: dict[int, Leg]) -> None:
+def check_routes(phases: dict[int, Phase]) -> None:
     """What a sends to b in an all-to-all is what b expects from a, in that order, at the places the splits say."""
-    group = next(iter(legs.values())).group
-    if any(leg.collective is not Collective.ALL_TO_ALL for leg in legs.values()):
+    group = next(iter(phases.values())).group
+    if any(phase.collective is not Collective.ALL_TO_ALL for phase in phases.values()):
         return
     for place, a in enumerate(group):
-        kept = [parcel for parcel in legs[a].home if parcel.peer == a]
-        assert list(legs[a].home[: len(kept)]) == kept, "what stays comes first"
-        assert all(parcel.peer != a for parcel in legs[a].owned), "nothing is sent to oneself"
+        kept = [parcel for parcel in phases[a].home if parcel.peer == a]
+        assert list(phases[a].home[: len(kept)]) == kept, "what stays comes first"
+        assert all(parcel.peer != a for parcel in phases[a].owned), "nothing is sent to oneself"
         for other, b in enumerate(group):
-            sent = [(p.matrix, p.piece) for p in legs[a].home if p.peer == b and a != b]
-            assert sent == [(p.matrix, p.piece) for p in legs[b].owned if p.peer == a]
+            sent = [(p.matrix, p.piece) for p in phases[a].home if p.peer == b and a != b]
+            assert sent == [(p.matrix, p.piece) for p in phases[b].owned if p.peer == a]
             numel = sum(piece.numel for _, piece in sent)
-            assert legs[a].home_splits[other] == legs[b].owned_splits[place] == numel
-    travels = any(split for leg in legs.values() for split in leg.home_splits)
-    for leg in legs.values():
-        assert leg.travels == travels, "a collective that any rank needs is launched by all, and no other"
-        peers = [group.index(p.peer) for p in leg.home if leg.home_splits[group.index(p.peer)] > 0]
+            assert phases[a].home_splits[other] == phases[b].owned_splits[place] == numel
+    travels = any(split for phase in phases.values() for split in phase.home_splits)
+    for phase in phases.values():
+        assert phase.travels == travels, "a collective that any rank needs is launched by all, and no other"
+        peers = [group.index(p.peer) for p in phase.home if phase.home_splits[group.index(p.peer)] > 0]
         assert peers == sorted(peers), "parcels follow the order of the group, as the splits do"
-        peers = [group.index(parcel.peer) for parcel in leg.owned]
+        peers = [group.index(parcel.peer) for parcel in phase.owned]
         assert peers == sorted(peers)
 
 
@@ -454,7 +456,7 @@ def test_whole_experts_stay_home() -> None:
     stack = MatrixStack(2, tuple(MatrixRows(str(i), (Interval(3 * i, 3 * i + 3),)) for i in range(8)))
     plan = plan_of([Parameter("w1", "l", Layout((8, 3, 5), FLAT, (Shard(0),)), stack)])
     assert plan.buckets == ()
-    assert plan.home == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,))
+    assert plan.local == ((0,), (0,), (1,), (1,), (2,), (2,), (3,), (3,))
     check_step(plan, late=True)
 
 
@@ -470,7 +472,7 @@ def test_a_small_matrix_may_be_owned_by_a_rank_without_a_row_of_it() -> None:
     """Two matrices of one row over 4 ranks: rank 0 stores both, and another rank takes one of them."""
     plan = plan_of([sharded(f"{i}", (1, 8), FLAT, 0) for i in range(2)])
     work = check_step(plan, late=True).work
-    assert plan.home == ((0,), (0,)) or len({rank for _, rank in work}) == 2
+    assert plan.local == ((0,), (0,)) or len({rank for _, rank in work}) == 2
 
 
 @pytest.mark.parametrize("exchange", ["all_to_all", "all_gather", "all_gather_reduce_scatter"])
@@ -511,8 +513,8 @@ def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) ->
             for act, index in program.acts:
                 run = program.buckets[index]
                 if act is not Act.APPLY and not run.local:
-                    for leg in run.legs[:1] if act is Act.GATHER else run.legs[1:]:
-                        seen.setdefault(leg.group, []).append((act, mine[index]))
+                    for phase in run.phases[:1] if act is Act.GATHER else run.phases[1:]:
+                        seen.setdefault(phase.group, []).append((act, mine[index]))
             for group, order in seen.items():
                 orders.setdefault(group, set()).add(tuple(order))
         assert all(len(found) == 1 for found in orders.values())

@@ -9,8 +9,8 @@ from tests.unit.plan.test_timeline import FREE
 from tests.unit.plans import SLICING, plan_of
 from titan_muon.options import Machine, OptionError
 from titan_muon.plan.cost.batches import batches
-from titan_muon.plan.cost.timeline import play, timeline
-from titan_muon.plan.cost.times import BucketTimes, Owned
+from titan_muon.plan.cost.timeline import simulate, timeline
+from titan_muon.plan.cost.times import BucketTimes, OwnerTime
 from titan_muon.plan.program import make_program
 from titan_muon.plan.summary import summarize
 from titan_muon.plan.terms.machine import Link, machine_of
@@ -60,7 +60,7 @@ def test_slices_that_their_owners_store_are_not_exchanged() -> None:
     plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
     runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
     assert len(runs) == 4
-    assert not any(leg.travels for run in runs for leg in (run.gathering, run.returning) if leg)
+    assert not any(phase.travels for run in runs for phase in (run.gathering, run.returning) if phase)
     [team] = {work.team for work in plan.works}
     assert team is not None
     assert summarize(plan).collectives_per_step == team.calls
@@ -182,10 +182,10 @@ def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> Non
 def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -> None:
     """Rank 1 has 1 s of work at home; what rank 0 has besides its slice follows."""
     none = (0.0, 0.0)
-    owned = (Owned(0, 1.5, 0, 0), Owned(0, 1.0, 0, 0))
+    owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
     one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
-    assert play([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
-    assert play([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
+    assert simulate([replace(one, teams=())], [0], [0.0, 1.0], 1) == [1.5, 2.0]
+    assert simulate([one], [0], [0.0, 1.0], 1) == [2.5, 2.0]
 
 
 def test_owners_of_slices_take_them_first_and_in_one_order() -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
 from scripts.bounds import least_flops, least_sent
 from tests.unit.plans import BATCH, PROPERTY, parameter_lists, plan_of, plans, ranks_of
-from titan_muon.comm.buffers import make_slots
+from titan_muon.comm.buffers import make_buffer_sets
 from titan_muon.options import OptionError
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Program, make_program
@@ -70,7 +70,8 @@ def counted(plan: Plan, rank: int) -> RankCost:
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
         whole_bytes=whole * plan.wire_bytes,
         work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
-        collectives=sum(leg.travels for run in program.buckets for leg in run.legs) + sum(team.calls for team in teams),
+        collectives=sum(phase.travels for run in program.buckets for phase in run.phases)
+        + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
         state_elements=sum(loads),
@@ -114,8 +115,12 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
 
 
 def buffer_numel(program: Program) -> int:
-    slots = make_slots(program, torch.device("meta"), torch.bfloat16)
-    buffers = {id(buffer): buffer for slot in slots for buffer in (slot.home, slot.inbox, slot.outbox, slot.shared)}
+    buffer_sets = make_buffer_sets(program, torch.device("meta"), torch.bfloat16)
+    buffers = {
+        id(buffer): buffer
+        for buffer_set in buffer_sets
+        for buffer in (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
+    }
     return sum(buffer.numel() for buffer in buffers.values())
 
 

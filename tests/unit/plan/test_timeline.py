@@ -9,19 +9,18 @@ from hypothesis import given, settings
 
 from scripts.bounds import Chain, chains, least_seconds, least_whole
 from tests.unit.plans import PROPERTY, plan_of, plans
-from titan_muon.options import Machine as MachineOptions
-from titan_muon.options import MuonOptions, OptionError, Overlap
+from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.cost.times import Costs
-from titan_muon.plan.search.search import Draft
+from titan_muon.plan.search.search import Simulation
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import MACHINES, Link, Machine, machine_of
+from titan_muon.plan.terms.machine import MACHINES, Link, MachineRates, machine_of
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import ordered_rounds
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
 
 # Nothing but one thing takes time, so that what is expected can be said in a line.
-FREE = Machine(
+FREE = MachineRates(
     "free", 8, dict.fromkeys(("bfloat16", "float16", "float32"), 1e30), 0, 1e30, Link(1e30, 0), Link(1e30, 0), 0
 )
 STACK = MatrixStack(1, (MatrixRows("", (Interval(0, 64),)),))
@@ -33,14 +32,14 @@ def parameters(count: int, ranks: int) -> list[Parameter]:
     return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, STACK) for index in range(count)]
 
 
-def seconds(plan: Plan, machine: Machine) -> float:
+def seconds(plan: Plan, machine: MachineRates) -> float:
     return timeline(plan, machine).last.seconds
 
 
 @pytest.fixture
 def plan() -> Plan:
     """Four matrices over four ranks in one round: each rank owns one."""
-    return plan_of(parameters(4, 4), machine=MachineOptions(node_latency_us=1e6))
+    return plan_of(parameters(4, 4), machine=Machine(node_latency_us=1e6))
 
 
 def test_each_thing_takes_its_time(plan: Plan) -> None:
@@ -66,14 +65,14 @@ def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
 def test_three_slots_hide_a_return_behind_the_next_round() -> None:
     """Rounds of 1 s of Newton-Schulz, 0.4 s there and 0.4 s back: only the first and the last way are not hidden."""
     plan, machine = four_rounds()
-    took = {slots: seconds(replace(plan, slots=slots), machine) for slots in (1, 3)}
+    took = {buffer_sets: seconds(replace(plan, buffer_sets=buffer_sets), machine) for buffer_sets in (1, 3)}
     assert took == pytest.approx({1: 4 * 1.8, 3: 4.8})
 
 
-def four_rounds(*, backward: bool = True) -> tuple[Plan, Machine]:
+def four_rounds(*, backward: bool = True) -> tuple[Plan, MachineRates]:
     """Of one matrix for each of four ranks, in the order of backward or of forward, and a machine on which each takes
     1 s there, and 0.4 s each way."""
-    plan = plan_of(parameters(16, 4), machine=MachineOptions(node_latency_us=1e6))
+    plan = plan_of(parameters(16, 4), machine=Machine(node_latency_us=1e6))
     one = plan.buckets[0]
     matrices = [range(start, start + 4) for start in ((12, 8, 4, 0) if backward else (0, 4, 8, 12))]
     buckets = tuple(replace(one, matrices=tuple(of), owners=(0, 1, 2, 3), round=k) for k, of in enumerate(matrices))
@@ -82,7 +81,7 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, Machine]:
 
 
 @pytest.mark.parametrize(
-    ("slots", "overlap", "step", "exposed", "hidden"),
+    ("buffer_sets", "overlap", "step", "exposed", "hidden"),
     [
         (4, "none", 4.8, 0.8, None),
         # Three of four gathers in backward, the last behind the first rounds: the last return is left.
@@ -93,10 +92,10 @@ def four_rounds(*, backward: bool = True) -> tuple[Plan, Machine]:
     ],
 )
 def test_backward_hides_the_gathers_that_have_buffers(
-    slots: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
+    buffer_sets: int, overlap: Overlap, step: float, exposed: float, hidden: float | None
 ) -> None:
     plan, machine = four_rounds()
-    plan = replace(plan, slots=slots)
+    plan = replace(plan, buffer_sets=buffer_sets)
     played = timeline(plan, machine, overlap=overlap)
     assert (played.last.seconds, played.exposed) == pytest.approx((step, exposed))
     assert played.hidden == (hidden if hidden is None else pytest.approx(hidden))
@@ -111,7 +110,7 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
     first, second, third, last = plan.buckets
     swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
     played = timeline(
-        replace(plan, buckets=(first, swapped[0], third, swapped[1]), slots=4), machine, overlap="backward"
+        replace(plan, buckets=(first, swapped[0], third, swapped[1]), buffer_sets=4), machine, overlap="backward"
     )
     assert played.hidden == pytest.approx(0.4)
     assert ordered_rounds(plan.buckets, "backward") == 3
@@ -119,12 +118,12 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
     assert ordered_rounds(plan.buckets, "forward") == ordered_rounds(plan.buckets, "none") == 0
 
 
-@pytest.mark.parametrize(("slots", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
-def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(slots: int, tail: float) -> None:
-    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their slots."""
+@pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
+def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
+    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their buffer_sets."""
     plan, machine = four_rounds()
     # A rank has a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are read and written.
-    played = timeline(replace(plan, slots=slots), replace(machine, memory=64 * 64 * 10 / 0.2))
+    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 10 / 0.2))
     assert played.tail == pytest.approx(tail)
 
 
@@ -137,11 +136,11 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
 
 def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
     """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
-    plan = plan_of(parameters(2, 2), machine=MachineOptions(node_latency_us=1e6))
+    plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
     (one,) = plan.buckets
     buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
     flops = {"bfloat16": plan.matrices[0].flops}
-    played = timeline(replace(plan, buckets=buckets, slots=1), replace(FREE, flops=flops))
+    played = timeline(replace(plan, buckets=buckets, buffer_sets=1), replace(FREE, flops=flops))
     assert played.last.seconds == pytest.approx(2)
     assert max(rank.waits for rank in played.ranks) == pytest.approx(1)
     assert played.exposed == pytest.approx(0, abs=1e-12)
@@ -162,7 +161,7 @@ def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -
         assert timeline(plan, MACHINES["h100x8"], overlap=overlap) == played
 
 
-def least(plan: Plan, machine: Machine) -> float:
+def least(plan: Plan, machine: MachineRates) -> float:
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
     return least_whole(chains(plan.buckets, costs), [0.0] * len(pieces.ranks()), 100 * seconds(plan, machine))
@@ -204,10 +203,10 @@ def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, b
 def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
     """On FLOPs alone one round is as good as any; on this machine it takes nearly twice as long as several."""
     tasks = parameters(64, 4)
-    options = MachineOptions(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
+    options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)
     chosen = plan_of(tasks, machine=options)
-    one = plan_of(tasks, machine=MachineOptions(node_latency_us=1e9))
+    one = plan_of(tasks, machine=Machine(node_latency_us=1e9))
     assert (one.rounds, chosen.rounds > 2) == (1, True)
     assert seconds(chosen, machine) < 0.75 * seconds(one, machine)
 
@@ -220,26 +219,26 @@ def test_memory_beyond_2_gib_has_to_save_more_time_and_is_said() -> None:
     plan = plan_of([Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(16)])
     assert re.search(r"(^|; )\d+\.\d GiB of buffers and workspace, since with \d+\.\d GiB a step would", plan.reason)
     assert not plan_of(parameters(4, 4)).reason
-    prices = [Draft((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
+    prices = [Simulation((), 3, 1.0, 0, gib * 2**30, 0.0).price for gib in (1, 2, 3)]
     assert prices == pytest.approx([1, 1.03, 1.13])
 
 
 @pytest.mark.parametrize("name", ["h100x8", "h200x8", "b200x8", "a100x8", "cpu"])
 def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> None:
-    machine = machine_of(MachineOptions(name=name))  # type: ignore[arg-type]
+    machine = machine_of(Machine(name=name))  # type: ignore[arg-type]
     rates = [machine.rate("bfloat16", side) for side in (32, 256, 2048, 8192)]
     assert rates == sorted(set(rates))
     assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
 
 
 def test_what_an_option_says_comes_before_the_named_machine() -> None:
-    machine = machine_of(MachineOptions(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
+    machine = machine_of(Machine(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
     assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
     assert machine.node == MACHINES["a100x8"].node
 
 
 def test_the_option_names_every_machine() -> None:
-    assert set(get_args(get_type_hints(MachineOptions)["name"])) == {"auto", *MACHINES}
+    assert set(get_args(get_type_hints(Machine)["name"])) == {"auto", *MACHINES}
 
 
 @pytest.mark.parametrize(
@@ -247,10 +246,10 @@ def test_the_option_names_every_machine() -> None:
 )
 def test_a_machine_that_cannot_be_is_refused_by_the_keys_name(key: str, value: object) -> None:
     with pytest.raises(OptionError, match=rf"^machine\.{key} = "):
-        MuonOptions(machine=MachineOptions(**{key: value}))  # type: ignore[arg-type]
+        MuonOptions(machine=Machine(**{key: value}))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"machine": {"flops": {}}}'])
 def test_a_file_that_is_no_machine_is_refused_by_name(text: str) -> None:
     with pytest.raises(OptionError, match=r"^machine.file = 'x.json' is not a machine"):
-        machine_of(MachineOptions(file="x.json"), "cuda", text)
+        machine_of(Machine(file="x.json"), "cuda", text)

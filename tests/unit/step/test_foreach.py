@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titan_muon.plan.terms.layout import Span
-from titan_muon.step.foreach import Part, part_of
+from titan_muon.step.foreach import Rectangle, rectangle_of
 
 EVERY, OTHER = slice(0, 5), slice(0, 5, 2)
 
@@ -25,6 +25,6 @@ def test_a_part_is_as_much_of_the_storage_as_its_span(
     local: tuple[slice, slice], place: tuple[slice, slice] | slice | None
 ) -> None:
     stored = torch.arange(25.0).view(5, 5)
-    part = part_of(7, Span(local, local, local), stored)
-    assert part == Part(7, place)
+    part = rectangle_of(7, Span(local, local, local), stored)
+    assert part == Rectangle(7, place)
     assert torch.equal(part.of(stored), stored[local])

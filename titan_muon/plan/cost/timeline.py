@@ -10,7 +10,7 @@ from itertools import compress
 from ...options import Overlap
 from ..exchange.pattern import BucketTotals, Flow
 from ..terms.layout import Geometries
-from ..terms.machine import Machine
+from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
@@ -73,7 +73,7 @@ class Timeline:
         return max(rank.link for rank in self.ranks)
 
 
-def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Timeline:
+def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
     """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
 
     With `overlap` the first gathers travel in the backward before the step, or the last results in the forward behind
@@ -85,15 +85,17 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
     place = {rank: index for index, rank in enumerate(ranks)}
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    at_home = costs.home(plan.home).values()
-    newton, passes = [one.owned.seconds for one in at_home], [one.passes for one in at_home]
-    home = [one.seconds for one in at_home]
+    local_times = costs.local(plan.local).values()
+    newton, passes = [one.owned.seconds for one in local_times], [one.passes for one in local_times]
+    local = [one.seconds for one in local_times]
     rounds = [bucket.round for bucket in plan.buckets]
-    hidden = hidden_rounds(overlap, plan.slots, plan.rounds, ordered_rounds(plan.buckets, overlap))
-    clock = _played(times, rounds, home, plan.slots, hidden)
+    hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
+    clock = _run_clock(times, rounds, local, plan.buffer_sets, hidden)
     ends = clock.now
     # What is gathered before takes no time in either; what is applied later is left out of both.
-    free = play([_with_free_links(one) for one in times], rounds, home, plan.slots, Hidden(returns=hidden.returns))
+    free = simulate(
+        [_with_free_links(one) for one in times], rounds, local, plan.buffer_sets, Hidden(returns=hidden.returns)
+    )
     before = [number < hidden.gathers for number in rounds]
     behind = [number >= plan.rounds - hidden.returns for number in rounds]
     for one, late in zip(times, behind, strict=True):
@@ -118,31 +120,31 @@ def timeline(plan: Plan, machine: Machine, *, overlap: Overlap = "none") -> Time
     )
 
 
-def play(
+def simulate(
     times: Sequence[BucketTimes],
     rounds: Sequence[int],
-    home: Sequence[float],
-    slots: int,
+    local: Sequence[float],
+    buffer_sets: int,
     hidden: Hidden = NOTHING,
 ) -> list[float]:
-    """When each rank is done but for what is `hidden`. `rounds` are of the buckets, `home` the seconds of what each
+    """When each rank is done but for what is `hidden`. `rounds` are of the buckets, `local` the seconds of what each
     rank stores whole."""
-    return _played(times, rounds, home, slots, hidden).now
+    return _run_clock(times, rounds, local, buffer_sets, hidden).now
 
 
-def _played(
-    times: Sequence[BucketTimes], rounds: Sequence[int], home: Sequence[float], slots: int, hidden: Hidden
+def _run_clock(
+    times: Sequence[BucketTimes], rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden
 ) -> _Clock:
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
         by_round[number].append(index)
-    clock = _Clock(times, len(home))
-    opening, turns = schedule(count, max(1, min(slots, count)))
+    clock = _Clock(times, len(local))
+    opening, turns = schedule(count, max(1, min(buffer_sets, count)))
     for _, number in opening:
         for bucket in by_round[number]:
             clock.gather(bucket, travels=number >= hidden.gathers)
-    clock.stay(home)
+    clock.stay(local)
     for act, number in turns:
         for bucket in by_round[number]:
             if act is Act.GATHER:
@@ -176,11 +178,11 @@ class _Clock:
         for index, taken in zip(one.group, one.pack, strict=True):
             self.now[index] += taken
         if travels:
-            self._launch(bucket, one.legs[0])
+            self._launch(bucket, one.phases[0])
 
-    def stay(self, home: Sequence[float]) -> None:
+    def stay(self, local: Sequence[float]) -> None:
         # What is stored whole is applied where it is orthogonalized, and has no way back.
-        self.now = [now + taken for now, taken in zip(self.now, home, strict=True)]
+        self.now = [now + taken for now, taken in zip(self.now, local, strict=True)]
         self.computed = max(self.now, default=0.0)
 
     def orthogonalize(self, bucket: int) -> None:
@@ -199,8 +201,8 @@ class _Clock:
         for index, copies, owned in zip(one.group, one.copies, one.owned, strict=True):
             now[index] += copies + owned.seconds
         self.computed = max(self.computed, *(now[index] for index in one.group))
-        if len(one.legs) > 1:
-            self._launch(bucket, one.legs[1])
+        if len(one.phases) > 1:
+            self._launch(bucket, one.phases[1])
 
     def apply(self, bucket: int, *, late: bool) -> None:
         one, now, over = self._times[bucket], self.now, self._over[bucket]
@@ -211,31 +213,31 @@ class _Clock:
             else:
                 now[index] = max(now[index], over) + taken
 
-    def _launch(self, bucket: int, leg: Sequence[float]) -> None:
+    def _launch(self, bucket: int, phase: Sequence[float]) -> None:
         # Where whole copies have nothing to gather no rank waits for another.
-        if not any(leg):
+        if not any(phase):
             return
         one, now, wires = self._times[bucket], self.now, self._wires
         group = one.group
         start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
-        for index, taken in zip(group, leg, strict=True):
+        for index, taken in zip(group, phase, strict=True):
             wires[index] = start + taken
-        self._streams[group] = self._over[bucket] = start + max(leg) + one.latency
+        self._streams[group] = self._over[bucket] = start + max(phase) + one.latency
 
 
 def _with_free_links(one: BucketTimes) -> BucketTimes:
     """A bucket whose collectives take no time. Its ranks still wait for the last of them to begin."""
     # Not zero: what sends nothing is no collective, and nobody waits there.
-    legs = tuple(tuple(seconds * 1e-30 for seconds in leg) for leg in one.legs)
-    return replace(one, legs=legs, latency=0.0)
+    phases = tuple(tuple(seconds * 1e-30 for seconds in phase) for phase in one.phases)
+    return replace(one, phases=phases, latency=0.0)
 
 
 def _gathered(times: Iterable[BucketTimes], ranks: int) -> float:
     """Seconds of the gathers of some buckets, on the rank that has most of them."""
     taken = [0.0] * ranks
     for one in times:
-        for index in one.group if any(one.legs[0]) else ():
-            taken[index] += max(one.legs[0]) + one.latency
+        for index in one.group if any(one.phases[0]) else ():
+            taken[index] += max(one.phases[0]) + one.latency
     return max(taken, default=0.0)
 
 
@@ -245,14 +247,14 @@ def _links(
     late: Iterable[bool],
     ranks: Sequence[int],
     wire_bytes: int,
-    machine: Machine,
+    machine: MachineRates,
 ) -> list[float]:
     """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered, and whose
     end others return after."""
     sums = {rank: [0, 0, 0, 0] for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, found in bucket.items():
-            for flow in found.legs[before : 1 if behind else None]:
+            for flow in found.phases[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..exchange.pattern import BucketTotals, KindCounts
-from ..terms.machine import Machine
+from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
@@ -20,8 +20,8 @@ APPLY_BYTES = 8
 """For an element of a piece: a float32 parameter is read and written."""
 
 
-class Owned(NamedTuple):
-    """Cost of the matrices that one rank orthogonalizes in a bucket, or at home.
+class OwnerTime(NamedTuple):
+    """Cost of the matrices that one rank orthogonalizes in a bucket, or locally.
 
     Attributes:
         elements: of the matrices.
@@ -46,10 +46,10 @@ class Owned(NamedTuple):
     team_calls: int = 0
 
 
-class Home(NamedTuple):
+class LocalTime(NamedTuple):
     """Cost of the matrices that one rank stores whole: Newton-Schulz, and seconds of momentum and apply."""
 
-    owned: Owned
+    owned: OwnerTime
     passes: float
 
     @property
@@ -68,33 +68,33 @@ class Costs:
         machine: what the ranks run on.
     """
 
-    def __init__(self, pieces: Pieces, works: Sequence[Work], wire_bytes: int, machine: Machine) -> None:
+    def __init__(self, pieces: Pieces, works: Sequence[Work], wire_bytes: int, machine: MachineRates) -> None:
         self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
-        self._owned: dict[KindCounts, Owned] = {}
+        self._owned: dict[KindCounts, OwnerTime] = {}
 
-    def owned(self, counts: KindCounts) -> Owned:
+    def owned(self, counts: KindCounts) -> OwnerTime:
         """What it takes to orthogonalize so many matrices of these kinds, in batches."""
         # Most ranks have equally many of the same kinds.
         if counts not in self._owned:
             self._owned[counts] = self._find(counts)
         return self._owned[counts]
 
-    def home(self, home: Sequence[Ranks]) -> dict[int, Home]:
-        """The cost at home of every rank of the plan; `home` are the ranks of each matrix."""
+    def local(self, local: Sequence[Ranks]) -> dict[int, LocalTime]:
+        """The cost locally of every rank of the plan; `local` are the ranks of each matrix."""
         found: dict[int, dict[int, int]] = {rank: {} for rank in self.pieces.ranks()}
-        for kind, ranks in zip(self.pieces.kinds, home, strict=True):
+        for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
                 found[rank][kind] = found[rank].get(kind, 0) + 1
         # Momentum writes the matrix in the dtype of the wire, and its result is read from there.
         moved = MOMENTUM_BYTES + APPLY_BYTES + 2 * self.wire_bytes
         owned = {rank: self.owned(tuple(sorted(mine.items()))) for rank, mine in found.items()}
-        return {rank: Home(one, self.machine.pass_seconds(one.elements * moved)) for rank, one in owned.items()}
+        return {rank: LocalTime(one, self.machine.pass_seconds(one.elements * moved)) for rank, one in owned.items()}
 
-    def _find(self, counts: KindCounts) -> Owned:
-        found = Owned(0, 0.0, 0, 0)
+    def _find(self, counts: KindCounts) -> OwnerTime:
+        found = OwnerTime(0, 0.0, 0, 0)
         for matrix, size in counted_batches(counts, self.pieces, self.works):
             work = self.works[matrix.work]
-            found = Owned(
+            found = OwnerTime(
                 elements=found.elements + size * matrix.numel,
                 seconds=found.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
                 assembled=max(found.assembled, size * matrix.numel * self.wire_bytes),
@@ -134,10 +134,10 @@ class BucketTimes:
 
     group: tuple[int, ...]
     pack: tuple[float, ...]
-    owned: tuple[Owned, ...]
+    owned: tuple[OwnerTime, ...]
     copies: tuple[float, ...]
     apply: tuple[float, ...]
-    legs: tuple[tuple[float, ...], ...]
+    phases: tuple[tuple[float, ...], ...]
     latency: float
     teams: tuple[tuple[tuple[int, ...], float], ...] = ()
 
@@ -150,7 +150,7 @@ def bucket_times(
     found = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1
     latency = machine.network.latency if across else machine.node.latency
-    there, *back = zip(*(tuple(flow.seconds(wire, machine) for flow in one.legs) for one in found), strict=True)
+    there, *back = zip(*(tuple(flow.seconds(wire, machine) for flow in one.phases) for one in found), strict=True)
     owned = tuple(costs.owned(one.owned) for one in found)
     return BucketTimes(
         group=tuple(place[rank] for rank in bucket.group),
@@ -158,7 +158,7 @@ def bucket_times(
         owned=owned,
         copies=tuple(machine.pass_seconds(costs.copied_bytes(one.elements)) for one in owned),
         apply=tuple(machine.pass_seconds(one.stored * (APPLY_BYTES + wire)) for one in found),
-        legs=(there, *_one_after_another(back, latency)),
+        phases=(there, *_one_after_another(back, latency)),
         latency=latency,
         teams=tuple(_teams(bucket, costs, place)),
     )

@@ -21,7 +21,7 @@ class Totals:
             for rank, totals in by_rank.items():
                 self.buckets[rank].append((bucket.round, totals))
 
-    def buffer_elements(self, rank: int, slots: int) -> int:
+    def buffer_elements(self, rank: int, buffer_sets: int) -> int:
         """Elements of the exchange's buffers on a rank, when `slots` rounds have buffers at a time."""
         # A round's buckets are in flight together, so each has three buffers of its own. Buckets at the same place of
         # other rounds in the slot take turns in them, and the largest of these decides.
@@ -30,6 +30,8 @@ class Totals:
         for number, totals in self.buckets[rank]:
             place = place + 1 if number == last else 0
             last = number
-            seen = largest.get((number % slots, place), [])
-            largest[number % slots, place] = [max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)]
+            seen = largest.get((number % buffer_sets, place), [])
+            largest[number % buffer_sets, place] = [
+                max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)
+            ]
         return sum(map(sum, largest.values()))

@@ -14,7 +14,7 @@ from ..terms.types import Bucket
 from .all_to_all import AllToAll, Duplicated, owned_by_kind
 from .hierarchical import Hierarchical
 from .pattern import BucketTotals, Pattern, counts, ring
-from .phases import BucketProgram, Collective, Leg, parcels, splits
+from .phases import BucketProgram, Collective, Phase, parcels, splits
 
 
 class AllGather(Pattern):
@@ -24,16 +24,16 @@ class AllGather(Pattern):
     has_owners = False
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        leg = self._leg(bucket, rank, pieces)
-        return BucketProgram(bucket, tuple(parcel.matrix for parcel in leg.home), leg, None, False)
+        phase = self._phase(bucket, rank, pieces)
+        return BucketProgram(bucket, tuple(parcel.matrix for parcel in phase.home), phase, None, False)
 
-    def _leg(self, bucket: Bucket, rank: int, pieces: Pieces) -> Leg:
+    def _phase(self, bucket: Bucket, rank: int, pieces: Pieces) -> Phase:
         stored = {
             peer: [(m, piece) for m in bucket.matrices if (piece := pieces.find(m, peer)) is not None]
             for peer in bucket.group
         }
         home, owned = parcels(stored, [rank]), parcels(stored, bucket.group)
-        return Leg(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
+        return Phase(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         stored = dict.fromkeys(bucket.group, 0)
@@ -63,16 +63,16 @@ class AllGatherReduceScatter(AllGather):
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         # Never mirrored: the summed buffer has to be zero but for the results, and the inbox is full of pieces.
-        leg = self._leg(bucket, rank, pieces)
+        phase = self._phase(bucket, rank, pieces)
         mine = tuple(m for m, owner in zip(bucket.matrices, bucket.owners, strict=True) if owner == rank)
-        return BucketProgram(bucket, mine, leg, replace(leg, collective=Collective.REDUCE_SCATTER), False)
+        return BucketProgram(bucket, mine, phase, replace(phase, collective=Collective.REDUCE_SCATTER), False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         mine, found = counts(owned_by_kind(bucket, pieces)), {}
         for rank, there in super().totals(bucket, pieces).items():
-            both, (home, inbox, _), legs = there.sent + there.received, there.buffers, 2 * there.legs
+            both, (home, inbox, _), phases = there.sent + there.received, there.buffers, 2 * there.phases
             own = mine.get(rank, ())
-            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), legs, 2)
+            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), phases, 2)
         return found
 
 

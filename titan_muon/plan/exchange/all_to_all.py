@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..terms.pieces import Holders, Pieces, Ranks
 from ..terms.types import Bucket, Piece
 from .pattern import BucketTotals, Flow, Pattern, counts
-from .phases import BucketProgram, Collective, Leg, parcels, splits
+from .phases import BucketProgram, Collective, Phase, parcels, splits
 
 Key = Callable[[int], Hashable]
 GATHER, RETURN = 0, 1
@@ -42,7 +42,7 @@ class AllToAll(Pattern):
     """Every piece goes to the owner of its matrix, and back: each element travels once each way."""
 
     name = "all_to_all"
-    one_copy = True
+    one_replica = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
         """The routes of a matrix: from the owner's own replica, and to the ranks of all replicas."""
@@ -52,18 +52,20 @@ class AllToAll(Pattern):
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         travels = [any(flow.owned for flow in by_rank.values()) for by_rank in self._flows(bucket, pieces)]
-        there, back = (self.leg(bucket, rank, pieces, phase, travels[phase]) for phase in (GATHER, RETURN))
+        there, back = (
+            self.phase(bucket, rank, pieces, direction, travels[direction]) for direction in (GATHER, RETURN)
+        )
         pairs = zip(bucket.matrices, bucket.owners, strict=True)
         mine = tuple(matrix for matrix, owner in pairs if rank in self.routes(matrix, pieces).of(owner))
         return BucketProgram(bucket, mine, there, back, there == back)
 
-    def leg(self, bucket: Bucket, rank: int, pieces: Pieces, phase: int, travels: bool = True) -> Leg:
+    def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int, travels: bool = True) -> Phase:
         """One phase of the bucket, seen from one rank."""
         home: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         owned: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
             routes = self.routes(matrix, pieces)
-            key = routes.keys[phase]
+            key = routes.keys[direction]
             for worker in routes.of(owner):
                 for holder in bucket.group if worker == rank else (rank,):
                     piece = pieces.find(matrix, holder)
@@ -73,7 +75,7 @@ class AllToAll(Pattern):
                         home[worker].append((matrix, piece))
                     else:
                         owned[holder].append((matrix, piece))
-        return Leg(
+        return Phase(
             collective=Collective.ALL_TO_ALL,
             home=parcels(home, [rank, *(peer for peer in bucket.group if peer != rank)]),
             owned=parcels(owned, bucket.group),
@@ -97,9 +99,9 @@ class AllToAll(Pattern):
                 workers.update(dict.fromkeys(routes.of(owner), count))
             yield kind, routes, workers
 
-    def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Phase], dict[int, _Phase]]:
+    def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
         """What each rank exchanges in the gather, and in the return."""
-        found = ({rank: _Phase() for rank in bucket.group}, {rank: _Phase() for rank in bucket.group})
+        found = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
         for kind, routes, workers in self._kinds(bucket, pieces):
             holders = pieces.holders(kind, bucket.group)
             for by_rank, key in zip(found, routes.keys, strict=True):
@@ -124,7 +126,7 @@ class Duplicated(AllToAll):
 
 
 @dataclass
-class _Phase:
+class _Amounts:
     """Elements that one rank exchanges in one phase.
 
     Attributes:
@@ -148,7 +150,7 @@ def _everywhere(rank: int) -> Hashable:
 
 
 def _add(
-    by_rank: Mapping[int, _Phase],
+    by_rank: Mapping[int, _Amounts],
     holders: Holders,
     workers: Mapping[int, int],
     key: Key,
@@ -167,19 +169,19 @@ def _add(
         place, node, mine = key(worker), pieces.node(worker), holders.on_rank.get(worker, 0)
         done[place] += count
         done_near[place, node] += count
-        phase = by_rank[worker]
-        phase.owned += count * (stored[place] - mine)
-        phase.owned_near += count * (stored_near[place, node] - mine)
-        phase.parts = phase.parts or parts
+        direction = by_rank[worker]
+        direction.owned += count * (stored[place] - mine)
+        direction.owned_near += count * (stored_near[place, node] - mine)
+        direction.parts = direction.parts or parts
     for rank, elements, node, _ in holders.found:
-        place, count, phase = key(rank), workers.get(rank, 0), by_rank[rank]
-        phase.home += elements * done[place]
-        phase.kept += elements * count
-        phase.home_near += elements * (done_near[place, node] - count)
-        phase.parts = phase.parts or parts
+        place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
+        direction.home += elements * done[place]
+        direction.kept += elements * count
+        direction.home_near += elements * (done_near[place, node] - count)
+        direction.parts = direction.parts or parts
 
 
-def _totals(gather: _Phase, back: _Phase, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
+def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
     leaves, comes = gather.home - gather.kept, back.home - back.kept
     there = Flow(gather.home_near, leaves - gather.home_near, gather.owned_near, gather.owned - gather.owned_near)
     returns = Flow(back.owned_near, back.owned - back.owned_near, back.home_near, comes - back.home_near)

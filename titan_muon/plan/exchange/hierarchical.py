@@ -13,7 +13,7 @@ from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket
 from .all_to_all import RETURN, AllToAll
 from .pattern import BucketTotals, ring
-from .phases import BucketProgram, Collective, Leg, Parcel
+from .phases import BucketProgram, Collective, Parcel, Phase
 
 
 class Hierarchical(AllToAll):
@@ -36,14 +36,16 @@ class Hierarchical(AllToAll):
         assert run.returning is not None, "an all-to-all returns"
         received: list[Parcel] = []
         sizes: list[int] = []
-        line = tuple(sorted(parts))
-        for member in line:
-            leg = run.returning if member == rank else self.leg(parts[member], member, pieces, RETURN)
+        replica_group = tuple(sorted(parts))
+        for member in replica_group:
+            phase = run.returning if member == rank else self.phase(parts[member], member, pieces, RETURN)
             # In the order of that rank's home buffer. This rank stores the same piece of each of its matrices.
-            received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in leg.home]
-            sizes.append(leg.home_numel)
+            received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in phase.home]
+            sizes.append(phase.home_numel)
         home = run.returning.home
-        spreading = Leg(Collective.ALL_GATHER, home, tuple(received), (), tuple(sizes), travels=any(sizes), group=line)
+        spreading = Phase(
+            Collective.ALL_GATHER, home, tuple(received), (), tuple(sizes), travels=any(sizes), group=replica_group
+        )
         return replace(run, bucket=bucket, spreading=spreading)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
@@ -54,17 +56,17 @@ class Hierarchical(AllToAll):
         for ranks in replicas:
             within |= super().totals(_within(bucket, ranks), pieces)
         found = {}
-        for line in zip(*replicas, strict=True):
-            stored = {rank: within[rank].stored for rank in sorted(line)}
+        for replica_group in zip(*replicas, strict=True):
+            stored = {rank: within[rank].stored for rank in sorted(replica_group)}
             whole, flows = sum(stored.values()), ring(stored, pieces)
             for rank, kept in stored.items():
                 own = within[rank]
                 found[rank] = own._replace(
                     stored=whole,
-                    sent=own.sent + kept * (len(line) - 1),
+                    sent=own.sent + kept * (len(replica_group) - 1),
                     received=own.received + whole - kept,
                     buffers=(*own.buffers, whole),
-                    legs=(*own.legs, flows[rank]),
+                    phases=(*own.phases, flows[rank]),
                     collectives=own.collectives + bool(whole),
                 )
         return found
@@ -74,8 +76,8 @@ class Hierarchical(AllToAll):
         # A replica on one rank is whole there, and exchanges nothing.
         return [tuple(sorted(ranks)) for ranks in replicas if len(ranks) > 1] if replicas else (bucket.group,)
 
-    def lines(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        return [tuple(sorted(line)) for line in zip(*replicas_in(bucket, pieces), strict=True)]
+    def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+        return [tuple(sorted(replica_group)) for replica_group in zip(*replicas_in(bucket, pieces), strict=True)]
 
 
 def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
@@ -83,7 +85,7 @@ def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
 
     Empty unless all of the bucket's matrices have several replicas, on the same sets of ranks.
     """
-    found = {pieces.copies(kind, bucket.group) for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}}
+    found = {pieces.replicas(kind, bucket.group) for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}}
     replicas = found.pop() if len(found) == 1 else ()
     return replicas if len(replicas) > 1 and len({len(ranks) for ranks in replicas}) == 1 else ()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..terms.machine import Machine
+from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.types import Bucket
 from .phases import BucketProgram
@@ -24,7 +24,7 @@ class Flow(NamedTuple):
     received_near: int
     received_far: int
 
-    def seconds(self, element_bytes: int, machine: Machine) -> float:
+    def seconds(self, element_bytes: int, machine: MachineRates) -> float:
         """Time that the rank's busiest link needs for it."""
         # Each way has its own wires, and so have the node and the network: all four are at work at once.
         near = max(self.sent_near, self.received_near) / machine.node.bandwidth
@@ -50,7 +50,7 @@ class BucketTotals(NamedTuple):
     sent: int
     received: int
     buffers: tuple[int, ...]
-    legs: tuple[Flow, ...]
+    phases: tuple[Flow, ...]
     collectives: int
 
 
@@ -93,7 +93,7 @@ class Pattern(ABC):
 
     name: str
     has_owners = True
-    one_copy = False
+    one_replica = False
     spreads = False
     automatic = False
 
@@ -105,7 +105,7 @@ class Pattern(ABC):
         """The ranks of each gather and return of the bucket, ascending."""
         return (bucket.group,)
 
-    def lines(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
+    def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
         """The ranks of each collective over copies, ascending."""
         return ()
 

@@ -29,7 +29,7 @@ class Parcel:
 
 
 @dataclass(frozen=True)
-class Leg:
+class Phase:
     """One collective of a bucket, seen from one rank.
 
     `home` are the parcels of pieces that this rank stores, in its home buffer; `owned` those of the matrices that it
@@ -77,10 +77,10 @@ class BucketProgram:
 
     bucket: Bucket
     matrices: tuple[int, ...]
-    gathering: Leg
-    returning: Leg | None
+    gathering: Phase
+    returning: Phase | None
     mirrored: bool
-    spreading: Leg | None = None
+    spreading: Phase | None = None
 
     @cached_property
     def stored(self) -> tuple[Parcel, ...]:
@@ -95,9 +95,9 @@ class BucketProgram:
         return len(self.bucket.group) == 1
 
     @property
-    def legs(self) -> tuple[Leg, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Its collectives, in order."""
-        return tuple(leg for leg in (self.gathering, self.returning, self.spreading) if leg is not None)
+        return tuple(phase for phase in (self.gathering, self.returning, self.spreading) if phase is not None)
 
 
 ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]

@@ -26,7 +26,7 @@ class OwnedItem:
     bytes: int
     units: int = 1
     owner: Owner = "balanced"
-    copies: int = 1
+    replicas: int = 1
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Ownership:
         matrices, held, flops = ([0] * self.size for _ in range(3))
         for item, owners in zip(self.items, self.owners, strict=True):
             for first, share in zip(owners, _shares(item, len(owners)), strict=True):
-                for rank in range(first, first + item.copies):
+                for rank in range(first, first + item.replicas):
                     matrices[rank] += share if item.units > 1 else 1
                     held[rank] += item.bytes * share // item.units
                     flops[rank] += item.flops * share // item.units
@@ -78,7 +78,7 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Share:
     """What of an item goes to one rank: its task, and its place in the order of dim 0."""
 
     item: int
@@ -92,25 +92,25 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
     return [stop - start for start, stop in parts]
 
 
-def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Piece]:
+def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Share]:
     # What one rank is to have is one piece, whatever the units. Otherwise no piece is empty: 5 units that 4 ranks would
     # share two by two are for 3 of them.
-    most = min(item.units, size) if item.owner == "balanced" and item.copies == 1 else 1
+    most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
     shares = [share for share in _shares(item, most) if share > 0]
     for number, share in enumerate(shares):
         flops, held = item.flops * share // item.units, item.bytes * share // item.units
-        yield _Piece(index, number, Task(index, 0, flops, held, item.layer))
+        yield _Share(index, number, Task(index, 0, flops, held, item.layer))
 
 
 def _give_named(
     items: Sequence[OwnedItem],
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_Share],
     size: int,
     balancer: Balancer,
     owners: dict[tuple[int, int], int],
 ) -> None:
     """Give items whose owner is a rank to it, and those of each layer that has one owner to the least loaded."""
-    layers: dict[str, list[_Piece]] = {}
+    layers: dict[str, list[_Share]] = {}
     for piece in pieces:
         item = items[piece.item]
         if isinstance(item.owner, int):
@@ -126,18 +126,18 @@ def _give_named(
             owners[piece.item, piece.number] = _put(piece, items, rank, balancer)
 
 
-def _put(piece: _Piece, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
+def _put(piece: _Share, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
     """Give a piece to a rank, or to the neighbours with it that have copies. Returns the first of them."""
-    copies = items[piece.item].copies
-    first = rank - rank % copies
-    for each in range(first, first + copies):
+    replicas = items[piece.item].replicas
+    first = rank - rank % replicas
+    for each in range(first, first + replicas):
         balancer.put(piece.task, each)
     return first
 
 
 def _give_balanced(
     items: Sequence[OwnedItem],
-    pieces: Sequence[_Piece],
+    pieces: Sequence[_Share],
     size: int,
     balancer: Balancer,
     owners: dict[tuple[int, int], int],
@@ -156,7 +156,7 @@ def _give_balanced(
         # What no one orthogonalizes is divided by bytes: by FLOPs all of it would go to the rank with the fewest.
         if piece.task.flops == 0:
             rank = _put(piece, items, balancer.lightest(), balancer)
-        elif items[piece.item].copies > 1:
+        elif items[piece.item].replicas > 1:
             rank = _put(piece, items, balancer.least(), balancer)
         else:
             rank = balancer.give(piece.task, heap, in_layer if alone else in_stack)

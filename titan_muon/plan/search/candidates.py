@@ -58,7 +58,7 @@ def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     """Owners return results to their own replica, and replicas all-gather results from each other."""
     pieces = problem.costs.pieces
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
-    has_replicas = any(len(pieces.copies(kind, problem.groups[group])) > 1 for kind, group in kinds)
+    has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
     if has_replicas and problem.pattern is PATTERNS["all_to_all"] and not given_to_groups(problem.options):
         reason = (
             "owners return results to their own copy, and copies all-gather them among each other (hierarchical): at "

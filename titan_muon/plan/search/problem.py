@@ -26,10 +26,10 @@ class Problem:
         options: the user's.
         pattern: exchange of all buckets.
         costs: seconds of everything on the machine.
-        home: for each matrix the ranks that store all of it and orthogonalize it there.
+        local: for each matrix the ranks that store all of it and orthogonalize it there.
         tasks: for each other matrix one task for each group that assembles it.
         groups: global ranks of the groups.
-        load: FLOPs that a rank has at home.
+        load: FLOPs that a rank has locally.
         able: the ranks that can own a matrix, where not all of its group can.
         owners: owners that are decided already, for slices and tensor-parallel groups.
     """
@@ -38,7 +38,7 @@ class Problem:
     options: MuonOptions
     pattern: Pattern
     costs: Costs
-    home: tuple[Ranks, ...]
+    local: tuple[Ranks, ...]
     tasks: tuple[Task, ...]
     groups: tuple[Ranks, ...]
     load: Mapping[int, int]
@@ -59,12 +59,12 @@ def make_problem(
 
     @cache
     def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """For each matrix of a parameter its ranks at home, and the numbers of the groups that assemble it."""
+        """For each matrix of a parameter its ranks locally, and the numbers of the groups that assemble it."""
         found = assemblies(geometries.shared[geometry], split)
-        return [(one.home, [groups.setdefault(ranks, len(groups)) for ranks in one.groups]) for one in found]
+        return [(one.local, [groups.setdefault(ranks, len(groups)) for ranks in one.groups]) for one in found]
 
     pattern, matrices = PATTERNS[options.exchange], costs.pieces.matrices
-    home: list[Ranks] = []
+    local: list[Ranks] = []
     tasks: list[Task] = []
     load: dict[int, int] = {}
     for number, matrix in enumerate(matrices):
@@ -73,13 +73,13 @@ def make_problem(
         # where they were not found equal, one rank's result would silently replace another's.
         split = pattern.has_owners and not parameter.own and options.replicas != "redundant"
         ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
-        home.append(ranks)
+        local.append(ranks)
         for rank in ranks:
             load[rank] = load.get(rank, 0) + matrix.flops
         for group in assembled_by:
             tasks.append(Task(number, group, matrix.flops, matrix.numel * options.wire_bytes, parameter.layer))
     able = _able(parameters, matrices, tasks, tuple(groups))
-    return Problem(tuple(parameters), options, pattern, costs, tuple(home), tuple(tasks), tuple(groups), load, able)
+    return Problem(tuple(parameters), options, pattern, costs, tuple(local), tuple(tasks), tuple(groups), load, able)
 
 
 def _able(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ...options import OptionError, Overlap
-from ..cost.timeline import play
+from ..cost.timeline import simulate
 from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
@@ -34,14 +34,14 @@ PAYS = 1.1
 """More rounds are tried while none is slower than the best by more than this factor."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Rounds for each matrix of the busiest owner. Forward waits for the first one, which is shorter the more there are."""
-SLOTS = (3, 2, 4, 1)
+BUFFER_SETS = (3, 2, 4, 1)
 """A round that is computed, one that comes and one that returns are three; two or one save memory, four even out."""
-MOST_PLAYED = 400_000
+MOST_TURNS = 400_000
 """Turns of single ranks that are played in a search."""
 
 
 @dataclass(frozen=True)
-class Draft:
+class Simulation:
     """Buckets that could be the plan's.
 
     Attributes:
@@ -55,7 +55,7 @@ class Draft:
     """
 
     buckets: tuple[Bucket, ...]
-    slots: int
+    buffer_sets: int
     seconds: float
     buffer_bytes: int
     bytes: int
@@ -88,7 +88,7 @@ class Strategy:
     cut: Cut = Cut.TIME
 
 
-def fastest(problem: Problem) -> Draft:
+def fastest(problem: Problem) -> Simulation:
     """The draft to take. Raises OptionError if the user's buffers are too small for any."""
     search = _Search(problem)
     # What the model hides may save less than uneven rounds cost. Both kinds are searched, each by itself, or the best
@@ -108,28 +108,28 @@ class _Search:
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
         self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
-        self._home = list(problem.costs.home(problem.home).values())
+        self._local = list(problem.costs.local(problem.local).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
         self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.able)
-        self._drafts: list[Draft] = []
-        self._played: dict[Strategy, Draft] = {}
+        self._simulations: list[Simulation] = []
+        self._simulated: dict[Strategy, Simulation] = {}
         self._owners: dict[int, OwnerOf] = {}
-        self._left = MOST_PLAYED
+        self._left = MOST_TURNS
         self._ending = ""
 
     def run(self, in_model_order: bool) -> None:
         """Double the number of rounds until more do not pay, then change the best strategy in one respect at a time."""
-        self._left = MOST_PLAYED
+        self._left = MOST_TURNS
         self._double(Strategy(self._first_rounds(), in_model_order))
         best = None
-        while self._played and best != (best := self._best_strategy(in_model_order)):
+        while self._simulated and best != (best := self._best_strategy(in_model_order)):
             # One respect after the other, each from the best so far: all combinations would be ten times as many.
             for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
                 for strategy in neighbours(self._best_strategy(in_model_order)):
-                    self._play(strategy)
+                    self._simulate(strategy)
 
     def _double(self, strategy: Strategy) -> None:
-        best, played, left = None, self._play(strategy), MOST_PLAYED
+        best, played, left = None, self._simulate(strategy), MOST_TURNS
         while played is not None and strategy.rounds < self._most_rounds():
             best = played if best is None else min(best, played, key=self._worth)
             # Twice as many rounds have twice the turns. In large worlds some are kept for other strategies.
@@ -137,12 +137,12 @@ class _Search:
             if self._fits(played) and (dear or played.price > PAYS * best.price):
                 break
             left, strategy = self._left, replace(strategy, rounds=min(2 * strategy.rounds, self._most_rounds()))
-            played = self._play(strategy)
+            played = self._simulate(strategy)
 
     def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
         for order, cut in () if best.in_model_order else product(Order, Cut):
             # Another order changes little where a rank has many matrices, and those worlds are large.
-            if order is best.order or self._left > MOST_PLAYED // 2:
+            if order is best.order or self._left > MOST_TURNS // 2:
                 yield replace(best, order=order, cut=cut)
 
     def _other_owners(self, best: Strategy) -> Iterator[Strategy]:
@@ -158,7 +158,7 @@ class _Search:
     def _first_rounds(self) -> int:
         """As many rounds as keep three of them within a few times the free memory."""
         taken = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
-        return max(1, min(self._most_rounds(), int(taken * max(SLOTS) / (8 * FREE_BYTES))))
+        return max(1, min(self._most_rounds(), int(taken * max(BUFFER_SETS) / (8 * FREE_BYTES))))
 
     def _most_rounds(self) -> int:
         """So many that each round has one matrix of every owner, or several owners take turns, see TURNS."""
@@ -175,35 +175,35 @@ class _Search:
             self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, problem.load, problem.able)
         return self._owners[number]
 
-    def _fits(self, draft: Draft) -> bool:
+    def _fits(self, simulation: Simulation) -> bool:
         wanted = self._problem.options.buffer_bytes
-        return wanted is None or draft.buffer_bytes <= wanted
+        return wanted is None or simulation.buffer_bytes <= wanted
 
-    def _worth(self, draft: Draft) -> tuple[bool, float, int]:
-        fits = self._fits(draft)
-        return not fits, draft.price if fits else draft.buffer_bytes, draft.bytes
+    def _worth(self, simulation: Simulation) -> tuple[bool, float, int]:
+        fits = self._fits(simulation)
+        return not fits, simulation.price if fits else simulation.buffer_bytes, simulation.bytes
 
-    def _best(self) -> Draft:
-        return min(self._drafts, key=self._worth)
+    def _best(self) -> Simulation:
+        return min(self._simulations, key=self._worth)
 
     def _best_strategy(self, in_model_order: bool) -> Strategy:
-        played = [strategy for strategy in self._played if strategy.in_model_order == in_model_order]
-        return min(played or self._played, key=lambda strategy: self._worth(self._played[strategy]))
+        played = [strategy for strategy in self._simulated if strategy.in_model_order == in_model_order]
+        return min(played or self._simulated, key=lambda strategy: self._worth(self._simulated[strategy]))
 
     def _ended(self) -> bool:
         """Whether there is little to gain, or too much has been played."""
-        if not self._drafts:
+        if not self._simulations:
             return False
         best = self._best()
         if self._fits(best) and best.price <= max(NEAR_LIMIT * best.busiest, best.busiest + SHORT_SECONDS):
             return True
         if self._left <= 0:
-            self._ending = f"the search for a faster plan was ended after {MOST_PLAYED:,} turns of single ranks"
+            self._ending = f"the search for a faster plan was ended after {MOST_TURNS:,} turns of single ranks"
         return self._left <= 0
 
-    def _play(self, strategy: Strategy) -> Draft | None:
+    def _simulate(self, strategy: Strategy) -> Simulation | None:
         """The best draft of a strategy over all numbers of slots; None if the search has ended."""
-        if strategy not in self._played:
+        if strategy not in self._simulated:
             if self._ended():
                 return None
             owners = self._assigned(strategy.owners)
@@ -213,15 +213,15 @@ class _Search:
                 grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
                 if self._overlap != "none":
                     grouped, owners = self._model_order.exchanged(grouped, owners)
-            self._played[strategy] = self._add(grouped, owners)
-        return self._played[strategy]
+            self._simulated[strategy] = self._add(grouped, owners)
+        return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
         """The tasks in at most so many rounds, as they follow each other, or as the model comes to them."""
         tasks, groups = self._problem.tasks, self._problem.groups
         return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
 
-    def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Draft:
+    def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
         """Simulate these rounds with each number of slots. Returns the best draft."""
         problem = self._problem
         if problem.sliced:
@@ -232,20 +232,22 @@ class _Search:
             bucket_times(bucket, found, problem.costs, self._place)
             for bucket, found in zip(buckets, totals.of_buckets, strict=True)
         ]
-        numbers, home = [bucket.round for bucket in buckets], [one.seconds for one in self._home]
+        numbers, local = [bucket.round for bucket in buckets], [one.seconds for one in self._local]
         busiest, work = self._computed(times)
         added = []
         ordered = ordered_rounds(buckets, self._overlap)
         # In backward and in forward all can travel that have buffers of their own.
         more = (len(grouped),) if ordered else ()
-        for slots in dict.fromkeys(min(slots, max(1, len(grouped))) for slots in (*SLOTS, *more)):
+        for buffer_sets in dict.fromkeys(
+            min(buffer_sets, max(1, len(grouped))) for buffer_sets in (*BUFFER_SETS, *more)
+        ):
             self._left -= 3 * sum(len(bucket.group) for bucket in buckets)
-            hidden = hidden_rounds(self._overlap, slots, len(grouped), ordered)
-            seconds = max(play(times, numbers, home, slots, hidden), default=0.0)
-            buffers = [totals.buffer_elements(rank, slots) * problem.options.wire_bytes for rank in self._place]
+            hidden = hidden_rounds(self._overlap, buffer_sets, len(grouped), ordered)
+            seconds = max(simulate(times, numbers, local, buffer_sets, hidden), default=0.0)
+            buffers = [totals.buffer_elements(rank, buffer_sets) * problem.options.wire_bytes for rank in self._place]
             taken = max((b + w for b, w in zip(buffers, work, strict=True)), default=0)
-            added.append(Draft(buckets, slots, seconds, max(buffers, default=0), taken, busiest))
-        self._drafts += added
+            added.append(Simulation(buckets, buffer_sets, seconds, max(buffers, default=0), taken, busiest))
+        self._simulations += added
         return min(added, key=self._worth)
 
     def _buckets(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> tuple[Bucket, ...]:
@@ -262,8 +264,10 @@ class _Search:
 
     def _computed(self, times: Sequence[BucketTimes]) -> tuple[float, list[int]]:
         """Seconds that the busiest rank computes, and bytes of the workspace of each rank."""
-        busy = [home.seconds for home in self._home]
-        whole, iteration = ([getattr(home.owned, name) for home in self._home] for name in ("assembled", "iteration"))
+        busy = [local.seconds for local in self._local]
+        whole, iteration = (
+            [getattr(local.owned, name) for local in self._local] for name in ("assembled", "iteration")
+        )
         for one in times:
             parts = zip(one.group, one.pack, one.owned, one.copies, one.apply, strict=True)
             for index, pack, owned, copies, apply in parts:
@@ -282,7 +286,7 @@ class _Search:
                 return
             count = min(2 * count, len(tasks))
 
-    def chosen(self) -> Draft:
+    def chosen(self) -> Simulation:
         """The draft that is worth most. Raises OptionError if the user's buffers are too small for any."""
         best = self._best()
         if not self._fits(best):
@@ -293,12 +297,12 @@ class _Search:
             )
         return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
 
-    def _memory_of(self, best: Draft) -> str:
+    def _memory_of(self, best: Simulation) -> str:
         """Why a draft takes much memory, or nothing."""
         if best.bytes <= MORE_BYTES:
             return ""
-        within = [draft for draft in self._drafts if draft.bytes <= MORE_BYTES]
-        other = min(within, key=lambda d: d.seconds) if within else min(self._drafts, key=lambda d: d.bytes)
+        within = [simulation for simulation in self._simulations if simulation.bytes <= MORE_BYTES]
+        other = min(within, key=lambda d: d.seconds) if within else min(self._simulations, key=lambda d: d.bytes)
         return (
             f"{best.bytes / 2**30:.1f} GiB of buffers and workspace, since with {other.bytes / 2**30:.1f} GiB a step "
             f"would take {other.seconds / best.seconds:.2f} x as long"

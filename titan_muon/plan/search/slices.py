@@ -134,8 +134,8 @@ def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
 
 
 def loads(problem: Problem) -> dict[int, int]:
-    """Picoseconds of what each rank has at home."""
-    return {rank: int(1e12 * home.owned.seconds) for rank, home in problem.costs.home(problem.home).items()}
+    """Picoseconds of what each rank has locally."""
+    return {rank: int(1e12 * local.owned.seconds) for rank, local in problem.costs.local(problem.local).items()}
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:
@@ -225,13 +225,13 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
             matrix = matrices[number]
             tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))
             owners[number, task.group] = rank
-    home = [ranks for number, ranks in enumerate(problem.home) for _ in range(_count(chosen.get(number)))]
+    local = [ranks for number, ranks in enumerate(problem.local) for _ in range(_count(chosen.get(number)))]
     pieces = Pieces(matrices, Geometries(parameters), costs.pieces.ranks_per_node)
     return replace(
         problem,
         parameters=parameters,
         costs=Costs(pieces, works, costs.wire_bytes, costs.machine),
-        home=tuple(home),
+        local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,
     )

@@ -29,7 +29,7 @@ def check_state(options: MuonOptions) -> None:
     """Raise OptionError where the owner of a matrix does not do with the momentum of one copy."""
     if options.state == "replicated":
         return
-    if not PATTERNS[options.exchange].one_copy:
+    if not PATTERNS[options.exchange].one_replica:
         fault = f"exchange = {options.exchange!r} takes the momentum of every copy; choose 'all_to_all'"
     elif options.replicas != "split":
         fault = f"replicas = {options.replicas!r} lets every copy need its momentum; choose 'split'"
@@ -49,7 +49,9 @@ def with_state_ranks(
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)
-    shared = [number for number, each in enumerate(parameters) if not each.own and len(copies(geometries[number])) > 1]
+    shared = [
+        number for number, each in enumerate(parameters) if not each.own and len(replica_ranks(geometries[number])) > 1
+    ]
     flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
@@ -78,7 +80,7 @@ class _Chooser:
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        replicas, units = copies(geometry), units_of(parameter)
+        replicas, units = replica_ranks(geometry), units_of(parameter)
         count = min(units, len(replicas)) if is_whole(parameter) else 1
         shares = [stop - start for start, stop in (chunk(units, count, part) for part in range(count)) if stop > start]
         if kept is None:
@@ -98,7 +100,7 @@ class _Chooser:
         return full, sum(self._flops[rank] for rank in ranks), elements
 
 
-def copies(geometry: Geometry) -> list[Ranks]:
+def replica_ranks(geometry: Geometry) -> list[Ranks]:
     """The ranks of each copy of a parameter, in the order of its mesh."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in geometry.layout.mesh.ranks:

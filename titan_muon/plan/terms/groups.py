@@ -12,11 +12,11 @@ from .layout import Geometry
 class Assembly:
     """Where one matrix of a parameter is orthogonalized.
 
-    `home` are the ranks that store all of it and need no other. Otherwise each of `groups` (global ranks, ascending)
+    `local` are the ranks that store all of it and need no other. Otherwise each of `groups` (global ranks, ascending)
     assembles it once: one group when replicas split the work, one for each replica when they repeat it.
     """
 
-    home: tuple[int, ...]
+    local: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
 
 
@@ -26,7 +26,7 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     holders = [tuple(geometry.elements(index)) for index in indices]
     whole = [_whole(geometry, index, split) for index in indices]
     parts = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
-    groups = components(ranks for copies in parts for ranks in copies)
+    groups = components(ranks for replicas in parts for ranks in replicas)
     # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
     # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
     for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
@@ -49,10 +49,10 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
     # to every copy, and the ranks of all of them can own. Over HSDP that divides the work by the number of replicas.
     if split:
         return (tuple(sorted(ranks)),)
-    copies: dict[tuple[int, ...], list[int]] = {}
+    replicas: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
-        copies.setdefault(geometry.replica[rank], []).append(rank)
-    return tuple(tuple(sorted(copy)) for copy in copies.values())
+        replicas.setdefault(geometry.replica[rank], []).append(rank)
+    return tuple(tuple(sorted(ranks)) for ranks in replicas.values())
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:

@@ -106,7 +106,7 @@ def stored_as(intervals: Intervals) -> Stored:
     return Stored(intervals, tuple(start for start, _ in intervals), tuple(accumulate(lengths, initial=0))[:-1])
 
 
-def overlap(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
+def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
     """Where every `step`-th of the wanted indices, counted in their own order, is in the storage of the stored ones."""
     stored, segments, whole = held.intervals, [], 0
     for low, high in wanted:
@@ -205,13 +205,13 @@ class Geometry:
     def _pieces(self, rows: Stored, cols: Stored) -> dict[int, Piece]:
         @cache
         def col_segments(wanted: Intervals | None, step: int) -> tuple[Segment, ...]:
-            return overlap(cols, (Interval(0, self.col_count),) if wanted is None else wanted, step)
+            return intersect(cols, (Interval(0, self.col_count),) if wanted is None else wanted, step)
 
         held = {}
         for index in self._candidates(rows.intervals):
             matrix = self.stack.matrices[index]
             if across := col_segments(matrix.cols, matrix.col_step):
-                down = overlap(rows, matrix.rows, matrix.row_step)
+                down = intersect(rows, matrix.rows, matrix.row_step)
                 if down:
                     held[index] = Piece(down, across)
         return held

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ...options import Machine as MachineOptions
-from ...options import OptionError
+from ...options import Machine, OptionError
 from .work import Work
 
 LARGE_SIDE = 8192
@@ -29,7 +28,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineRates:
     """What the ranks of a job can do, all alike.
 
     Attributes:
@@ -79,9 +78,9 @@ def _flops(large: float, float32: float) -> dict[str, float]:
     return {"bfloat16": large, "float16": large, "float32": float32}
 
 
-def _cpu(name: str, flops: Mapping[str, float]) -> Machine:
+def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
     """A machine whose ranks have one core each. Its batches stay near the caches."""
-    return Machine(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
+    return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
 # 400 Gb/s for each GPU are 50 GB/s, of which NCCL's all-to-all reaches 45 and 15 us between nodes (NVIDIA/nccl-tests,
@@ -89,17 +88,17 @@ def _cpu(name: str, flops: Mapping[str, float]) -> Machine:
 # both ways together, of which all-to-all reaches about 80 %.
 _NETWORK = Link(45e9, 15e-6)
 
-MACHINES: Mapping[str, Machine] = {
+MACHINES: Mapping[str, MachineRates] = {
     machine.name: machine
     for machine in (
         # NVIDIA H100 data sheet: 989 TFLOP/s dense bfloat16, 67 float32, 3.35 TB/s; large products sustain about 700.
-        Machine("h100x8", 8, _flops(700e12, 50e12), 280, 3.0e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
+        MachineRates("h100x8", 8, _flops(700e12, 50e12), 280, 3.0e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
         # One H200, measured with plain products and copies: 790 TFLOP/s and 4.3 TB/s (data sheet: 989 and 4.8).
-        Machine("h200x8", 8, _flops(790e12, 50e12), 280, 4.3e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
+        MachineRates("h200x8", 8, _flops(790e12, 50e12), 280, 4.3e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
         # NVIDIA DGX B200 data sheet: 2,250 TFLOP/s dense bfloat16 and 75 float32 for each GPU, 8 TB/s.
-        Machine("b200x8", 8, _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6), _NETWORK, 4e-6),
+        MachineRates("b200x8", 8, _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6), _NETWORK, 4e-6),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
-        Machine("a100x8", 8, _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6), _NETWORK, 5e-6),
+        MachineRates("a100x8", 8, _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6), _NETWORK, 5e-6),
         # One core with bfloat16 instructions, and gloo on one host; float16 has no instructions there.
         _cpu("cpu", {**_flops(700e9, 150e9), "float16": 150e9}),
         # One core with AVX2, which multiplies 16-bit numbers one by one.
@@ -109,7 +108,7 @@ MACHINES: Mapping[str, Machine] = {
 """By the names that `machine.name` takes, `auto` aside."""
 
 
-def machine_of(options: MachineOptions, device: str = "cuda", measured: str | None = None) -> Machine:
+def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:
     """The machine that options describe, for ranks on a type of device.
 
     `measured` is the text of the file that the options name. What an option says comes before what was measured, and
@@ -122,7 +121,7 @@ def machine_of(options: MachineOptions, device: str = "cuda", measured: str | No
     return _said(machine, options)
 
 
-def _said(machine: Machine, options: MachineOptions) -> Machine:
+def _said(machine: MachineRates, options: Machine) -> MachineRates:
     def said(value: float | None, unit: float, otherwise: float) -> float:
         return otherwise if value is None else value * unit
 
@@ -141,7 +140,7 @@ def _said(machine: Machine, options: MachineOptions) -> Machine:
     )
 
 
-def _measured(machine: Machine, file: str, text: str) -> Machine:
+def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
     """The machine with the numbers of a file that benchmarks/gpu/links.py wrote."""
     try:
         found = json.loads(text)
@@ -155,7 +154,7 @@ def _measured(machine: Machine, file: str, text: str) -> Machine:
         raise OptionError("machine.file", problem) from error
 
 
-def _with_links(machine: Machine, found: Mapping[str, Any]) -> Machine:
+def _with_links(machine: MachineRates, found: Mapping[str, Any]) -> MachineRates:
     if found["bandwidth"] is None:
         return machine
     link, here = Link(float(found["bandwidth"]), float(found["latency"])), int(found["ranks_per_node"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Geometries, Geometry
@@ -95,7 +95,7 @@ class Pieces:
             self._holders[key] = Holders([Holder(r, size, self.node(r), replica[r]) for r, size in stored])
         return self._holders[key]
 
-    def copies(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
+    def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
         """The ranks of each copy of the matrices of a kind in a group, at equal places those of equal pieces."""
         key = (kind, group)
         if key not in self._copies:
@@ -107,10 +107,6 @@ class Pieces:
                     found.setdefault(geometry.replica[rank], []).append(rank)
             self._copies[key] = tuple(tuple(ranks) for ranks in found.values())
         return self._copies[key]
-
-    def replicas(self, kind: int) -> Mapping[int, Replica]:
-        """The copy that each rank of the mesh of a kind's parameter is part of."""
-        return self.geometry(self.examples[kind]).replica
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:

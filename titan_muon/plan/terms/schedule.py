@@ -41,17 +41,17 @@ class Schedule(NamedTuple):
     turns: tuple[Turn, ...]
 
 
-def prefetch(slots: int, rounds: int) -> int:
+def prefetch(buffer_sets: int, rounds: int) -> int:
     """How many rounds are gathered ahead of the one being orthogonalized."""
     # With a slot for every round all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
     # and half return behind: were all of them ahead, each gather would first wait for the return of the round just
     # computed.
-    return rounds - 1 if slots >= rounds else slots // 2
+    return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
-def late_rounds(slots: int, rounds: int) -> range:
+def late_rounds(buffer_sets: int, rounds: int) -> range:
     """The rounds that are applied when all are orthogonalized: those whose buffers no other round is waiting for."""
-    return range(max(0, rounds - slots), rounds)
+    return range(max(0, rounds - buffer_sets), rounds)
 
 
 class Hidden(NamedTuple):
@@ -65,13 +65,13 @@ class Hidden(NamedTuple):
 NOTHING = Hidden()
 
 
-def hidden_rounds(overlap: Overlap, slots: int, rounds: int, ordered: int) -> Hidden:
+def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> Hidden:
     """What is hidden of rounds of which the model comes to `ordered` in the order that `overlap` wants."""
     if overlap == "backward":
         # Of those that the step would begin with the last has the gradients that come last: nothing is left to hide it.
-        return Hidden(gathers=max(0, min(ordered, prefetch(slots, rounds))))
+        return Hidden(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
     if overlap == "forward":
-        return Hidden(returns=min(ordered, len(late_rounds(slots, rounds))))
+        return Hidden(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
     return NOTHING
 
 
@@ -88,21 +88,21 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
     return sum(1 for _ in takewhile(lambda number: least[number] >= early, in_order))
 
 
-def schedule(rounds: int, slots: int) -> Schedule:
+def schedule(rounds: int, buffer_sets: int) -> Schedule:
     """The schedule of a step of so many rounds in `slots` sets of buffers."""
     # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its
     # collectives in one order. If ranks skipped the turns in which they have nothing to do, two groups that share ranks
     # could launch theirs in different orders, and NCCL would hang.
-    ahead = prefetch(slots, rounds)
+    ahead = prefetch(buffer_sets, rounds)
     opening = tuple(Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds)))
     turns = []
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
             # The round that was in this slot must be applied before its buffers are overwritten.
-            if coming >= slots:
-                turns.append(Turn(Act.APPLY, coming - slots))
+            if coming >= buffer_sets:
+                turns.append(Turn(Act.APPLY, coming - buffer_sets))
             turns.append(Turn(Act.GATHER, coming))
         turns.append(Turn(Act.ORTHOGONALIZE, k))
-    turns += [Turn(Act.APPLY, k) for k in late_rounds(slots, rounds)]
+    turns += [Turn(Act.APPLY, k) for k in late_rounds(buffer_sets, rounds)]
     return Schedule(opening, tuple(turns))

@@ -242,7 +242,7 @@ class Bucket:
 class Plan:
     """Who orthogonalizes which matrix, and how the pieces get there and back.
 
-    `home[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
+    `local[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
     buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
     have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
     The stacks of `parameters` have slices of what is sliced. `reason` says if the planner left off before it had tried
@@ -255,9 +255,9 @@ class Plan:
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
-    home: tuple[tuple[int, ...], ...]
+    local: tuple[tuple[int, ...], ...]
     buckets: tuple[Bucket, ...]
-    slots: int
+    buffer_sets: int
     wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""

@@ -17,7 +17,7 @@ EPS = 1e-6
 """Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
 
 
-def copies(parameter: torch.Tensor, stage_ranks: int) -> int:
+def replica_count(parameter: torch.Tensor, stage_ranks: int) -> int:
     """Ranks that hold the same elements of `parameter`, itself counted.
 
     `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage.
@@ -57,7 +57,7 @@ class GradientClip:
         self.clipped = [parameter in chosen for parameter in self.parameters]
         self.max_norm = max_norm
         device = self.parameters[0].device
-        shares = [1 / copies(p, stage_ranks) for p in self.parameters]
+        shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
         # Weights sum, not the tensors: each rank divides by the copies, so one all-reduce over the world counts every
         # element once. Norms by mesh, as torch takes them, would need a collective for each mesh. float64, because
         # float32 loses the small tensors of a large model.

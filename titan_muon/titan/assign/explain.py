@@ -130,9 +130,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
-    home = sum(1 for ranks in plan.home if ranks)
+    local = sum(1 for ranks in plan.local if ranks)
     by = f" by {', '.join(exchanges)}" if exchanges else ""
-    yield f"Muon step: {home:,} matrices whole at home, {plan.whole_matrices - home:,} exchanged{by}"
+    yield f"Muon step: {local:,} matrices local, {plan.whole_matrices - local:,} exchanged{by}"
     mean = sum(cost.ns_flops for cost in summary.ranks) / len(summary.ranks)
     ratio = summary.ns_flops_max / mean
     yield f"  Newton-Schulz   {summary.ns_flops_max / 1e9:,.1f} GFLOP on the busiest rank, {ratio:.3f} x the mean"
@@ -140,7 +140,8 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     yield from _method_lines(plan)
     if exchanges:
-        yield f"  collectives     {summary.collectives_per_step} per step and rank, {plan.slots} buckets in flight"
+        in_flight = f"{plan.buffer_sets} buckets in flight"
+        yield f"  collectives     {summary.collectives_per_step} per step and rank, {in_flight}"
         yield f"  sent            {summary.bytes_sent_max / 2**20:,.1f} MiB by the busiest rank"
         yield f"  buffers         {summary.buffer_bytes_max / 2**20:,.1f} MiB on the fullest rank"
     if kept := sum(bool(parameter.state_ranks) for parameter in plan.parameters):
@@ -160,7 +161,7 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
     if plan is None or not any(map(is_owned, parameters.values())):
         return
     causes = Counter(_causes(plan, parameters))
-    if skips and any(len(ranks) > 1 for ranks in plan.home):
+    if skips and any(len(ranks) > 1 for ranks in plan.local):
         causes['muon.missing_grad = "skip" has copies compare their gradients; "error" would not'] = 0
     if causes:
         said = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
@@ -195,11 +196,11 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         return assemblies(geometries.shared[geometry], split=False)
 
     for index, matrix in enumerate(plan.matrices):
-        if plan.home[index] or (matrix.slice is not None and matrix.slice.place > 0):
+        if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        # Were it at home if copies repeated the work, it travels for their sake alone.
-        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].home:
+        # Were it locally if copies repeated the work, it travels for their sake alone.
+        if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.replicas shares out copies; "redundant" would not'
         elif is_owned(parameters[fqn]):
             yield 'tensor parallelism cuts owned matrices; placement.tensor_parallel = "whole" would not'

@@ -44,7 +44,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     # Who asks for a number of ranks plans a cluster, and mostly at a laptop, whose CPU says nothing of it.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
     stages = range(recipe.parallelism.pipeline_parallel_degree)
-    parts = [_part(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
+    parts = [_stage_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
     # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
     print(to_toml(recipe))
     for part in parts:
@@ -78,7 +78,7 @@ def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class StageReport:
     """The model, or what one pipeline rank has of it, with what its step and its memory cost."""
 
     meta: MetaModel
@@ -88,15 +88,15 @@ class Part:
     memory: Memory
 
 
-def _part(meta: MetaModel, recipe: Recipe, kind: str) -> Part:
+def _stage_report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine = planning_machine(recipe.machine, kind)
     played = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return Part(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
+    return StageReport(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
-def _headed(part: Part, text: str) -> str:
+def _headed(part: StageReport, text: str) -> str:
     meta = part.meta
     if len(meta.ranks) == meta.world_size:
         return text
@@ -114,7 +114,7 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
         yield f"  the states of {name} are not counted: only the package that registered it knows their size"
 
 
-def _write(path: Path, parts: Sequence[Part]) -> None:
+def _write(path: Path, parts: Sequence[StageReport]) -> None:
     found = [_document(part) for part in parts]
     world = parts[0].meta.world_size
     document = found[0] if len(found) == 1 else {"world_size": world, "pipeline_ranks": found}
@@ -126,7 +126,7 @@ def _write(path: Path, parts: Sequence[Part]) -> None:
     print(f"\nwrote {path}")
 
 
-def _document(part: Part) -> dict[str, object]:
+def _document(part: StageReport) -> dict[str, object]:
     return {
         "world_size": part.meta.world_size,
         "parameters": [asdict(assignment) for assignment in part.meta.assigned],

@@ -183,14 +183,14 @@ def _batch(trainer: MuonTrainer) -> str:
 
 
 @dataclass(frozen=True)
-class PartInWords:
+class StageText:
     """What is said of the model's optimizers, or of one pipeline rank's: on the console, and in full."""
 
     lines: str
     full: str
 
 
-def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[PartInWords]:
+def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
     """What is said of each pipeline rank, on rank 0; called on every rank, since each knows its own part alone."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = stage_ranks(world, stages, rank * stages // world)
@@ -202,7 +202,7 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
     return [part for part in parts if part is not None]
 
 
-def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords:
+def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     """Of the part of the model that is on these ranks."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
@@ -217,10 +217,10 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> PartInWords
     lines = [*head, *said]
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *said, "", *owner_lines(loads, full=True)]
-    return PartInWords("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
+    return StageText("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
 
 
-def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[PartInWords]) -> None:
+def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> None:
     """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
     say(f"run {run.folder}")
     world = dist.get_world_size()

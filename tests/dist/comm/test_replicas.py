@@ -200,7 +200,7 @@ def rounded_otherwise(rank: int, grad: Tensor) -> Tensor | None:
 
 
 CHANGES = {
-    other_gradient: "layers.3.weight: plain tensors that were equal on all ranks when Muon was built, but their",
+    other_gradient: "layers.3.weight: these plain tensors were equal on all ranks when Muon was built, but their",
     nan_on_one: "layers.3.weight: ",
     missing_on_one: "no gradient for layers.3.weight",
     rounded_otherwise: "",
