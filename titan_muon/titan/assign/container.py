@@ -313,8 +313,12 @@ def _build(
     ]
     try:
         optimizer: Optimizer = registry.optimizers.get(name).build(built, **registry.shared_options(name, table))
+        if isinstance(optimizer, Muon):
+            # Here, not in the first step: a plan that cannot be made ends the start of a run.
+            optimizer.build()
     except options.OptionError as error:
-        raise recipe_error(error, name) from error
+        rule = next((group.rule for group in groups if group.rule is not None and error.option in group.options), None)
+        raise recipe_error(error, name if rule is None else f"optimizer.rule[{rule}].options") from error
     for group in groups:
         place = name if group.rule is None else f"optimizer.rule[{group.rule}].options"
         # torch keeps any key of a group and never reads those that it does not know.
