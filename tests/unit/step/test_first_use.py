@@ -61,7 +61,7 @@ def test_parameters_replaced_before_the_first_step_are_trained() -> None:
 def test_parameters_may_be_on_the_meta_device_until_the_first_step() -> None:
     model = nn.Sequential(nn.Linear(8, 12, bias=False, device="meta"))
     muon = Muon(list(model.named_parameters()), **OPTIONS)
-    with pytest.raises(ValueError, match="0.weight: on the meta device"):
+    with pytest.raises(ValueError, match=r"0\.weight: on the meta device"):
         muon.build()
     model.to_empty(device="cpu")
     muon.param_groups[0]["params"] = list(model.parameters())
@@ -172,7 +172,7 @@ def test_rebuild_refuses_another_shape_and_changes_nothing() -> None:
     train(muon, params, range(1))
     kept = dict(muon.state)
     muon.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match="layers.0.w: resharded since Muon was built, and its momentum does not fit"):
+    with pytest.raises(ValueError, match=r"layers\.0\.w: resharded since Muon was built, and its momentum does not fit"):
         muon.rebuild()
     assert dict(muon.state) == kept
 
