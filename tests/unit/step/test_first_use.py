@@ -172,7 +172,7 @@ def test_rebuild_refuses_another_shape_and_changes_nothing() -> None:
     train(muon, params, range(1))
     kept = dict(muon.state)
     muon.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
-    with pytest.raises(ValueError, match=r"layers\.0\.w: resharded since Muon was built, and its momentum does not fit"):
+    with pytest.raises(ValueError, match=r"layers\.0\.w: resharded .* its momentum does not fit"):
         muon.rebuild()
     assert dict(muon.state) == kept
 
