@@ -11,9 +11,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
+from titan_muon.comm.clip import GradientClip
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
-from titan_muon.titan.assign.clip import GradientClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 

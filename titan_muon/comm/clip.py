@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_muon.owned import is_owned
+from ..tensors.mesh import without_groups
 
 EPS = 1e-6
 """Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
@@ -31,7 +31,7 @@ def replica_count(parameter: torch.Tensor, stage_ranks: int) -> int:
             replicas *= mesh.size(axis)
     # A mesh smaller than the stage is repeated over the stage's other ranks. The mesh of an owned parameter is small
     # because only its owners hold it, and they are all in it.
-    return replicas if is_owned(parameter) else replicas * stage_ranks // mesh.size()
+    return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 
 class GradientClip:
