@@ -4,19 +4,43 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .assign.rules import Assignment, assign
+    from .comm.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
+    from .hybrid import Hybrid
     from .muon import Muon
+    from .options import Rule
     from .owned import Owners, own
 
-__all__ = ["Muon", "Owners", "apply_in_forward", "own"]
+__version__ = "0.1.0"
+
+_MODULES = {
+    "Assignment": "assign.rules",
+    "Hybrid": "hybrid",
+    "Muon": "muon",
+    "Owners": "owned",
+    "Rule": "options",
+    "apply_in_forward": "fsdp.forward_hooks",
+    "assign": "assign.rules",
+    "clip_grad_norm_": "comm.clip",
+    "own": "owned",
+}
+
+__all__ = [
+    "Assignment",
+    "Hybrid",
+    "Muon",
+    "Owners",
+    "Rule",
+    "apply_in_forward",
+    "assign",
+    "clip_grad_norm_",
+    "own",
+]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = {
-            "Muon": "muon",
-            "apply_in_forward": "fsdp.forward_hooks",
-        }.get(name, "owned")
-        return getattr(import_module(f"titan_muon.{home}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"titan_muon.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")
