@@ -1,5 +1,6 @@
 """Titan Muon: the Muon optimizer for parameters that rest anywhere, and recipes that train with it on TorchTitan."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = {
+_MODULES: Mapping[str, str] = {
     "Assignment": "assign.rules",
     "Hybrid": "hybrid",
     "Muon": "muon",

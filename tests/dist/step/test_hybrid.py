@@ -34,7 +34,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
     if layout == "fsdp":
         shard(model)
         return model, Hybrid(model, **OPTIONS)
-    # As Accelerate's `prepare` does it: it shards after the optimizer was made, and puts new parameters into its groups.
+    # As Accelerate's `prepare` does it: shard after the optimizer was made, then put new parameters into its groups.
     hybrid = Hybrid(model, **OPTIONS)
     shard(model)
     named = dict(model.named_parameters())
@@ -81,6 +81,6 @@ def test_ranks_train_as_one_process_and_resume_with_the_same_bits(layout: str, t
     train(model, Hybrid(model, **OPTIONS), range(5))
     for final, resumed in run_ranks(on_ranks, 2, layout, str(tmp_path)):
         for found, expected in zip(final, weights(model), strict=True):
-            # Five updates of about 0.02 each. Gradients that differ in their last bits part in bfloat16's Newton-Schulz.
+            # Five updates of about 0.02 each. bfloat16's Newton-Schulz magnifies differences in the gradients' last bits.
             torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=0, atol=2e-3)
         assert resumed
