@@ -81,6 +81,6 @@ def test_ranks_train_as_one_process_and_resume_with_the_same_bits(layout: str, t
     train(model, Hybrid(model, **OPTIONS), range(5))
     for final, resumed in run_ranks(on_ranks, 2, layout, str(tmp_path)):
         for found, expected in zip(final, weights(model), strict=True):
-            # Five updates of about 0.02 each. bfloat16's Newton-Schulz magnifies differences in the gradients' last bits.
+            # Five updates of about 0.02 each. Newton-Schulz in bfloat16 magnifies differences of the last bits.
             torch.testing.assert_close(torch.from_numpy(found), torch.from_numpy(expected), rtol=0, atol=2e-3)
         assert resumed
