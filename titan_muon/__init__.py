@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from .muon import Muon
     from .options import Rule
     from .owned import Owners, own
+    from .state.converted import as_torch, converted
 
 __version__ = "0.1.0"
 
@@ -22,8 +23,10 @@ _MODULES: Mapping[str, str] = {
     "Owners": "owned",
     "Rule": "options",
     "apply_in_forward": "fsdp.forward_hooks",
+    "as_torch": "state.converted",
     "assign": "assign.rules",
     "clip_grad_norm_": "comm.clip",
+    "converted": "state.converted",
     "own": "owned",
 }
 
@@ -34,8 +37,10 @@ __all__ = [
     "Owners",
     "Rule",
     "apply_in_forward",
+    "as_torch",
     "assign",
     "clip_grad_norm_",
+    "converted",
     "own",
 ]
 

@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 
 from .assign.doubts import doubts, split_lines
 from .assign.groups import ParamGroup, built, decided
-from .assign.names import canonical_fqn
 from .assign.roles import Seen, see
 from .assign.rules import Assignment, Default, default_rules
 from .assign.table import parameter_table
 from .muon import Muon
 from .options import Offload, OptionError, Rule
+from .tensors.names import canonical_fqn
 
 OPTIMIZER = "optimizer"
 """Key of a parameter group: the name of the optimizer that updates the group."""

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from . import registry
@@ -27,7 +28,8 @@ from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import check_storage, device_of, plan_of
 from .rules import rule_of
-from .state.groups import check_params, checked
+from .state.converted import converted, is_torchs
+from .state.groups import check_params, checked, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
@@ -53,6 +55,9 @@ class Muon(Optimizer):
             or DTensors with any placement but Partial. Under DDP, each rank orthogonalizes a share of the plain
             tensors. Each group may set its own `options.Hyperparameters`. A rank that trains no matrix passes an empty
             list.
+
+        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. Without either, the scale is "match_rms_adamw", where
+            torch.optim.Muon's is "original".
 
     The other keywords are the fields of `options.MuonOptions`, with their meaning and range.
 
@@ -99,7 +104,12 @@ class Muon(Optimizer):
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
+        adjust_lr_fn: str | None = None,
     ) -> None:
+        # The two spellings of torch.optim.Muon that differ from this one's.
+        if adjust_lr_fn is not None:
+            lr_scale = lr_scale_of(adjust_lr_fn)
+        ns_coefficients = rows_of(ns_coefficients)
         given = locals()
         self._options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
         self._collectives = registry.exchange_entry(exchange).collectives
@@ -289,10 +299,15 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. All ranks of the default process group call it together.
 
+        Args:
+            state_dict: one of Muon, or of torch.optim.Muon. `titan_muon.converted` reads others.
+
         Raises:
             ValueError: on every rank, before anything is loaded, for a state dict of another optimizer or of other
                 parameters, and for momentum that is missing or has another mesh or other placements than its parameter.
         """
+        if is_torchs(state_dict):
+            state_dict = converted(state_dict, "torch")
         if self._engine is None and not state_dict["state"]:
             # Saved before the first step, and loaded before the first step: there are hyperparameters alone.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
@@ -384,7 +399,8 @@ class Muon(Optimizer):
         """Add a group before the optimizer is built. Raises ValueError afterwards, and as construction does."""
         if self._engine is not None:
             raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
-        super().add_param_group(param_group)
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        super().add_param_group(named_group(param_group, len(self.param_groups), alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
         except ValueError:

@@ -237,7 +237,7 @@ class Hyperparameters:
         str | tuple[tuple[float, float, float], ...],
         Constraint("the name of a set, or a list that is not empty", bool),
     ] = "keller_jordan"
-    """Name of a coefficient set, or a list of [a, b, c], one for each step."""
+    """Name of a coefficient set, or a list of [a, b, c], one for each step or one for all."""
 
     eps: Annotated[float, POSITIVE] = 1e-7
     """Smallest norm that a matrix is divided by."""

@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
+from torch import Tensor
+
 from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
+from ..tensors.names import canonical_fqn
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -45,6 +48,48 @@ def check_group(group: Mapping[str, Any]) -> None:
         )
     check(Hyperparameters, group)
     iteration_of(group)
+
+
+def named_group(group: Mapping[str, Any], number: int, *, alone: bool) -> dict[str, Any]:
+    """A group as Muon takes it, from a user's: with names, and with torch.optim.Muon's spellings translated.
+
+    Args:
+        group: the user's group.
+        number: its index.
+        alone: whether this is the only process. Parameters without names are then named `number.index`, because no
+            other rank has to agree on the names.
+    """
+    made = dict(group)
+    if isinstance(made["params"], Tensor):
+        made["params"] = [made["params"]]
+    params = made["params"] = list(made["params"])
+    pairs = bool(params) and not isinstance(params[0], Tensor)
+    if pairs:
+        made["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
+    elif "param_names" in made:
+        made["param_names"] = [canonical_fqn(name) for name in made["param_names"]]
+    elif alone:
+        made["param_names"] = [f"{number}.{index}" for index in range(len(params))]
+    if "adjust_lr_fn" in made:
+        made["lr_scale"] = lr_scale_of(made.pop("adjust_lr_fn"))
+    if "ns_coefficients" in made:
+        made["ns_coefficients"] = rows_of(made["ns_coefficients"])
+    return made
+
+
+def lr_scale_of(adjust_lr_fn: str | None) -> str:
+    """The `lr_scale` of torch.optim.Muon's `adjust_lr_fn`, whose None is "original"."""
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        raise OptionError("adjust_lr_fn", f"= {adjust_lr_fn!r} is not one of original, match_rms_adamw")
+    return adjust_lr_fn or "original"
+
+
+def rows_of(ns_coefficients: Any) -> Any:
+    """Coefficients as a name or as rows; torch.optim.Muon's one (a, b, c) becomes one row."""
+    flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
+    if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):
+        return [list(ns_coefficients)]
+    return ns_coefficients
 
 
 def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
