@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
@@ -26,10 +26,10 @@ from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
-from .planning import check_storage, device_of, plan_of
+from .planning import checked_plan, device_of
 from .rules import rule_of
 from .state.converted import converted, is_torchs
-from .state.groups import check_params, checked, lr_scale_of, named_group, rows_of
+from .state.groups import check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
@@ -406,6 +406,8 @@ class Muon(Optimizer):
         except ValueError:
             self.param_groups.pop()
             raise
+        for doubt in doubts_of(self.param_groups[-1]):
+            warnings.warn(doubt, stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle holds: options, groups and state. The copy plans at its own first use."""
@@ -434,7 +436,7 @@ class Muon(Optimizer):
         self._options = together(lambda: checked(self.param_groups, self._options))
         params = together(self._trained_params)
         own = unequal_tensors(params, self._agreement)
-        plan, geometries = together(lambda: self._plan_of(params, own))
+        plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
         report = report_of(plan, geometries, params, self._options, self.param_groups)
         rank = self._agreement.rank
@@ -445,13 +447,6 @@ class Muon(Optimizer):
         self._engine = together(
             lambda: engine_of(plan, geometries, params, self._options, collectives, self._agreed, states, previous)
         )
-
-    def _plan_of(self, params: Sequence[TrainedParam], own: Collection[str]) -> tuple[Plan, Geometries]:
-        """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""
-        plan = plan_of(params, self._options, own)
-        geometries = Geometries(plan.parameters)
-        check_storage(params, geometries, self._options, self._agreed.rank)
-        return plan, geometries
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         stochastic = self._options.rounding == "stochastic"

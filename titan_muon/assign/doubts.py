@@ -8,13 +8,12 @@ from math import prod
 
 from ..options import Split
 from ..plan.terms.types import MatrixStack
+from ..state.groups import THINNEST
 from ..tensors.matrices import stack_of
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
 LEAST_SHARE = 0.9
 """Muon's share of the parameters below which something was most likely left out."""
-THINNEST = 16
-"""Side of a matrix below which there is next to nothing to orthogonalize."""
 OUTSIDE = ("embedding", "head", "table")
 SHOWN = 3
 

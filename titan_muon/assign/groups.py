@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,7 +215,10 @@ def built(
         return key if name == "muon" else f"{name}.{key}"
 
     try:
-        optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
+        with warnings.catch_warnings():
+            # The caller warns of the whole model, and knows the roles of its parameters.
+            warnings.simplefilter("ignore")
+            optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
     except OptionError as error:
         raise OptionError(named(error.option), error.problem) from error
     for group in groups:

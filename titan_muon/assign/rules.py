@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 
 from ..options import OptionError, Rule, Split
 from ..tensors.matrices import split_of
+from ..tensors.names import LOOKED_UP
 from .roles import Role, Seen
 
 
@@ -51,12 +52,7 @@ BY_ROLE = (
     Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
 )
 # By name where modules say nothing, as of shapes alone.
-BY_NAME = (
-    Default("*embed*", "adamw", EMBEDDING),
-    Default("*lm_head*", "adamw", HEAD),
-    # Without a star before it: hidden layers have projections called output too.
-    Default("output.weight", "adamw", HEAD),
-)
+BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for name in LOOKED_UP),)
 
 
 def default_rules(router: str = "adamw") -> tuple[Default, ...]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
-from ..tensors.names import canonical_fqn
+from ..tensors.mesh import flattened_by
+from ..tensors.names import LOOKED_UP, canonical_fqn
 from ..tensors.storage import STEP
 from .host import resolved
 
@@ -99,6 +101,11 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
         if key in {field.name for field in fields(MuonOptions)}:
             raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
         raise OptionError(key, f"is no key of a Muon group; it takes {', '.join(HYPERPARAMETERS)}")
+    if len(group["param_names"]) != len(group["params"]):
+        raise ValueError(
+            f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "
+            "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
+        )
     for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
         if not parameter.requires_grad:
             continue
@@ -107,4 +114,31 @@ def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
                 f"{fqn}: has dtype {parameter.dtype}, and Muon trains real floating-point matrices; train a complex "
                 "parameter by torch.view_as_real, or give it to another optimizer"
             )
+        if library := flattened_by(parameter):
+            raise ValueError(
+                f"{fqn}: {library} keeps flat pieces of parameters, and Muon needs their matrices; shard the model by "
+                "fully_shard (FSDP2)"
+            )
         stack_of(fqn, parameter.shape, splits)
+
+
+THINNEST = 16
+"""Side of a matrix below which Newton-Schulz changes little."""
+
+
+def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about parameters that Muon is not meant for."""
+    trained = [pair for pair in zip(group["param_names"], group["params"], strict=True) if pair[1].requires_grad]
+    looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
+    if looked_up:
+        yield (
+            f"{_some(looked_up)}: an embedding or output head by its name, which Muon is not meant for; give it to "
+            "AdamW, or give the model to titan_muon.Hybrid"
+        )
+    thin = [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if p.ndim == 2 and min(p.shape) < THINNEST]
+    if thin:
+        yield f"{_some(thin)}: a side under {THINNEST}, so that Muon does little for it"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

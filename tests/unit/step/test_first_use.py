@@ -203,6 +203,31 @@ def test_an_unknown_key_of_a_group_is_refused(key: str, fault: str) -> None:
         Muon([group])
 
 
+@pytest.mark.parametrize(
+    ("attribute", "library"),
+    [("_is_flat_param", "FSDP1"), ("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")],
+)
+def test_flat_pieces_of_parameters_are_refused_by_their_library(attribute: str, library: str) -> None:
+    param = nn.Parameter(torch.ones(64))
+    setattr(param, attribute, True)
+    with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
+        Muon([("w", param)])
+
+
+def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
+    """As ZeroRedundancyOptimizer makes it from a group with names."""
+    params = list(parameters().values())
+    with pytest.raises(ValueError, match=r"2 parameters and 1 names.*ZeroRedundancyOptimizer"):
+        Muon([{"params": params, "param_names": ["w"]}])
+
+
+def test_what_muon_is_not_meant_for_is_warned_of_once() -> None:
+    wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
+    with pytest.warns(UserWarning, match="") as found:
+        Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
+    assert [str(warning.message).split(":")[0] for warning in found] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+
+
 def test_a_closed_optimizer_is_refused() -> None:
     params = parameters()
     muon = Muon(list(params.items()), **OPTIONS)
