@@ -106,7 +106,6 @@ class Muon(Optimizer):
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
     ) -> None:
-        # The two spellings of torch.optim.Muon that differ from this one's.
         if adjust_lr_fn is not None:
             lr_scale = lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -311,8 +310,7 @@ class Muon(Optimizer):
         if self._engine is None and not state_dict["state"]:
             # Saved before the first step, and loaded before the first step: there are hyperparameters alone.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
-            super().load_state_dict(state_dict)
-            return
+            return super().load_state_dict(state_dict)
         self.build()
         # Thawed parameters get their momentum here, on the ranks that keep it.
         self._replanned()
@@ -346,8 +344,7 @@ class Muon(Optimizer):
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
-        again = self._agreed.any_rank(not self.engine.plans(self._trained_params()))
-        if again:
+        if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
             self._build()
         return again
 
