@@ -286,6 +286,9 @@ class Hybrid(OfParts, Optimizer):
             ValueError: on every rank, before anything is loaded, for groups of other parameters or optimizers, and as
                 `Muon.load_state_dict`.
         """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         saved = state_dict["param_groups"]
         mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
         theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
@@ -297,6 +300,8 @@ class Hybrid(OfParts, Optimizer):
             state = {key: value for key, value in state_dict["state"].items() if key in keys}
             part.load_state_dict({"state": state, "param_groups": groups})
         self._link()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def close(self) -> None:
         """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""

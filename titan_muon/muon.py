@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -29,7 +30,7 @@ from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
 from .state.converted import converted, is_torchs
-from .state.groups import check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
+from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
@@ -106,8 +107,8 @@ class Muon(Optimizer):
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
     ) -> None:
-        if adjust_lr_fn is not None:
-            lr_scale = lr_scale_of(adjust_lr_fn)
+        check_lr(lr)
+        lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
         given = locals()
         self._options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
@@ -115,8 +116,8 @@ class Muon(Optimizer):
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
-        # A rank may have no matrix where other ranks have some. torch refuses an empty list, but no empty group.
-        groups = list(params) or [{"params": [], "param_names": []}]
+        # A rank may have no matrix where others have some. torch refuses an empty list, but no empty group.
+        groups = params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
@@ -382,8 +383,7 @@ class Muon(Optimizer):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
-        self.build()
-        self._agreed.set_timeout(timeout)
+        self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
         """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
@@ -397,7 +397,7 @@ class Muon(Optimizer):
         if self._engine is not None:
             raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
         alone = not dist.is_initialized() or dist.get_world_size() == 1
-        super().add_param_group(named_group(param_group, len(self.param_groups), alone=alone))
+        super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
         except ValueError:

@@ -53,7 +53,7 @@ def assigned_model(
     assigned = assign(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
     # A model whose names or shapes the defaults do not know would otherwise train with AdamW alone, without a word.
-    if by_default and not any(a.optimizer == "muon" for a in assigned):
+    if (by_default or not assigned) and not any(a.optimizer == "muon" for a in assigned):
         roles: dict[str, int] = {}
         for a in assigned:
             roles[a.role or a.reason] = roles.get(a.role or a.reason, 0) + 1

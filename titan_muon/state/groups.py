@@ -48,16 +48,23 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(
             "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
         )
+    check_lr(group["lr"])
     check(Hyperparameters, group)
     iteration_of(group)
 
 
-def named_group(group: Mapping[str, Any], number: int, *, alone: bool) -> dict[str, Any]:
+def check_lr(lr: object) -> None:
+    """Raise ValueError for a learning rate in a tensor of several elements."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
+
+
+def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
     """A group as Muon takes it, from a user's: with names, and with torch.optim.Muon's spellings translated.
 
     Args:
         group: the user's group.
-        number: its index.
+        others: groups before it.
         alone: whether this is the only process. Parameters without names are then named `number.index`, because no
             other rank has to agree on the names.
     """
@@ -70,13 +77,22 @@ def named_group(group: Mapping[str, Any], number: int, *, alone: bool) -> dict[s
         made["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
     elif "param_names" in made:
         made["param_names"] = [canonical_fqn(name) for name in made["param_names"]]
-    elif alone:
-        made["param_names"] = [f"{number}.{index}" for index in range(len(params))]
+    numbered = all(other["param_names"] == _numbers(i, other["params"]) for i, other in enumerate(others))
+    if not pairs and "param_names" not in made:
+        if alone and numbered:
+            made["param_names"] = _numbers(len(others), params)
+    elif others and alone and numbered:
+        raise ValueError("this group has names, and the groups before it have none; give every parameter its name")
     if "adjust_lr_fn" in made:
         made["lr_scale"] = lr_scale_of(made.pop("adjust_lr_fn"))
     if "ns_coefficients" in made:
         made["ns_coefficients"] = rows_of(made["ns_coefficients"])
     return made
+
+
+def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
+    """Names of parameters without names."""
+    return [f"{group}.{index}" for index in range(len(params))]
 
 
 def lr_scale_of(adjust_lr_fn: str | None) -> str:
