@@ -39,7 +39,9 @@ def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str |
     model = make(seed=0 if saved is None else 1)
     place(model, setup, data_mesh(world_size, setup, model))
     named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
-    optimizer = Muon(named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split").build()
+    optimizer = Muon(
+        named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split"
+    ).build()
     if saved is not None:
         state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=saved)

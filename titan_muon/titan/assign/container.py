@@ -71,11 +71,13 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         self._post_init(parameters)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` says which that changes."""
+        """Load the state of every parameter. Hyperparameters stay the recipe's; `changes` lists the differences."""
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
-        # Before it is loaded, not after: Muon plans for what it loads, and it would plan for the checkpoint's.
-        super().load_state_dict({**state_dict, **recipe})
+        # The schedule has moved `lr` on in the checkpoint, and TorchTitan's scheduler does not set it at a load.
+        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr")}
+        # Before the load, not after: Muon plans for the hyperparameters that it loads.
+        super().load_state_dict({**state_dict, **kept})
 
     def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
         tags = {name: group.tag for groups in self.parts.groups.values() for group in groups for name in group.names}
