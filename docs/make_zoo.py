@@ -24,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from torch import nn  # noqa: E402
 
-from titan_muon.assign.doubts import OUTSIDE, matrix_shapes  # noqa: E402
-from titan_muon.assign.roles import see  # noqa: E402
-from titan_muon.assign.rules import EMBEDDING, HEAD, Assignment, assign, default_rules, splits_with  # noqa: E402
+from titan_muon.assignment.doubts import OUTSIDE, matrix_shapes  # noqa: E402
+from titan_muon.assignment.roles import see  # noqa: E402
+from titan_muon.assignment.rules import EMBEDDING, HEAD, Assignment, assign, default_rules, splits_with  # noqa: E402
 from titan_muon.tensors.matrices import stack_of  # noqa: E402
 from titan_muon.titan import compat  # noqa: E402
 

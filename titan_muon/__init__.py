@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .assign.rules import Assignment, assign
+    from .assignment.rules import Assignment, assign
     from .comm.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
     from .hybrid import Hybrid
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES: Mapping[str, str] = {
-    "Assignment": "assign.rules",
+    "Assignment": "assignment.rules",
     "Hybrid": "hybrid",
     "Muon": "muon",
     "Owners": "owned",
     "Rule": "options",
     "apply_in_forward": "fsdp.forward_hooks",
     "as_torch": "state.converted",
-    "assign": "assign.rules",
+    "assign": "assignment.rules",
     "clip_grad_norm_": "comm.clip",
     "converted": "state.converted",
     "own": "owned",

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .assign.doubts import doubts, split_lines
-from .assign.groups import ParamGroup, built, decided
-from .assign.roles import Seen, see
-from .assign.rules import Assignment, Default, default_rules
-from .assign.table import parameter_table
+from .assignment.doubts import doubts, split_lines
+from .assignment.groups import ParamGroup, built, decided
+from .assignment.roles import Seen, see
+from .assignment.rules import Assignment, Default, default_rules
+from .assignment.table import parameter_table
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .tensors.names import canonical_fqn

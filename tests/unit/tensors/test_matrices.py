@@ -7,8 +7,8 @@ import pytest
 import tomli
 import torch
 
-from titan_muon.assign.roles import Seen
-from titan_muon.assign.rules import Assignment, assign, default_rules
+from titan_muon.assignment.roles import Seen
+from titan_muon.assignment.rules import Assignment, assign, default_rules
 from titan_muon.options import OptionError, Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of

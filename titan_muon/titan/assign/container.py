@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer
 
 from titan_muon import options, registry
-from titan_muon.assign.roles import Seen
-from titan_muon.assign.rules import Default, default_rules
+from titan_muon.assignment.roles import Seen
+from titan_muon.assignment.rules import Default, default_rules
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
 from titan_muon.hybrid import OfParts, parts_of
 from titan_muon.options import Rule

@@ -17,9 +17,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assign.groups import ParamGroup, decided
-from titan_muon.assign.roles import see
-from titan_muon.assign.rules import Assignment
+from titan_muon.assignment.groups import ParamGroup, decided
+from titan_muon.assignment.roles import see
+from titan_muon.assignment.rules import Assignment
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan

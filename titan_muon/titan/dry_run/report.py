@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from titan_muon.assign.table import parameter_table
+from titan_muon.assignment.table import parameter_table
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.owned.ownership import OwnedTotals

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assign.table import parameter_table
+from titan_muon.assignment.table import parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_muon import Muon, registry
 from titan_muon.adam import AdamW
-from titan_muon.assign.roles import Seen, see
+from titan_muon.assignment.roles import Seen, see
 from titan_muon.options import Split
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import Recipe, RecipeError, sections

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import tiny
-from titan_muon.assign.rules import Assignment
+from titan_muon.assignment.rules import Assignment
 from titan_muon.titan import compat
 from titan_muon.titan.recipe import RecipeError
 
