@@ -1,20 +1,12 @@
 """Titan Muon on TorchTitan: the recipe, the data, the model and the run. The only folder that imports torchtitan."""
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .assign.container import HybridOptimizers
-
-__all__ = ["HybridOptimizers"]
+from importlib import import_module
+from typing import Any
 
 
 # TorchTitan takes seconds to import, and its gaps on CPUs must be closed before.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
-        from .compat import install
-
-        install()
-        from .assign.container import HybridOptimizers
-
-        return HybridOptimizers
+        import_module("titan_muon.titan.compat").install()
+        return import_module("titan_muon.titan.assign.container").HybridOptimizers
     raise AttributeError(f"module 'titan_muon.titan' has no attribute {name!r}")
