@@ -7,6 +7,6 @@ from typing import Any
 # TorchTitan takes seconds to import, and its gaps on CPUs must be closed before.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
-        import_module("titan_muon.titan.compat").install()
-        return import_module("titan_muon.titan.assign.container").HybridOptimizers
+        import_module(f"{__name__}.compat").install()
+        return import_module(f"{__name__}.assign.container").HybridOptimizers
     raise AttributeError(f"module 'titan_muon.titan' has no attribute {name!r}")
