@@ -38,7 +38,7 @@ def features_of(
         yield HostOffload(options.offload)
 
 
-def needs_apart(options: MuonOptions) -> bool:
+def needs_exclusive_groups(options: MuonOptions) -> bool:
     """Whether gathers and returns need their own process groups, because backward launches them beside FSDP's."""
     return options.overlap == "backward"
 

@@ -31,10 +31,10 @@ class Step:
     def of(cls, params: Sequence[TrainedParam], plan: Sequence[Parameter], excluded: frozenset[int]) -> Step:
         """The step of the parameters' gradients as they are now."""
         grads = [
-            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.here else None
+            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.on_mesh else None
             for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
         ]
-        here = [grad for grad, trained in zip(grads, params, strict=True) if trained.here]
+        here = [grad for grad, trained in zip(grads, params, strict=True) if trained.on_mesh]
         dtypes = {None if grad is None else grad.dtype for grad in here}
         return cls(grads, excluded, None not in dtypes and len(dtypes) <= 1)
 

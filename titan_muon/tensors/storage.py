@@ -29,7 +29,7 @@ class TrainedParam:
         average: its momentum, placed as the parameter is, or as one copy of it; None before it is planned where.
         group: hyperparameters of its parameter group, which a scheduler may change between steps.
         key: its placement when the step was planned.
-        here: whether this rank is on its mesh, and so has a gradient of it.
+        on_mesh: whether this rank is on the mesh, and so gets a gradient.
         average_device: type of the device that stores its momentum.
     """
 
@@ -38,7 +38,7 @@ class TrainedParam:
     average: Tensor | None
     group: Mapping[str, Any]
     key: object
-    here: bool
+    on_mesh: bool
     average_device: str = ""
 
     @property
@@ -74,8 +74,8 @@ def trained_params(
             if stochastic and parameter.dtype == torch.bfloat16:
                 # Only there, so that checkpoints of other weights have no more keys than they had.
                 group.setdefault(STEP, 0)
-            here = rank in layout_of(fqn, parameter).mesh.ranks
-            trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), here)
+            on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
+            trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), on_mesh)
             average = state.get(parameter, {}).get("momentum_buffer")
             yield trained if average is None else with_average(trained, average)
 

@@ -180,7 +180,7 @@ def on_some_ranks(rank: int, world_size: int) -> str:
 def test_a_plain_tensor_that_other_ranks_have_not_is_refused() -> None:
     """As of a pipeline's stages, or of a module that is on some ranks only."""
     for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
-        assert "what only some ranks have must be a DTensor on a mesh of those ranks" in text
+        assert "a parameter of some ranks only must be a DTensor on a mesh of those ranks" in text
 
 
 def other_gradient(rank: int, grad: Tensor) -> Tensor | None:
