@@ -174,7 +174,7 @@ def report_of(
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, lines = collective_ranks(plan, geometries)
     exclusive = travelling if needs_exclusive_groups(options) else set()
-    buckets = tuple(sorted({*(travelling - apart), *teams, *lines}))
+    buckets = tuple(sorted({*(travelling - exclusive), *teams, *lines}))
     sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
     # Groups of mesh axes exist already. By rule, not by looking: all ranks of the world must make the same groups, also
     # the ranks outside of a mesh.

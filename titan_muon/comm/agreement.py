@@ -198,7 +198,7 @@ def _digest(report: object) -> bytes:
 
 
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
-    """Raise ValueError if ranks of the same parameters planned different steps, or if no rank has a parameter."""
+    """Raise ValueError if ranks of the same parameters have different plans, or if there are no parameters."""
     # Pipeline stages, and towers on disjoint meshes, may have different plans.
     for digest in dict.fromkeys(digests):
         differing = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
@@ -232,7 +232,7 @@ def world_timeout() -> timedelta | None:
 
 
 def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Start an in-place element-wise maximum over a group, all ranks by default; None for a single rank."""
+    """Start an in-place maximum over a group (default: all); None for a single rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)

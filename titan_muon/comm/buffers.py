@@ -171,7 +171,7 @@ class Buffers:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All buffers; buckets of different rounds share buffers, which then repeat."""
+        """All buffers. Shared buffers repeat."""
         for buffer_set in self.buffer_sets:
             yield from (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
 

@@ -1,4 +1,4 @@
-"""Buffers and collectives that assemble sharded matrices at their owners and bring the results back.
+"""Collectives that gather sharded matrices at the owners and return the results.
 
 Every collective is asynchronous. `wait` blocks the host on gloo, and only the current stream on NCCL.
 """
@@ -49,7 +49,7 @@ class Exchange:
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
-        """Start to send the pieces in the home buffer to the owners of their matrices."""
+        """Start to send the pieces in the home buffer to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
@@ -66,7 +66,7 @@ class Exchange:
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
-        """Start to send the orthogonalized pieces back to their holders."""
+        """Start to send the orthogonalized pieces back to the holders."""
         run = self._runs[index]
         if not any(phase.travels for phase in run.phases[1:]):
             return

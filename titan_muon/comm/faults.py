@@ -136,7 +136,7 @@ class FaultReport:
         self._codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
 
     def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add gradients that changed after the send: `parameters` (count,) int64 on the device, `changed` (count,) bool."""
+        """Add changes after the send: `parameters` (count,) int64 on the device, `changed` (count,) bool."""
         self._codes.scatter_reduce_(0, parameters, changed.to(torch.int32) * Fault.GRADIENT_CHANGED, "amax")
 
     def add(self, faults: Sequence[Fault]) -> None:
