@@ -211,8 +211,8 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
         if differing:
             raise ValueError(
                 f"ranks {differing} planned another Muon step than rank {digests.index(digest)}: build the optimizer "
-                "on every rank from the same parameters, in the same order, with the same hyperparameters; a parameter of "
-                "some ranks only must be a DTensor on a mesh of those ranks"
+                "on every rank from the same parameters, in the same order, with the same hyperparameters; a parameter "
+                "of some ranks only must be a DTensor on a mesh of those ranks"
             )
     if not any(report.ranks for report in reports.values()):
         raise ValueError("Muon has no parameter to train: pass parameters that are not frozen")

@@ -1,4 +1,4 @@
-"""The element-wise arithmetic of a Muon step, on any part of a parameter."""
+"""Element-wise arithmetic of a Muon step, on any part of a parameter."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
 
 
 def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    """Advance exponential moving averages in place and copy the input of Newton-Schulz into `packed`, in its dtype.
+    """Advance exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
-    The input is the average, or with `nesterov` the gradient blended with the average. `packed` may be empty. The
-    gradient enters with weight 1 - decay, as in torch.optim.Muon. Averages have one dtype and gradients one; the
+    The input is the average, or with `nesterov` the gradient blended with the average, in the dtype of `packed`.
+    Gradients have weight 1 - decay, as in torch.optim.Muon. All averages share a dtype, and so do all gradients; the
     arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
@@ -60,7 +60,8 @@ def apply(
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
-    Parameters have one dtype and updates one. `scratch`, if given, takes the updates in the dtype of the parameters.
+    All parameters share a dtype, and so do all updates. `scratch`, if not empty, takes the updates in the dtype of the
+    parameters.
     """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     if scratch:
@@ -70,7 +71,7 @@ def apply(
 
 
 def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
-    """param <- (1 - factor) param where the update moves the weight towards zero too, in place.
+    """param <- (1 - factor) param where the update also moves the weight towards zero, in place.
 
     Cautious weight decay (Chen et al., 2025, arXiv:2510.12402): weights decay only where param * update >= 0.
     """
@@ -83,9 +84,9 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Tensors converted to a dtype in one call; the tensors themselves if they have the dtype."""
+    """The tensors converted to a dtype in one call; without copies if the dtype matches."""
     if tensors[0].dtype == dtype:
         return tensors
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(made, tensors)
-    return made
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

@@ -95,7 +95,7 @@ def storage_device(tensor: Tensor) -> torch.device:
 
 
 def step_device(tensor: Tensor) -> torch.device:
-    """Device that updates a parameter: the device of the mesh if FSDP keeps the storage on the host, else the storage's."""
+    """Device that updates a parameter: the storage's, or the mesh's if FSDP keeps the storage on the host."""
     stored = storage_device(tensor)
     return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
 
