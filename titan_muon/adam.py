@@ -46,7 +46,6 @@ class Elements:
     step: Tensor
 
     def element_bytes(self, names: Iterable[str]) -> int:
-        """Bytes for each element in the named tensors."""
         return sum(getattr(self, name).element_size() for name in names)
 
 

@@ -82,7 +82,6 @@ class Split:
     """Lengths of axes in `dims` that the shape leaves open. A list cuts an axis before the bar into unequal parts."""
 
     def __new__(cls, **values: Any) -> Split:
-        """Raises OptionError for an older notation."""
         if problem := cls.outdated(values):
             raise OptionError("split", problem)
         return super().__new__(cls)
@@ -335,7 +334,6 @@ class MuonOptions(StepOptions, Hyperparameters):
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of an element in transit."""
         return 4 if self.wire_dtype == "float32" else 2
 
 

@@ -31,7 +31,6 @@ class Registry(Generic[T]):
         self._values: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Add a value. Raises ValueError if the name is taken."""
         if name in self._values:
             raise ValueError(f"{self.key}: {name!r} is registered already; choose another name")
         self._values[name] = value
@@ -49,7 +48,6 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.key, name, self.names()))
 
     def names(self) -> tuple[str, ...]:
-        """All known names, including entry points of installed packages."""
         return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
 
 

@@ -18,13 +18,13 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Summary of a rank's plan, which ranks compare before the first step. Ranks with the same plan report the same.
+    """Summary of a rank's plan, equal for equal plans.
 
     Attributes:
-        ranks: global ranks that store the plan's parameters; empty on a rank that trains none.
-        buckets: ranks of each collective of a bucket, and of each team that owns the slices of a matrix.
+        ranks: holders of the plan's parameters; empty on a rank without parameters.
+        buckets: ranks of each collective of a bucket, and of each team of slices.
         groups: sets of ranks that need a new process group.
-        exclusive: ranks of each collective with its own process group, always a new group.
+        exclusive: ranks of each collective with an exclusive process group.
         sharing: disjoint sets of ranks that must take the same steps.
         signature: digest of the plan and of the hyperparameters.
     """
@@ -37,17 +37,14 @@ class PlanReport:
     signature: str = ""
 
     def digest(self) -> bytes:
-        """SHA-256 of the report."""
         return _digest(self)
 
 
 class Agreement:
-    """Collective checks and process groups of all ranks in the default process group.
-
-    Every rank of the world takes part, even without a matrix, because making a process group is collective.
+    """Collective checks and process groups over all ranks of the world, with or without matrices.
 
     Attributes:
-        peers: process group of the ranks that must take the same steps as this rank; None without a peer.
+        peers: process group of the ranks with the same steps as this rank; None without a peer.
     """
 
     def __init__(self) -> None:
@@ -93,8 +90,7 @@ class Agreement:
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
-        # Gather digests, because 1,024 reports would take megabytes on every rank. Then the lowest rank with each
-        # digest broadcasts the report. There are about as many digests as pipeline stages.
+        # 1,024 reports would take megabytes on every rank. So the lowest rank with each digest broadcasts a report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
         # The fake process group of dry runs leaves outputs unchanged, so they start with this rank's digest.
         gathered = [mine.clone() for _ in range(self._size)]
@@ -121,7 +117,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: ValueError | None) -> None:
-        """Raise the fault of the lowest rank as a ValueError on every rank of the world."""
+        """Raise the fault of the lowest rank with a fault on every rank of the world."""
         # If only one rank raised, the other ranks would wait for it in the next collective.
         if self._size == 1:
             if fault is not None:
@@ -136,7 +132,6 @@ class Agreement:
             raise ValueError(f"{message[0]} (on rank {rank})")
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank of the world."""
         if self._size == 1:
             return value
         flag = torch.tensor([int(value)], device=_device())
@@ -144,11 +139,10 @@ class Agreement:
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these global ranks, from the reports or a mesh axis."""
+        """The process group of these ranks, from the reports or a mesh axis."""
         return self._groups[ranks] if len(ranks) < self._size else _world()
 
     def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these global ranks that only buckets use."""
         return self._exclusive[ranks]
 
     def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
@@ -171,7 +165,7 @@ class Agreement:
             setter(timeout, group)
 
     def close(self) -> None:
-        """Destroy the process groups made by this object. All ranks call this at the same point."""
+        """Destroy the process groups made by this object, on all ranks at the same point."""
         for group in self._made if dist.is_initialized() else ():
             dist.destroy_process_group(group)
         self._made.clear()
@@ -185,9 +179,7 @@ class Agreement:
         return group
 
     def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Open the connections of the process groups, in the same order on all members."""
-        # NCCL opens connections in the first collective, which takes seconds. A broken network should fail here, not
-        # by a time-out after the first backward.
+        # NCCL opens connections in the first collective, in seconds. A broken network should fail before the first step.
         for group in used:
             sent = torch.zeros(dist.get_world_size(group), device=device)
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -224,7 +216,7 @@ def world_timeout() -> timedelta | None:
         try:
             options = _world()._get_backend(torch.device(device)).options
         except (AttributeError, RuntimeError):
-            # The fake backend has no options, and a device type may have no backend.
+            # The fake backend has no options. A device type may have no backend.
             continue
         timeout = getattr(options, "_timeout", None)
         return timeout if isinstance(timeout, timedelta) else None

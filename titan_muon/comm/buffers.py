@@ -15,11 +15,7 @@ from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """Memory that a step allocates and frees, so that forward and backward can use it. Views stay valid.
-
-    Args:
-        tensors: tensors that fill their storages; several tensors may share a storage.
-    """
+    """Memory of `tensors` that only a step allocates. Views stay valid. Tensors may share a storage."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._sizes: dict[torch.UntypedStorage, int] = {}
@@ -37,8 +33,8 @@ class StepMemory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Allocate the memory while views are made, because PyTorch cannot make views of an empty storage."""
-        # Memory that was allocated before stays, because a gather in backward may be sending from it.
+        """Allocate the memory while the caller makes views, because PyTorch cannot make views of an empty storage."""
+        # Keep memory that was allocated before, because a gather in backward may be reading from it.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -65,10 +61,10 @@ class BufferSet:
     """The set of flat buffers of one bucket in flight.
 
     Attributes:
-        home: pieces that this rank stores.
+        home: stored pieces.
         inbox: pieces received for the matrices of this owner.
         outbox: results to send back.
-        shared: results of every piece that this rank stores, after the spread among replicas.
+        shared: results of all stored pieces, after the spread among replicas.
     """
 
     home: Tensor
@@ -86,7 +82,7 @@ class BucketBuffers:
     """This rank's pieces of one bucket, as views of a buffer set.
 
     Attributes:
-        stored: every piece that this rank stores; the result arrives in the view.
+        stored: every stored piece; the result arrives in the view.
         packed: by matrix, the view to fill with the piece to send.
         repeated: (target, source) views of pieces for several ranks.
         sources: by matrix, the gathered pieces.
@@ -130,11 +126,11 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
 def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """This owner's matrices with their pieces. In an all-to-all, the owner's own pieces stay in the home buffer."""
+    """The pieces of this owner's matrices. In an all-to-all, the owner's own pieces stay in the home buffer."""
     kept = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
     for piece in (*_pieces(phase.owned, buffer), *_pieces(kept, home)):
-        # An all-gather also brings pieces of matrices with another owner.
+        # An all-gather also brings pieces for another owner.
         if piece.matrix in by_matrix:
             by_matrix[piece.matrix].append(piece)
     return {matrix: tuple(pieces) for matrix, pieces in by_matrix.items()}
@@ -148,17 +144,11 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Buffers:
-    """The flat buffers of a program on this rank, with views of every piece. Only a step allocates the memory.
-
-    Args:
-        program: this rank's part of the plan.
-        device: device that holds the buffers.
-        dtype: dtype of the elements in transit.
+    """The flat buffers of a program on this rank, with views of every piece.
 
     Attributes:
-        buffer_sets: by bucket, its buffers; empty for a local bucket, because local matrices skip the buffers.
-        buckets: by bucket, the views of its pieces; None for a local bucket.
-        memory: memory of all buffers.
+        buffer_sets: by bucket; empty for a local bucket, because local matrices skip the buffers.
+        buckets: the views of each bucket; None for a local bucket.
     """
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype) -> None:
@@ -171,13 +161,12 @@ class Buffers:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All buffers. Shared buffers repeat."""
         for buffer_set in self.buffer_sets:
             yield from (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """The buffer set of each bucket. Buckets of different rounds share sets, and a local bucket gets empty buffers."""
+    """The buffer set of each bucket. Buckets of different rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):

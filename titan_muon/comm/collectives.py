@@ -15,13 +15,12 @@ _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class Traffic:
-    """Traffic of this rank since construction: collectives launched, and bytes sent to other ranks."""
+    """Number of collectives launched by this rank, and bytes sent to other ranks."""
 
     calls: int = 0
     bytes_sent: int = 0
 
     def add(self, sent: int) -> None:
-        """Count one collective."""
         self.calls += 1
         self.bytes_sent += sent
 
@@ -30,10 +29,10 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """The collectives of exchanges and of owned gradients. A package may register a subclass with another transport.
+    """Transport of exchanges and of owned gradients. A package may register a subclass.
 
     Buffers are flat, on one device and of one dtype. Splits count the elements of each rank of the group, in order.
-    Every method starts its collective and returns the handles to wait for.
+    Methods start a collective and return the handles to wait for.
     """
 
     def __init__(self) -> None:

@@ -19,15 +19,7 @@ from .collectives import Collectives, Traffic, finish
 
 
 class Exchange:
-    """Runs the collectives of a program. A local bucket has none.
-
-    Args:
-        program: this rank's part of the plan.
-        buffers: buffers of the program.
-        collectives: transport of the buffers.
-        agreement: owner of the process groups.
-        exclusive: whether gathers and returns have their own process groups.
-    """
+    """Runs the collectives of a program. `exclusive`: whether gathers and returns have their own process groups."""
 
     def __init__(
         self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, exclusive: bool
@@ -45,18 +37,17 @@ class Exchange:
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic of this rank."""
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
-        """Start to send the pieces in the home buffer to the owners."""
+        """Start to send the packed pieces to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
         buffer_set = self._buffer_sets[index]
         group = self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
-            # The home buffer begins with pieces of matrices that this rank owns. They never travel.
+            # The first pieces in the home buffer belong to this owner and never travel.
             sent = buffer_set.home[phase.kept :]
             works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
@@ -100,5 +91,4 @@ class Exchange:
             )
 
     def wait(self, index: int) -> None:
-        """Wait for the last collective of this bucket."""
         finish(self._pending.pop(index, []))

@@ -17,7 +17,7 @@ from .replicas import NO_SIZE, differ, sizes
 
 
 class Fault(IntEnum):
-    """A problem of one parameter in a step. Ranks agree on the maximum of their faults."""
+    """A problem of a parameter in a step. Ranks agree on the maximum."""
 
     NONE = 0
     NOT_FINITE = 1
@@ -64,8 +64,7 @@ REMEDIES: Mapping[Fault, str] = {
 def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
     """The current fault of a parameter on this rank.
 
-    `param` and `average` are the optimizer's current tensors; `in_place`: whether both keep the storage of the step's
-    views.
+    `param` and `average` are the optimizer's current tensors; `in_place`: whether the step's views are still valid.
     """
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
@@ -96,7 +95,7 @@ def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowe
 
 
 def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: Fault) -> str:
-    """The names of the first five parameters with this fault, and the number of further ones; empty without any."""
+    """The first five names of parameters with this fault, and the number of further names; empty without any."""
     names = [trained.fqn for trained, current in zip(params, faults, strict=True) if current == fault]
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
 
@@ -104,13 +103,11 @@ def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: F
 class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
-    A step adds faults on the device. `send` starts a maximum over the ranks at the end of the step, and the next step
-    reads the result, which has arrived by then.
+    A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
+    result.
 
     Args:
         parameters: number of parameters.
-        device: device on which matrices are orthogonalized.
-        agreement: the ranks that share faults.
         replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
     """
 
@@ -132,22 +129,21 @@ class FaultReport:
         self._stream, self._sent = self._module.Stream(), self._module.Event()
 
     def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
-        """Add non-finite matrices: `parameters` (count,) int64 indices on the device, `broken` (count,) bool."""
+        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
         self._codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
 
     def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send: `parameters` (count,) int64 on the device, `changed` (count,) bool."""
+        """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
         self._codes.scatter_reduce_(0, parameters, changed.to(torch.int32) * Fault.GRADIENT_CHANGED, "amax")
 
     def add(self, faults: Sequence[Fault]) -> None:
-        """Add the faults that this host has found, by parameter."""
         if any(faults):
             new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
             codes = self._codes[: self._parameters]
             torch.maximum(codes, new, out=codes)
 
     def add_skipped(self, skipped: Tensor) -> None:
-        """Add whether a GradScaler has this rank skip the step, () bool. Either all ranks call this or none."""
+        """Add whether this rank skips the step, () bool. Either all ranks call this or none."""
         self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
         self._scaled = True
 
@@ -165,7 +161,7 @@ class FaultReport:
                 self._sizes[:, place].copy_(size)
 
     def send(self) -> None:
-        """Start to share the faults since the last `send` with all ranks."""
+        """Start to share the faults with all ranks."""
         self._shared.copy_(self._codes)
         self._codes.zero_()
         self._sizes.fill_(NO_SIZE)

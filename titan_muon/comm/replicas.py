@@ -1,11 +1,11 @@
 """Detection of replicas among plain tensors, so that one rank can orthogonalize for all."""
 
 # [Note: replicas of plain tensors]
-# - A plain tensor has no placement. Under DDP, plain tensors of one name are replicas. In custom tensor parallelism, in
-#   expert parallelism and in an ensemble, tensors of equal names and shapes have different values.
-# - So ranks compare the values at construction. A tensor with different values is trained by each rank separately.
-# - Replicas may diverge later if gradients are not reduced. Each step compares gradient sizes, in the collective that
-#   reports faults, and a difference raises on all ranks in the next step.
+# - Plain tensors of one name are replicas under DDP. They have different values in custom tensor parallelism, in expert
+#   parallelism and in an ensemble.
+# - So ranks compare the values at construction. Each rank trains tensors with different values separately.
+# - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults,
+#   and after a difference the next step raises on all ranks.
 
 from __future__ import annotations
 

@@ -41,7 +41,6 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, trained: TrainedParam) -> Packed:
-        """The current inputs of a parameter with a gradient."""
         assert trained.param.grad is not None, "a parameter is packed after its gradient is ready"
         grad = trained.param.grad
         # The version of the DTensor, because the local gradients of an FSDP module are views of one tensor and share a
@@ -49,7 +48,6 @@ class Packed(NamedTuple):
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_current(self, trained: TrainedParam) -> bool:
-        """Whether the inputs are unchanged."""
         if trained.param.grad is None:
             return False
         current = Packed.of(trained)
@@ -66,9 +64,6 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
 
 class EarlyGathers(Feature):
     """The gathers of the first rounds, launched in the backward before the step.
-
-    Args:
-        rank: stages of this rank.
 
     Attributes:
         needed: for each of the first gathers, the parameters with a shard on this rank, ascending.
@@ -146,7 +141,6 @@ class EarlyGathers(Feature):
         return self._launched if self._launched < len(self.first) else None
 
     def launch(self, step: Step, packed: dict[int, Packed]) -> None:
-        """Launch the next gather. `step` has the gradients."""
         bucket, rank = self.first[self._launched], self._rank
         self._stream.wait_stream(self.module.current_stream())
         with self.module.stream(self._stream):
@@ -205,13 +199,11 @@ class EarlyGathers(Feature):
         return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(faults)]
 
     def after(self) -> None:
-        """Forget the backward of this step."""
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
     @property
     def report(self) -> FaultReport:
-        """Faults of the last step."""
         return self._rank.report
 
     def _is_launched(self, bucket: int) -> bool:

@@ -50,14 +50,7 @@ class StageUse:
 
 
 class OnHost(OnDevice):
-    """The tensors of a call if some are on the host.
-
-    Args:
-        stages: stages in the order of the step.
-        storage: storage by parameter.
-        offload: kind of tensors on the host.
-        window: device memory for transfers.
-    """
+    """The tensors of a call if some are on the host. `stages` are in the order of the step."""
 
     def __init__(
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
@@ -69,7 +62,6 @@ class OnHost(OnDevice):
         self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
-        """Start a step: fetch the first transfers."""
         self._waiting, transfers = [], []
         for use in self._stages:
             kinds = self._kinds[use.stage]
@@ -108,17 +100,14 @@ class OnHost(OnDevice):
         self.window.give_back()
 
     def averages(self, advance: Advance) -> Tensors:
-        """The momentum of the parts, in the current transfer."""
         return [self._view("average", part) for part in advance.parts]
 
     def grads(self, advance: Advance, step: Step) -> Tensors:
-        """The gradients of the parts, in the current transfer if gradients are on the host."""
         if "grad" not in self._names:
             return super().grads(advance, step)
         return [self._view("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
-        """The parts of the parameters, in the current transfer if parameters are on the host."""
         if "param" not in self._names:
             return super().params(apply)
         return [self._view("param", part) for part in apply.parts]
@@ -128,23 +117,17 @@ class OnHost(OnDevice):
         return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
     def end(self) -> None:
-        """Send back the last transfer."""
         self.window.end()
         # The user may read parameters on the host at any time after the step.
         if "param" in self._names:
             self.window.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the last transfer is on the host."""
         self.window.synchronize()
 
 
 class HostOffload(Feature):
-    """Fetches the tensors of a stage to the device before the stage, and sends changed tensors back.
-
-    Args:
-        offload: kind of tensors on the host.
-    """
+    """Fetches the tensors of a stage to the device before the stage, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -152,12 +135,10 @@ class HostOffload(Feature):
 
     @property
     def source(self) -> OnHost:
-        """The tensors on the host."""
         assert self._source is not None, "stages are wrapped before the first step"
         return self._source
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Fetch tensors around the stages `advance` and `apply`."""
         self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
         rank.source = source
 
@@ -172,11 +153,9 @@ class HostOffload(Feature):
         return stages._replace(advance=advance, apply=apply)
 
     def before(self, step: Step) -> None:
-        """Fetch the first transfers."""
         self.source.begin(step)
 
     def after(self) -> None:
-        """Send back the last transfer."""
         self.source.end()
 
     def told(self, faults: Sequence[Fault]) -> None:

@@ -64,7 +64,6 @@ class LateApplies(Feature):
 
     @property
     def left(self) -> bool:
-        """Whether any update is left."""
         return bool(self._updates)
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:

@@ -1,8 +1,8 @@
 """Steps under torch.amp.GradScaler, with scaled gradients, or skipped without a change."""
 
 # [Note: skipped steps]
-# - GradScaler does not call the step of most optimizers after an overflow. If one rank omitted Muon's step, the other
-#   ranks would wait for shards. So Muon always runs the step, and a skipped step changes no tensor.
+# - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
+#   and a skipped step changes no tensor.
 # - The decision to skip stays on the device, so that the host does not wait.
 # - If the scalers of ranks disagree, the next step raises on all ranks, as after any fault.
 
@@ -24,12 +24,7 @@ from ..step.update import Tensors
 
 
 class GradScaling(Feature):
-    """One step under GradScaler, which sets `found_inf` and `grad_scale` on the optimizer during the step.
-
-    Args:
-        optimizer: the optimizer that GradScaler steps.
-        rank: stages of this rank.
-    """
+    """One step under GradScaler, which sets `found_inf` and `grad_scale` on the optimizer during the step."""
 
     def __init__(self, optimizer: Optimizer, rank: RankStages) -> None:
         device, self._rank = rank.device, rank
@@ -49,12 +44,10 @@ class GradScaling(Feature):
             raise OptionError("overlap", "= 'forward' cannot undo a step that a GradScaler skips; set 'none'")
 
     def before(self, step: Step) -> None:
-        """Report whether this rank skips the step, and replace the rule."""
         self._rank.report.add_skipped(self.skipped)
         self._plain, self._rank.rule = self._rank.rule, ScaledRule(self._rank.rule, self.inverse, self.skipped)
 
     def after(self) -> None:
-        """Restore the rule."""
         self._rank.rule = self._plain
 
 
@@ -62,7 +55,6 @@ class ScaledRule:
     """A rule with scaled gradients, in a step that may be skipped.
 
     Args:
-        rule: the rule.
         inverse: () float32 factor on the gradients; None for 1.
         skipped: () bool, on the device: whether the step changes nothing.
     """
@@ -78,7 +70,6 @@ class ScaledRule:
         self._rule.advance(averages, kept, packed, group)
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Never called: no gather starts before a step under a GradScaler."""
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:

@@ -35,10 +35,8 @@ class SliceTeam:
     """The owners of the slices of a matrix, for `orthogonalize.sliced`.
 
     Args:
-        ranks: owners, in the order of the slices, ascending.
+        ranks: owners in the order of the slices, ascending.
         rank: this rank.
-        collectives: transport.
-        group: process group of the ranks.
     """
 
     # Teams share ranks, but cannot deadlock, because every rank runs its teams in the same order: turns of the program,
@@ -65,12 +63,7 @@ class SliceTeam:
 
 
 class Slices(Feature):
-    """Orthogonalizes slices with their teams.
-
-    Args:
-        rank: stages of this rank.
-        agreement: owner of the process groups.
-    """
+    """Orthogonalizes slices in teams."""
 
     def __init__(self, rank: RankStages, agreement: Agreement) -> None:
         program = rank.program
@@ -80,7 +73,6 @@ class Slices(Feature):
         }
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Give each slice its team."""
         rank.runs = tuple(self._with_teams(run, rank) for run in rank.runs)
         return stages
 

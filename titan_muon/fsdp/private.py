@@ -25,7 +25,6 @@ class GatheredGroup:
         return self._group._module_fqn or "the root module"
 
     def params(self) -> list[DTensor]:
-        """The sharded parameters."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     @property
@@ -34,7 +33,6 @@ class GatheredGroup:
         return bool(self._group.is_unsharded) or self._group._all_gather_result is not None
 
     def computing_stream(self) -> Any:
-        """The current stream, on which the module computes."""
         return torch.get_device_module(self._group.device).current_stream()
 
     def reading_stream(self) -> Any:

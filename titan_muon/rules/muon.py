@@ -29,7 +29,6 @@ class MuonRule:
         update.momentum(averages, grads, packed, group["momentum"], group["nesterov"])
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Pack the same bits as `advance`."""
         update.pack_ahead(averages, grads, packed, group["momentum"], group["nesterov"])
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:

@@ -37,12 +37,10 @@ class Transfer:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The changed tensors, then the read tensors."""
         return [*self.changed, *self.read]
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device."""
         return sum(slot_bytes(tensor) for tensor in self.tensors)
 
 

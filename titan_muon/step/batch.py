@@ -30,7 +30,6 @@ class Batch:
     method: Method
 
     def norms(self) -> Tensor:
-        """The Frobenius norm of each matrix, (count,)."""
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:

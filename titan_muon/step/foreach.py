@@ -53,12 +53,10 @@ class Rectangle(NamedTuple):
 
     @property
     def rows(self) -> Rectangle:
-        """The whole rows of the rectangle."""
         return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
 
     @property
     def start(self) -> int:
-        """The first row."""
         place = self.rows.place
         return place.start if isinstance(place, slice) else 0
 
@@ -112,7 +110,6 @@ class Apply:
     chunks: tuple[Chunk, ...] = ()
 
     def update(self, params: Tensors, rule: Rule) -> None:
-        """Decay and update these parts of parameters in place."""
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if not self.chunks:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
@@ -127,7 +124,6 @@ class Apply:
         return replace(self, group=copied)
 
     def without(self, parameters: Collection[int]) -> Apply:
-        """The call without these parameters."""
         kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_selected(views, kept) for views in (self.params, self.updates, self.scratch))
         parts, chunks = _selected(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
@@ -151,12 +147,10 @@ class Copies:
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
-        """From (target, source) pairs."""
         listed = tuple(pairs)
         return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
-        """Run the copies."""
         # PyTorch refuses a call without tensors.
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)

@@ -29,7 +29,6 @@ class Step:
 
     @classmethod
     def of(cls, params: Sequence[TrainedParam], plan: Sequence[Parameter], excluded: frozenset[int]) -> Step:
-        """A step with the current gradients of the parameters."""
         grads = [
             grad_matrix(trained.param.grad, planned) if index not in excluded and trained.on_mesh else None
             for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
@@ -39,7 +38,6 @@ class Step:
         return cls(grads, excluded, None not in dtypes and len(dtypes) <= 1)
 
     def dtype(self, parameter: int) -> torch.dtype | None:
-        """The dtype of a gradient; None without a gradient."""
         grad = self.grads[parameter]
         return None if grad is None else grad.dtype
 

@@ -42,7 +42,6 @@ class Draws:
 
     @classmethod
     def of(cls, fqn: str, index: int, cols: int) -> Draws:
-        """The draws of matrix number `index` of a parameter."""
         return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
 
     def first(self, span: Span) -> int:
@@ -71,7 +70,6 @@ class Chunk:
     memory: Tensor
 
     def only(self, kept: Sequence[bool]) -> Chunk:
-        """The chunk of the kept tensors."""
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
         wide, added, draws = (tuple(views[i] for i in places) for views in (self.wide, self.added, self.draws))
@@ -94,7 +92,6 @@ class Chunk:
         torch._foreach_copy_(params, self.wide)
 
     def _draw(self, draws: Tensor, spare: Tensor, step: int) -> None:
-        """Fill `draws` with 16-bit numbers."""
         first = zlib.crc32(str(step).encode()) >> 2
         torch.arange(first, first + draws.numel(), out=draws)
         torch._foreach_add_(self.draws, self.starts)

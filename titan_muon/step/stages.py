@@ -61,7 +61,7 @@ class Stages(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A batch of whole matrices, with the copies before and after orthogonalization."""
+    """A batch, with the copies before and after orthogonalization."""
 
     assemble: Copies
     batch: Batch
@@ -90,21 +90,18 @@ class OnDevice:
     """The tensors of a call, all on the device."""
 
     def averages(self, advance: Advance) -> Tensors:
-        """The momentum of the parts."""
         return advance.averages
 
     def grads(self, advance: Advance, step: Step) -> Tensors:
-        """The gradients of the parts."""
         return [part.of(step.grads[part.parameter]) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
-        """The parts of the parameters."""
         return apply.params
 
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Newton-Schulz iterations by parameter, and methods by the plan's works."""
+    """Iterations by parameter, and methods by work of the plan."""
 
     iterations: tuple[Iteration, ...]
     methods: tuple[Method, ...]
@@ -114,15 +111,7 @@ class RankStages:
     """The stages of a Muon step on this rank. The constructor makes every view except views of gradients.
 
     Args:
-        plan: plan of the step.
-        program: this rank's part of the plan.
         params: trained parameters, in the plan's order.
-        arithmetic: iterations and methods of the plan's matrices.
-        rule: arithmetic of the update.
-        buffers: buffers of the program.
-        exchange: collectives of the program.
-        report: faults of the step.
-        options: options of Muon.
         states: states of the rule, by matrix and name.
 
     Attributes:
@@ -177,7 +166,7 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        """The stages of the same program for parameters with new storage or hyperparameters."""
+        """The stages of the same program for replaced storage or hyperparameters."""
         return RankStages(
             self.plan,
             self.program,
@@ -193,12 +182,10 @@ class RankStages:
 
     @property
     def device(self) -> torch.device:
-        """Device on which matrices are orthogonalized."""
         return self.buffers.device
 
     @property
     def batches(self) -> tuple[Batch, ...]:
-        """All batches of this rank."""
         return tuple(batch_run.batch for run in self.runs for batch_run in run.batches)
 
     def parameters_of(self, bucket: int) -> frozenset[int]:
@@ -213,7 +200,7 @@ class RankStages:
         whole = workspace[: self._numel(matrices)].view(len(matrices), first.rows, first.cols)
         parameters = torch.tensor([self.plan.matrices[m].parameter for m in matrices])
         if workspace.device.type != "cpu":
-            # From pinned memory, so that rebuilding stages before a step does not block the host.
+            # Pinned, so that rebuilding stages does not block the host.
             parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)
         method = self.arithmetic.methods[first.work]
         return Batch(matrices, whole, parameters, self.arithmetic.iterations[first.parameter], method)
@@ -268,7 +255,7 @@ class RankStages:
         return [tuple(parameters) for parameters in by_bucket]
 
     def begin(self, step: Step) -> None:
-        """Allocate the step's memory, and report the sizes of the replicas' gradients."""
+        """Allocate the step's memory, and report the gradient sizes of replicas."""
         self.buffers.memory.take()
         self._workspace.take()
         # A failed step may have left a ScaledRule.
@@ -284,18 +271,15 @@ class RankStages:
             raise RuntimeError(f"{self.orthogonalized} matrices orthogonalized and {planned} planned on this rank")
 
     def advance(self, bucket: int, step: Step) -> None:
-        """Advance the momentum of each stored shard, and pack the send buffer."""
         run = self.runs[bucket]
         self.advance_parts(run.advances, step)
         run.repeats.run()
         self.release(bucket, step)
 
     def gather(self, bucket: int, step: Step) -> None:
-        """Start to send the shards to the owners."""
         self.exchange.gather(bucket)
 
     def orthogonalize(self, bucket: int, step: Step) -> None:
-        """Assemble the owned matrices, orthogonalize them in batches, and fill the return buffer."""
         self.exchange.wait(bucket)
         run = self.runs[bucket]
         if run.cleared is not None:
@@ -306,24 +290,21 @@ class RankStages:
             batch_run.split.run()
 
     def send_back(self, bucket: int, step: Step) -> None:
-        """Start to send the results to the holders."""
         self.exchange.return_results(bucket)
 
     def apply(self, bucket: int, step: Step) -> None:
-        """Wait for the results, decay each stored shard and add the update."""
         self.exchange.wait(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
             self.update(call, self.source.params(call))
 
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
-        """Advance the momentum of these parts."""
         for call in calls:
             for advance in self.with_gradients(call, step):
                 averages, grads = self.source.averages(advance), self.source.grads(advance, step)
                 self.rule.advance(averages, grads, advance.packed, advance.group)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
-        """Calls for the parts with a gradient, one for each gradient dtype. Fills the other parts with NaN."""
+        """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
         if step.uniform:
             return (advance,)
         by_dtype = advance.split(lambda part: step.dtype(part.parameter))
@@ -333,7 +314,6 @@ class RankStages:
         return by_dtype.values()
 
     def update(self, call: Apply, params: Tensors) -> None:
-        """Decay parts of parameters and add the updates."""
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         call.update(params, self.rule)

@@ -43,7 +43,6 @@ class TrainedParam:
 
     @property
     def momentum(self) -> Tensor:
-        """The momentum, once the plan is made."""
         assert self.average is not None, f"{self.fqn}: a step before the momentum was made"
         return self.average
 
