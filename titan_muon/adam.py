@@ -16,7 +16,7 @@ from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
-"""Limit on a batch: bytes in a transfer to the device, or bytes of states converted to the parameters' dtype."""
+"""Limit on the bytes of a transfer, or of states converted to the parameters' dtype."""
 
 VECTOR = 64
 """Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
@@ -29,10 +29,10 @@ CHANGED: Mapping[Offload, tuple[str, ...]] = {
     "state": ("average", "square_average"),
     "parameters": ("average", "square_average", "param"),
 }
-"""Fields of Elements that a step fetches from the host and sends back."""
+"""Fields of Elements that a step moves to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""Fields of Elements that a step only fetches."""
+"""Fields of Elements that a step only moves to the device."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ class ElementBatch:
 class AdamW(torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
 
-    With `state_dtype` or `offload`, a step updates parts of bounded size. AdamW is element-wise, so parts do not change
-    the bits. Further keywords are torch's.
+    Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
 
     Args:
         state_dtype: dtype of the averages: the parameter's, or bfloat16. The arithmetic is in the parameter's dtype.
@@ -79,7 +78,7 @@ class AdamW(torch.optim.AdamW):
             FSDP's CPUOffloadPolicy implies `parameters`.
 
     Raises:
-        OptionError: for an unsupported option of torch, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
+        OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
     """
 
     _state_dtype: StateDtype = "parameter"
@@ -129,7 +128,7 @@ class AdamW(torch.optim.AdamW):
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()
         self._window.end()
-        # The user may read parameters on the host at any time after the step.
+        # The user may read parameters on the host after the step.
         if "param" in changed:
             self._window.synchronize()
 
@@ -148,7 +147,7 @@ class AdamW(torch.optim.AdamW):
             yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """The parts of a group's parameters, each with at most BATCH_BYTES in the tensors named by `bounded`."""
+        """The parts of a group's parameters, each with at most BATCH_BYTES in the fields `bounded`."""
         names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
         for fqn, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is None:
@@ -161,7 +160,7 @@ class AdamW(torch.optim.AdamW):
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            # The devices that torch chooses: the fused kernel needs the step count on the device.
+            # As in torch: the fused kernel needs the step count on the device.
             device = step_device(parameter) if group["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
             for name in AVERAGES:
@@ -174,7 +173,6 @@ class AdamW(torch.optim.AdamW):
 
     def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
-        # The arithmetic is in the parameters' dtype.
         wide = [state.to(parts[0].param.dtype) for state in states]
         adam(
             [part.param for part in parts],
@@ -200,12 +198,12 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_copy_(states, wide)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of torch.optim.AdamW. Offloaded averages are host tensors."""
+        """As torch.optim.AdamW. Offloaded averages are host tensors."""
         self._synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict as torch.optim.AdamW, into averages with this optimizer's dtype and device."""
+        """As torch.optim.AdamW, but averages keep this optimizer's dtype and device."""
         self._synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
         # torch.optim.AdamW would move all averages to the device at once, in the parameters' dtype.
@@ -225,7 +223,7 @@ class AdamW(torch.optim.AdamW):
             local(value).copy_(local(torch.as_tensor(saved[name])))
 
     def offload(self) -> None:
-        """Move the averages to pinned host memory. Steps then stream the averages to the device by batch."""
+        """Move the averages to pinned host memory, from where steps stream batches."""
         self._move("state")
 
     def reload(self) -> None:
@@ -254,7 +252,7 @@ def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
     if size >= numel:
         yield whole
         return
-    # view() never copies: an update of a copy would be lost. The step only reads the gradient, so reshape() may copy.
+    # view() never copies: an update of a copy would be lost.
     param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.average, whole.square_average))
     grad = whole.grad.reshape(-1)
     for start in range(0, numel, size):

@@ -15,12 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 class OptionError(ValueError):
-    """An invalid value of an option.
-
-    Attributes:
-        option: the keyword of Muon; the recipe key may differ.
-        problem: the problem with the value, and the remedy.
-    """
+    """An invalid value of `option`, a keyword of Muon. `problem` has the problem and the remedy."""
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(f"{option} {problem}")
@@ -36,7 +31,7 @@ class Constraint:
 
 
 def at_least(low: float, but: int | None = None) -> Constraint:
-    """Numbers from `low` on, and the exception `but`."""
+    """Numbers from `low` on, or `but`."""
     also = "" if but is None else f"{but}, or "
     return Constraint(f"{also}{low} or more", lambda value: low <= value < math.inf or value == but)
 
@@ -47,7 +42,7 @@ def from_to(low: float, high: float) -> Constraint:
 
 
 def below(low: float, high: float) -> Constraint:
-    """The interval from `low`, included, to `high`, excluded."""
+    """The half-open interval from `low` to `high`."""
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
 
 
@@ -70,7 +65,7 @@ TEXT = Constraint("a string that is not empty", lambda value: bool(value.strip()
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """One `[[muon.split]]`: how to cut parameters with matching names into several matrices."""
+    """One `[[muon.split]]`: how to cut matching parameters into several matrices."""
 
     match: str
     """Glob on the parameter's fully qualified name; `*` also crosses dots."""
@@ -88,7 +83,7 @@ class Split:
 
     @staticmethod
     def outdated(values: Mapping[str, Any]) -> str:
-        """The error message for the older keys `rows`, `joined` and `row_dims`; empty without these keys."""
+        """The error message for the older keys `rows`, `joined` and `row_dims`; empty if unused."""
         old = [name for name in ("rows", "joined", "row_dims") if name in values]
         if not old:
             return ""
@@ -126,7 +121,7 @@ def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
 
 
 Owner = int | Literal["balanced", "layer"]
-"""Holder of owned parameters: balanced by FLOPs and bytes, one rank for each layer, or the rank with this index."""
+"""Holder of owned parameters: balanced by FLOPs and bytes, one rank for each layer, or this rank."""
 OWNER = Constraint(
     '"balanced", "layer", or 0 or more',
     lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
@@ -135,7 +130,7 @@ OWNER = Constraint(
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementRule:
-    """One `[[placement.rule]]`: the placement between steps of parameters with matching names."""
+    """One `[[placement.rule]]`: the placement of matching parameters between steps."""
 
     match: Annotated[str, TEXT]
     """Glob on the parameter's fully qualified name; `*` also crosses dots."""
@@ -149,7 +144,7 @@ class PlacementRule:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The machine for the plan: a named machine, and numbers that replace the named machine's."""
+    """The machine for the plan: a named machine, and numbers that replace its own."""
 
     name: Literal["auto", "h100x8", "h200x8", "b200x8", "a100x8", "cpu", "cpu_float32"] = "auto"
     """Nodes of 8 GPUs, with a 400 Gb/s network for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
@@ -186,7 +181,7 @@ class Machine:
 
 
 Offload = Literal["none", "state", "parameters"]
-"""Tensors in host memory between steps: nothing, optimizer states, or also parameters and gradients."""
+"""Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
 Overlap = Literal["none", "backward", "forward"]
 """Computation that hides communication of a step."""
 
@@ -195,8 +190,8 @@ StateDtype = Literal["parameter", "bfloat16"]
 
 SLOWEST_IN_BFLOAT16 = 0.99
 """Largest beta of an average in bfloat16."""
-# An average moves by (1 - beta) of the distance to the new value, and bfloat16 rounds away changes below 2^-8 of the
-# average. At 0.99 an average stops within 40 % of a constant input (the root within 20 %). At 0.999 it never shrinks.
+# bfloat16 rounds away changes below 2^-8 of an average. At 0.99 the average stops within 40 % of a constant input (the
+# root within 20 %). At 0.999 the average never shrinks.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -306,9 +301,7 @@ class StepOptions:
 @dataclass(frozen=True, kw_only=True)
 class MuonOptions(StepOptions, Hyperparameters):
     """All keywords of Muon. A recipe has `[muon] buffer_gib` for `buffer_bytes`, `[machine]` for `machine`, and
-    `[optimizer] offload` for all optimizers together.
-
-    Raises OptionError for a value out of range or outside of the choices.
+    `[optimizer] offload` for all optimizers. Raises OptionError for an invalid value.
     """
 
     buffer_bytes: Annotated[int, POSITIVE] | None = None
@@ -338,9 +331,9 @@ class MuonOptions(StepOptions, Hyperparameters):
 
 
 HYPERPARAMETERS = tuple(item.name for item in fields(Hyperparameters))
-"""Names of the options that may differ between parameter groups."""
+"""Names of options that may differ between parameter groups."""
 SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYPERPARAMETERS)
-"""Names of the options of all parameters of a Muon."""
+"""Names of options of all parameters."""
 
 
 @cache
@@ -359,16 +352,13 @@ def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
 @cache
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The accepted values of each Literal option of a dataclass, by name."""
-    # Cached, because evaluating type hints is slow and every construction of options checks values.
+    # Cached, because evaluating type hints is slow.
     kinds = get_type_hints(table).items()
     return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise OptionError for the first invalid value. `values` are options of `table` by name.
-
-    The error prepends `prefix` to the name.
-    """
+    """Raise OptionError for the first invalid value of an option of `table`, with `prefix` before the name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
             raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")

@@ -1,9 +1,8 @@
 """QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): scales down attention heads with too large logits.
 
-Muon's updates have full rank, and the largest logit of a head can grow without bound. If a head's largest logit in a
-step is over the threshold, QK-clip scales the head's rows of the query and key projections after the step, so that the
-logit would have been equal to the threshold. The momentum is unchanged: Newton-Schulz keeps directions and drops scale,
-so scaling some rows of the momentum would turn later updates away from the gradients.
+Under Muon the largest logit of a head can grow without bound. If the largest logit in a step is over the threshold,
+QK-clip scales the head's rows of the query and key projections after the step, so that the logit would have equalled
+the threshold. The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from .tensors.dtensor import held_indices, local, storage_device
 class HeadRows:
     """Consecutive rows of a projection, and the factor on the rows of a clipped head.
 
-    Let f = threshold / largest logit of a head, or 1 up to the threshold. The factor is f ** alpha for `query`,
+    With f = threshold / largest logit (1 up to the threshold), the factor is f ** alpha for `query`,
     f ** (1 - alpha) for `key` with the smallest f of the query heads that share the key, f for `whole`, 1 for `none`.
 
     Attributes:
         rows: number of rows.
-        head: index of the query head among the query heads that share a key head; 0 without sharing.
+        head: index among the query heads of a key head; 0 without sharing.
     """
 
     rows: int
@@ -59,7 +58,7 @@ def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
     """The pattern of latent attention's query projection: for each head a part without positions, then the rotary part.
 
-    All heads share the rotary part of the key, which QK-clip never scales. So the query's part takes the whole factor.
+    The query's rotary part takes the whole factor, because all heads share the rotary part of the key.
     """
     return (HeadRows(nope_dim, "query"), HeadRows(rope_dim, "whole"))
 
@@ -71,12 +70,11 @@ def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
 
 @dataclass(frozen=True)
 class HeadWeight:
-    """A weight or bias of the query or key projection: a plain tensor or a DTensor without partial placement.
+    """A weight or bias of the query or key projection, not a partial sum.
 
     Attributes:
         fqn: fully qualified name.
-        tensor: the weight. The rows (dim 0) repeat `pattern` for each key head, or for each query head.
-        pattern: the rows of one repeat.
+        tensor: plain tensor or DTensor. Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
     """
 
     fqn: str
@@ -90,7 +88,7 @@ class AttentionLayer:
 
     Attributes:
         heads: query heads of the whole layer, over all ranks.
-        weights: weights with all, some or no rows on this rank; empty if another pipeline stage has the layer.
+        weights: with all, some or no rows on this rank; empty if another pipeline stage has the layer.
     """
 
     name: str
@@ -114,21 +112,20 @@ class LogitReport:
 class QKClip:
     """Observes the largest attention logit of each head, and clips the heads above the threshold after a step.
 
-    In each step, call `observe` in every forward pass, optionally `start_reduce` before the optimizer's step, and
-    `apply` after the optimizer's step. These methods do not block the host.
+    Call `observe` in every forward pass, optionally `start_reduce` before the optimizer's step, and `apply` after the
+    optimizer's step. These methods do not block the host.
 
     Args:
         layers: every layer of the model, equal on all ranks except for `weights`.
         threshold: largest accepted logit, > 0; Kimi K2 was trained with 100.
         alpha: share of the factor for queries, in [0, 1]; the rest is for keys.
-        clips: whether to scale weights; if not, logits are only observed and reported.
+        clips: whether to scale weights, or only observe and report logits.
         device: device of the logits; by default the device of the first weight.
-        group: ranks that together process all tokens and heads of a step; None for the default group.
+        group: ranks with all tokens and heads of a step; None for the default group.
 
     Raises:
-        ValueError: at construction, for a repeated layer, a pattern that does not divide a weight's rows, a partial
-            placement, or local storage that contradicts the placement; in the first step, for a layer with weights on
-            this rank that was never observed.
+        ValueError: at construction, for a repeated layer, a pattern that does not fit the rows, a partial sum, or local
+            storage that contradicts the placement; in the first step, for an unobserved layer on this rank.
     """
 
     def __init__(
@@ -163,8 +160,7 @@ class QKClip:
     def observe(self, name: str, logits_max: Tensor, first_head: int = 0) -> None:
         """Record the largest logits of layer `name` in one forward pass, shape (heads,).
 
-        Several passes of a step, such as micro-batches and recomputation, are combined by the maximum. A rank with only
-        some heads passes consecutive heads from `first_head` on.
+        Combines several passes of a step by the maximum. A rank with only some heads passes `first_head`.
         """
         view = self.logits(name, first_head, len(logits_max))
         view.copy_(torch.maximum(view, logits_max.detach()))
@@ -199,8 +195,8 @@ class QKClip:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # Multiply unclipped heads by 1, because a condition would block the host. A non-finite logit clips nothing,
-            # because a factor of 0 or NaN would destroy the head.
+            # Multiply unclipped heads by 1, because a condition would block the host. Non-finite logits would destroy
+            # the head.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -280,7 +276,7 @@ def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
 
 
 def _entries(weight: HeadWeight, start: int, group: int, repeats: int, heads: int, keys: int) -> Tensor:
-    """The table index of each row of the whole weight. `keys` is the index of the weight's first key head."""
+    """The table index of each row of the whole weight. `keys`: index of the weight's first key head."""
     numbers = torch.arange(repeats, device="cpu")
     first = {
         "none": torch.zeros_like(numbers),
@@ -299,7 +295,7 @@ def _held_rows(weight: HeadWeight) -> Tensor:
     if stored.numel() == 0:
         return rows[:0]
     shape = tuple(map(len, (rows, *others)))
-    # DTensor's placements are wrong for some uneven shards, and would scale rows of wrong heads.
+    # DTensor's placements are wrong for some uneven shards.
     if tuple(stored.shape) != shape:
         raise ValueError(f"{weight.fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}")
     return rows

@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name.
-
-    Args:
-        key: the recipe key of these names, for messages.
-        group: the group of entry points.
-    """
+    """Values by name. `key`: recipe key of the names, for messages. `group`: group of entry points."""
 
     def __init__(self, key: str, group: str) -> None:
         self.key = key
@@ -36,7 +31,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """The value of a name. Raises ValueError with the known names for an unknown name."""
+        """The value of a name. Raises ValueError for an unknown name."""
         if name in self._values:
             return self._values[name]
         entries = tuple(entry_points(group=self.group, name=name))
@@ -81,7 +76,7 @@ class ExchangeEntry:
     """A collective to assemble sharded matrices.
 
     Attributes:
-        pattern: the pattern for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
+        pattern: for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
         collectives: called without arguments; returns a `comm.collectives.Collectives`, the transport of buffers.
     """
 
@@ -101,7 +96,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """The exchange of a name. Raises OptionError with the known names for an unknown name."""
+    """The exchange of a name. Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:

@@ -24,7 +24,7 @@ class PlanReport:
         ranks: holders of the plan's parameters; empty on a rank without parameters.
         buckets: ranks of each collective of a bucket, and of each team of slices.
         groups: sets of ranks that need a new process group.
-        exclusive: ranks of each collective with an exclusive process group.
+        exclusive: ranks of each collective with a process group for buckets only.
         sharing: disjoint sets of ranks that must take the same steps.
         signature: digest of the plan and of the hyperparameters.
     """
@@ -56,9 +56,9 @@ class Agreement:
         self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
-        """Compare reports, make all process groups and use each group once.
+        """Compare reports, then make all process groups except `known` and use each group once.
 
-        `known` are the existing process groups of this rank's meshes. Raises ValueError on every rank if plans differ.
+        Raises ValueError on every rank if plans differ.
         """
         digests, reports = self._exchange(report)
         check_reports(digests, reports)
@@ -92,7 +92,7 @@ class Agreement:
             return [digest], {digest: report}
         # 1,024 reports would take megabytes on every rank. So the lowest rank with each digest broadcasts a report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
-        # The fake process group of dry runs leaves outputs unchanged, so they start with this rank's digest.
+        # The fake process group of dry runs leaves outputs unchanged, hence the clones.
         gathered = [mine.clone() for _ in range(self._size)]
         dist.all_gather(gathered, mine)
         digests = [bytes(tensor.tolist()) for tensor in gathered]
@@ -118,7 +118,7 @@ class Agreement:
 
     def _raise_together(self, fault: ValueError | None) -> None:
         """Raise the fault of the lowest rank with a fault on every rank of the world."""
-        # If only one rank raised, the other ranks would wait for it in the next collective.
+        # If only one rank raised, the other ranks would hang in the next collective.
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -171,15 +171,14 @@ class Agreement:
         self._made.clear()
 
     def _made_group(self, ranks: Ranks) -> dist.ProcessGroup:
-        # Every rank makes every group in the same order. PyTorch names groups by a counter, so ranks with different
-        # counts would wait for each other forever.
+        # Every rank makes every group, because PyTorch names groups by a counter: different counts would deadlock.
         group = dist.new_group(list(ranks), timeout=world_timeout())
         if self._rank in ranks:
             self._made.append(group)
         return group
 
     def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        # NCCL opens connections in the first collective, in seconds. A broken network should fail before the first step.
+        # NCCL opens connections in the first collective. A broken network should fail before the first step.
         for group in used:
             sent = torch.zeros(dist.get_world_size(group), device=device)
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)

@@ -59,7 +59,7 @@ class Collectives:
         if input.is_cuda:
             self.traffic.add(sent)
             return [dist.all_gather(parts, input, group=group, async_op=True)]
-        # gloo's all-gather takes only equal parts, so each rank broadcasts its part unless the part is empty.
+        # gloo's all-gather takes only equal parts, so each rank broadcasts its part.
         me = dist.get_rank(group)
         parts[me].copy_(input)
         works = []

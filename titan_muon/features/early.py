@@ -3,12 +3,12 @@
 # [Note: gathers in backward]
 # - All ranks launch gathers in the plan's order. A ready bucket waits for earlier buckets, and the step launches the
 #   remaining gathers. Backward launches only the gathers at the start of a step, before any return.
-# - These gathers have their own process groups, because their order relative to FSDP's collectives and to the checks
-#   of the step differs between ranks.
+# - These gathers have their own process groups, because their order relative to FSDP's collectives differs between
+#   ranks.
 # - Backward packs the input of Newton-Schulz without advancing the momentum. So a failed backward changes nothing, and
-#   the step computes the same bits whether a bucket was gathered in backward or not.
+#   an early gather does not change the bits of a step.
 # - Abandoned gathers must still complete, because launch counts differ between ranks. Every rank launches the remaining
-#   gathers and waits, before the buffers are used again.
+#   gathers and waits before the next use of the buffers.
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Packed(NamedTuple):
     def of(cls, trained: TrainedParam) -> Packed:
         assert trained.param.grad is not None, "a parameter is packed after its gradient is ready"
         grad = trained.param.grad
-        # The version of the DTensor, because the local gradients of an FSDP module are views of one tensor and share a
-        # version. Clipping another optimizer's gradients would count as a change.
+        # Not the version of the local gradient, which all gradients of an FSDP module share: clipping another
+        # optimizer's gradients would count as a change.
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_current(self, trained: TrainedParam) -> bool:
@@ -78,7 +78,7 @@ class EarlyGathers(Feature):
         self._launched = 0
         self._packed: dict[int, Packed] = {}
         self._changed: set[int] = set()
-        # Whether a backward was entered for the next step, and whether to discard the launched gathers.
+        # Whether backward was entered since the last step, and whether to discard its gathers.
         self._entered = self._abandoned = False
         self.module: Any = torch.get_device_module(rank.device)
         # A separate stream, because packing would delay the reduction of the next gradients.
@@ -153,7 +153,7 @@ class EarlyGathers(Feature):
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Keep the record of a parameter's first bucket, so that the step detects a change between two buckets.
+        # Keep the record of the first bucket, so that the step detects a change between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
@@ -168,7 +168,7 @@ class EarlyGathers(Feature):
         self._stream.wait_stream(computing)
 
     def ready(self) -> None:
-        """Complete abandoned gathers. All ranks call this at the same point of the program."""
+        """Complete abandoned gathers. All ranks call this together."""
         if not self._abandoned:
             return
         rank = self._rank
@@ -211,15 +211,15 @@ class EarlyGathers(Feature):
 
     def _compare(self, place: int, step: Step) -> None:
         """Report on the device which gradients were scaled after packing."""
-        # Foreach calls, and FSDP when it accumulates gradients, do not change the version of a DTensor. Clipping scales
-        # every row by the same factor, so one row is enough.
+        # Foreach calls and FSDP's accumulation do not change a DTensor's version. One row is enough, because clipping
+        # scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
             self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
 
 
 class _Backward:
-    """Tracks the complete gradients of one backward, and launches gathers."""
+    """Launches gathers in one backward."""
 
     def __init__(self, early: EarlyGathers, rank: RankStages) -> None:
         self._early, self._rank = early, rank
@@ -245,8 +245,7 @@ class _Backward:
             self._launch(self._early.needed[place])
 
     def _begin(self) -> None:
-        # At the first gradient, not earlier: reading the report would block the host until the last step is complete,
-        # and the buffers would add to the peak memory of activations.
+        # Earlier, reading the report would wait for the last step, and the buffers would add to the peak memory.
         self._begun = True
         # After a fault the step raises or replaces non-finite momentum before packing.
         self._off = any(self._early.report.read())

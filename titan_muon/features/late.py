@@ -3,11 +3,10 @@
 # [Note: updates in forward]
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because the buffers of these
 #   rounds are free until the next step.
-# - A late update uses copies of the step's hyperparameters, because a scheduler may change them after the step.
-# - Late updates run on a separate stream. On the computing stream, the update and the all-gather of a layer would wait
-#   for the forward of all earlier layers.
-# - A late update launches no collective. So ranks may apply updates in any order and at any point of the program.
-# - A state dict, the next step and loading first apply all late updates, because they read or write weights.
+# - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
+# - Late updates run on a separate stream. On the computing stream they would wait for all earlier layers.
+# - A late update launches no collective, so ranks may apply updates in any order.
+# - State dicts, loading and the next step first apply all late updates.
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ class Update:
     params: frozenset[Tensor]
 
     def run(self) -> list[str]:
-        """Wait for the results and apply the updates. Returns the names of parameters with lost updates, because their
-        storage was replaced since the step."""
+        """Apply the updates. Returns the names of parameters with replaced storage, whose updates are lost."""
         self.rank.exchange.wait(self.bucket)
         params = self.rank.params
         stored = {part.parameter for call in self.applies for part in call.parts}
@@ -57,7 +55,7 @@ class LateApplies(Feature):
     def __init__(self) -> None:
         self.attached, self.count = False, 0
         self._updates: list[Update] = []
-        # The stream of late updates, and the stream of the step, which allocated the buffers.
+        # The streams of late updates and of the step.
         self._stream: Any = None
         self._computing: Any = None
         self._rank: RankStages | None = None
@@ -108,9 +106,9 @@ class LateApplies(Feature):
     @torch.no_grad()
     def finish(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
         """Apply the late updates of these parameters before the next work on `streams`."""
-        # A bucket with no shard on this rank is waited on together with the first other bucket.
+        # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Also without a new update: an earlier module may have applied a shared bucket, on other streams.
+        # Wait even without a new update, because another module may have applied a shared bucket.
         for stream in streams:
             stream.wait_stream(self._stream)
 

@@ -40,8 +40,7 @@ class SliceTeam:
     """
 
     # Teams share ranks, but cannot deadlock, because every rank runs its teams in the same order: turns of the program,
-    # buckets of a round, numbers of matrices (`batches`). No rank of the first waiting team waits for an earlier team,
-    # so this team proceeds.
+    # buckets of a round, numbers of matrices.
 
     def __init__(self, ranks: tuple[int, ...], rank: int, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self.place, self._size = ranks.index(rank), len(ranks)

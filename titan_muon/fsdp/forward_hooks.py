@@ -19,7 +19,6 @@ class _Layer:
     """The forward pre-hook of an FSDP module.
 
     Args:
-        module: the module.
         outer: FSDP modules that contain the module.
         deferred: the late updates. Not the Muon object: hooks would keep a closed optimizer and its momentum alive.
     """
@@ -36,7 +35,7 @@ class _Layer:
         own = own_groups(self._module)
         for module in (self._module, *self._outer):
             self._check(own_groups(module))
-        # Also the computing stream, which would soon wait for the all-gather and so for the updates anyway.
+        # The computing stream would wait for the all-gather, and so for the updates, anyway.
         streams = [stream for group in own for stream in (group.computing_stream(), group.reading_stream())]
         self._deferred.finish(_params(own), streams)
         for group in prefetched_groups(self._module):
@@ -59,11 +58,11 @@ def _params(groups: Iterable[GatheredGroup]) -> list[Tensor]:
 def apply_in_forward(model: nn.Module, muon: Muon) -> None:
     """Make the model's forward apply the late updates of Muon's steps (`overlap = "forward"`).
 
-    In the next forward, each layer waits for the results of the step and applies the updates before FSDP2 all-gathers
-    the layer. State dicts of the model and of Muon, and the next step, first apply all late updates. Call
-    `muon.finish_step()` before any other code reads or writes weights between a step and the next forward: an average
-    of weights (also in a step hook), `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule
-    with unshards. All ranks call `apply_in_forward` once, after `fully_shard` and after building Muon.
+    Each layer waits for the results and applies the updates before FSDP2 all-gathers the layer. State dicts of the
+    model and of Muon, and the next step, first apply all late updates. Call `muon.finish_step()` before other code
+    reads or writes weights between a step and the next forward: an average of weights (also in a step hook),
+    `unshard()`, a method of `register_fsdp_forward_method`, or a pipeline schedule with unshards. All ranks call
+    `apply_in_forward` once, after `fully_shard` and after building Muon.
 
     Args:
         model: sharded by `fully_shard`, with all of Muon's parameters.

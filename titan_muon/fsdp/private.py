@@ -38,8 +38,8 @@ class GatheredGroup:
     def reading_stream(self) -> Any:
         """The stream on which forward reads the sharded parameters."""
         group, comm = self._group, self._group.comm_ctx
-        # A single shard is copied on the computing stream without an all-gather. FSDP2 creates the other streams in the
-        # root's first forward, where they wait for the computing stream.
+        # A single shard is copied on the computing stream. FSDP2 creates the other streams in the root's first forward,
+        # where they wait for the computing stream.
         sharded = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
         if not sharded or not hasattr(comm, "all_gather_copy_in_stream"):
             return self.computing_stream()

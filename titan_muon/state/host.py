@@ -14,18 +14,18 @@ from ..plan.terms.types import Parameter, Plan
 from ..tensors.dtensor import local, step_device, storage_device
 
 TRANSFERS_AT_ONCE = 2
-"""Transfers in device memory at the same time: one is in use while the next arrives or the last leaves."""
+"""Transfers in device memory: one in use while the next arrives or the last leaves."""
 
 ALIGNMENT = 64
 """Alignment in bytes of tensors in a slot, for different dtypes and vectorized kernels."""
 
 # [Note: transfers and slots]
-# - A transfer holds tensors of the host that are used together, for example the momentum of a bucket. Transfers arrive
-#   in the order of the step and alternate between the slots, which are device buffers.
-# - Slots are allocated on the computing stream, so the arriving stream first waits for earlier uses of the memory. This
-#   wait also covers the transfers back to the host from the last step.
+# - A transfer holds host tensors that are used together, for example the momentum of a bucket. Transfers alternate
+#   between the slots, which are device buffers.
+# - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
+#   for the last step's transfers to the host.
 # - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
-# - At the end the computing stream waits for all transfers, because later allocations may reuse the freed slots.
+# - At the end the computing stream waits for all transfers, because later allocations may reuse the slots.
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ class Transfer:
 class Window:
     """Device memory that streams tensors of the host through a step, see [Note: transfers and slots].
 
-    On a CPU device the streams do nothing, and the same copies run in the same order.
-
-    Args:
-        device: device on which the transfers are used.
+    On a CPU device the same copies run in the same order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -63,7 +60,7 @@ class Window:
         self.slots: tuple[Tensor, ...] = ()
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """Start a step with these transfers in this order, and fetch the first of them."""
+        """Start a step with these transfers in this order."""
         # An exception in the last step may have left the window open.
         self.end()
         self._transfers, self._used = dict(enumerate(transfers)), 0
@@ -75,13 +72,13 @@ class Window:
             self._fetch(number)
 
     def take(self) -> list[Tensor]:
-        """The tensors of the next transfer on the device. The computing stream waits for their arrival."""
+        """The tensors of the next transfer. The computing stream waits for the arrival."""
         tensors, event = self._arrived[self._used]
         self._current.wait_event(event)
         return tensors
 
     def give_back(self) -> None:
-        """Send the changed tensors of the transfer in use to the host, and fetch a later transfer into the slot."""
+        """Send the changed tensors to the host, and fetch a later transfer into the slot."""
         (tensors, _), transfer = self._arrived.pop(self._used), self._transfers.pop(self._used)
         self._leaving.wait_stream(self._current)
         with self._module.stream(self._leaving):
@@ -138,7 +135,7 @@ def resolved(chosen: Offload, parameters: Iterable[Tensor]) -> Offload:
 
 
 def moves(now: Offload, to: Offload) -> bool:
-    """Whether states have to move. Raises ValueError for a reload while the parameters are on the host."""
+    """Whether states have to move. Raises ValueError for a reload with parameters on the host."""
     if now == "parameters" and to == "none":
         raise ValueError("reload: the parameters are on the host (CPUOffloadPolicy), and so must be the states")
     return now not in (to, "parameters")

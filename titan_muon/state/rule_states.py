@@ -40,11 +40,10 @@ def with_rule_states(
     specs: Sequence[StateSpec],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> MatrixStates:
-    """The states of the plan's matrices from the optimizer's `state`. Creates missing states, and moves the states of
-    another plan to the ranks of this plan. All ranks of the parameters call this together.
+    """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
 
-    Every rank of a parameter has the same keys. A state is a DTensor on the ranks that orthogonalize the matrix, so
-    that torch.distributed.checkpoint saves each state once and can load the state to another owner.
+    All holders of the parameters call this together and have the same keys. A state is a DTensor on the ranks that
+    orthogonalize the matrix, so that torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
     if not specs:
@@ -56,7 +55,7 @@ def with_rule_states(
             key = f"{spec.name}.{matrix.index}"
             old = state[param].get(key)
             new = _zeros(param, plan.out_in(number)[0], ranks, holders)
-            # The dtype differs too: Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
+            # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
             if old is None or _place(old) != _place(new):
                 if old is not None:
                     move(local(old), local(new), _keepers(old, holders), _keepers(new, holders))
@@ -70,7 +69,7 @@ def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], holders: tuple[i
     device = step_device(param)
     if not isinstance(param, DTensor) and ranks == tuple(sorted(holders)):
         return torch.zeros(outputs, dtype=torch.float32, device=device)
-    # A DTensor for replicated plain tensors too: only the owner's state advances, and checkpoints must save that state.
+    # A DTensor for replicated plain tensors too, because checkpoints must save the owner's state.
     mesh = StateMesh(device.type, torch.tensor(ranks, device="cpu"))
     stored = outputs if mesh.get_coordinate() is not None else 0
     zeros = torch.zeros(stored, dtype=torch.float32, device=device)

@@ -43,9 +43,9 @@ class Feature:
         """End a step."""
 
     def flush(self, *, discard: bool = False) -> None:
-        """Finish the remaining work of a step, before weights or momentum are read or replaced.
+        """Finish the work of a step, before weights or momentum are read or replaced.
 
-        `discard` also drops work for a step that will not happen; all ranks call this together.
+        `discard` also drops work for the next step; all ranks call this together.
         """
 
     def backward(self) -> AbstractContextManager[None]:

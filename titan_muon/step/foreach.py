@@ -30,10 +30,9 @@ def call_bytes(device: str) -> int:
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a parameter's storage: `place` in the (rows, cols) view, None for the whole storage."""
+    """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view."""
 
-    # A rectangle with all columns has only a row slice. Each step makes views of gradients, and indexing by one slice
-    # takes half the time.
+    # A single slice if all columns are included, because indexing by one slice takes half the time.
     parameter: int
     place: tuple[slice, slice] | slice | None
 
@@ -62,7 +61,7 @@ class Rectangle(NamedTuple):
 
 
 def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
-    """The rectangle of a span in a parameter with (rows, cols) storage."""
+    """The rectangle of a span in (rows, cols) storage."""
     rows, cols = span.local
     # Compare steps too, because an interleaved matrix may reach from the first row to the last.
     if cols != slice(0, stored.size(1)):
@@ -97,7 +96,6 @@ class Apply:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
     `scratch` takes the updates if the parameters' dtype is wider. `chunks` update stochastically rounded parameters.
-    Either uses `scratch_bytes` of memory.
     """
 
     group: Mapping[str, Any]
@@ -157,9 +155,9 @@ class Copies:
 
 
 class StoredPiece(NamedTuple):
-    """A piece of a matrix on this rank: the rectangles `spans` of the parameter, and the piece as a tensor `view`.
+    """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the matrix, for the learning rate. `draws`: see [Note: draws].
+    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
     """
 
     parameter: int
@@ -180,7 +178,7 @@ def advances(
             part = rectangle_of(piece.parameter, span, stored.param)
             packed = () if piece.view is None else (piece.view[span.piece],)
             placed.append((part, part.of_average(stored), packed))
-    # By the identity of the group, because a scheduler may change hyperparameters between steps.
+    # By identity, because a scheduler may change hyperparameters.
     numbers = _numbered(groups)
     calls = _grouped(
         placed, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most, lambda i: slot_bytes(i[1])
@@ -207,8 +205,7 @@ def applies(
 ) -> tuple[Apply, ...]:
     """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All calls share the memory of `scratch`, of `scratch_bytes`. `stochastic`: whether to round bfloat16 parameters
-    stochastically.
+    All calls share the `scratch_bytes` of `scratch`. `stochastic`: whether to round bfloat16 parameters stochastically.
     """
     placed = []
     for piece in pieces:
@@ -233,7 +230,7 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
-    """Scratch bytes for any Apply: the maximum of `most`, the largest parameter and the chunk of the longest row."""
+    """Scratch bytes for any Apply."""
     needed = [max(slot_bytes(stored.param), memory_bytes(stored.param[:1])) for stored in storage]
     return max([most, *needed])
 
@@ -255,7 +252,7 @@ def _stochastic_apply(
 def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
     places, params, updates = zip(*items, strict=True)
     dtype, update_dtype = params[0].dtype, updates[0].dtype
-    # Updates with a wider dtype than the parameter need no conversion: the sum is rounded once.
+    # Wider updates need no conversion: the sum is rounded once.
     widens = dtype != update_dtype and torch.promote_types(dtype, update_dtype) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
     parts, out_in = tuple(part for part, *_ in places), places[0][1]
@@ -263,7 +260,7 @@ def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of each parameter's group. Different groups with equal values have different numbers."""
+    """The number of each parameter's group, by identity."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1

@@ -1,9 +1,8 @@
 """Stochastic rounding of bfloat16 weights, which keeps small updates on average."""
 
 # [Note: draws]
-# - A float32 weight rounds to the upper of two bfloat16 neighbours with a probability proportional to the distance from
-#   the lower neighbour, so that the mean is unchanged. bfloat16 is the upper half of float32. So a step adds a uniform
-#   16-bit number, the draw, to the bits of the weight and clears the lower half.
+# - bfloat16 is the upper half of float32. A step adds a uniform 16-bit number, the draw, to the bits of the float32
+#   weight and clears the lower half. The mean is unchanged.
 # - A draw is a hash of the step, the matrix, and the element's index in the matrix. So replicas of a weight get equal
 #   draws in any batch, and a resume needs only the step count.
 # - A shard of whole rows gets the same draws as in one process. A shard of columns gets different draws.
@@ -25,9 +24,9 @@ from .update import Tensors
 ALIGNMENT = 16
 """Alignment in elements of tensors in the memory of a chunk, for vectorized kernels."""
 BYTES = 12
-"""Memory for an element: float32 weight, float32 update (then the draw), and 4 bytes of temporary storage."""
+"""Memory for an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
-# Odd factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
+# Factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
 FACTORS = (0x9E3779B1, 0x85EBCA6B)
 UPPER_HALF = -(2**16)
 LOWER_HALF = 2**16 - 1
@@ -35,7 +34,7 @@ LOWER_HALF = 2**16 - 1
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a matrix. Elements have consecutive counts from `key` on, row by row."""
+    """The draws of a matrix: elements have consecutive counts from `key` on."""
 
     key: int
     cols: int
@@ -56,9 +55,9 @@ class Chunk:
     Attributes:
         rows: row range of the single tensor, or None.
         starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
-        wide: by tensor, a view of row 0 of `memory`: the weights.
-        added: by tensor, a view of row 1: the updates.
-        draws: by tensor, a view of row 1 as int32.
+        wide: views of row 0 of `memory`: the weights.
+        added: views of row 1: the updates.
+        draws: views of row 1 as int32.
         memory: (3, elements) float32.
     """
 
@@ -81,7 +80,7 @@ class Chunk:
             params, updates = [params[0][self.rows]], [updates[0][self.rows]]
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
-        # On the whole memory with its gaps: one kernel for an operation on all tensors.
+        # On the whole memory: one kernel for all tensors.
         wide, added, _ = self.memory.unbind()
         apply([wide], [added])
         # Normalize NaN: CUDA's NaN has all bits set, and adding a draw would overflow to zero.

@@ -41,8 +41,7 @@ class Rule(Protocol):
         Args:
             whole: (count, rows, cols) matrices of one parameter group.
             states: by name, (count, outputs) float32.
-            group: hyperparameters of the group.
-            transposed: whether the outputs are the columns of the matrices.
+            transposed: whether the outputs are the columns.
         """
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
@@ -51,7 +50,6 @@ class Rule(Protocol):
         Args:
             params: parts of weights, of one dtype.
             updates: the same parts of orthogonalized matrices, of one dtype.
-            group: hyperparameters of the group.
             scale: factor on the learning rate.
             scratch: memory for the updates in the dtype of the weights; empty unless this dtype is wider.
         """

@@ -74,8 +74,8 @@ class BucketRun:
 
     Attributes:
         repeats: copies of packed shards for further ranks.
-        cleared: buffer to set to zero before the results are split into it, or None.
-        releases: parameters whose gradient this bucket is the last to pack, by `release_grads`.
+        cleared: buffer to zero before splitting results, or None.
+        releases: parameters to release after packing, by `release_grads`.
     """
 
     advances: tuple[Advance, ...]
@@ -108,7 +108,7 @@ class Arithmetic:
 
 
 class RankStages:
-    """The stages of a Muon step on this rank. The constructor makes every view except views of gradients.
+    """The stages of a Muon step on this rank, with views of every tensor except gradients.
 
     Args:
         params: trained parameters, in the plan's order.
@@ -118,7 +118,7 @@ class RankStages:
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
         source: provides momentum, gradients and weights to calls.
-        orthogonalized: number of matrices that the current step has orthogonalized on this rank.
+        orthogonalized: number of matrices orthogonalized in the current step.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class RankStages:
                 for index, run in enumerate(by_bucket)
             )
         self._workspace = StepMemory((workspace,))
-        # Allocate scratch only during a call, because scratch can be as large as a parameter.
+        # Calls allocate scratch, which can be as large as a parameter.
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
@@ -264,7 +264,7 @@ class RankStages:
         self.orthogonalized = 0
 
     def end(self) -> None:
-        """Free the workspace. Raises RuntimeError if the number of orthogonalized matrices differs from the plan."""
+        """Free the workspace. Raises RuntimeError if the number of matrices differs from the plan."""
         self._workspace.free()
         planned = sum(len(run.matrices) for run in self.program.buckets)
         if self.orthogonalized != planned:
@@ -362,10 +362,7 @@ class RankStages:
                 self.params[index].param.grad = None
 
     def heal(self, faults: Sequence[Fault]) -> None:
-        """Replace non-finite momentum by zero in parameters with a missing or non-finite gradient.
-
-        Otherwise every later update of these matrices would be zero.
-        """
+        """Replace non-finite momentum by zero, because later updates would stay zero."""
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)

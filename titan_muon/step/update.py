@@ -30,9 +30,8 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
 def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
     """Advance exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
-    The input is the average, or with `nesterov` the gradient blended with the average, in the dtype of `packed`.
-    Gradients have weight 1 - decay, as in torch.optim.Muon. All averages share a dtype, and so do all gradients; the
-    arithmetic runs in the wider dtype.
+    The input is the average, or with `nesterov` the gradient blended with the average. Gradients have weight 1 - decay,
+    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads, advanced = converted(grads, wide), converted(averages, wide)
@@ -60,8 +59,7 @@ def apply(
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
-    All parameters share a dtype, and so do all updates. `scratch`, if not empty, takes the updates in the dtype of the
-    parameters.
+    Parameters share a dtype, and so do updates. `scratch`, if not empty, takes the updates in the parameters' dtype.
     """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     if scratch:

@@ -20,9 +20,9 @@ TENSOR_PARALLEL = "tp"
 
 
 def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
-    """The layout of a parameter. A plain tensor is replicated on all ranks of the default group.
+    """The layout of a parameter. A plain tensor is replicated on all ranks.
 
-    Raises ValueError for a placement without a layout (a partial sum).
+    Raises ValueError for a partial sum.
     """
     if not isinstance(tensor, DTensor):
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -59,8 +59,7 @@ def _placement(fqn: str, placement: Placement) -> types.Placement:
 
 def mesh_axes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
     """The ranks of each process group of a DTensor's mesh, in group order; nothing for a plain tensor."""
-    # Subclasses of DeviceMesh have no process groups. PyTorch sorts the ranks of a group, so the group of a descending
-    # axis has a different order.
+    # Subclasses of DeviceMesh have no process groups. PyTorch sorts the ranks of a group, so skip descending axes.
     if isinstance(tensor, DTensor) and type(tensor.device_mesh) is DeviceMesh:
         ranks = tensor.device_mesh.mesh
         for axis in range(ranks.ndim):
@@ -81,14 +80,13 @@ def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.Process
 
 def local(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor, or the plain tensor itself. Returns the same object in every call."""
-    # A private attribute, because `to_local()` of a Parameter makes a new view in every call. The view has another
-    # identity, and making it takes most of the host's time for a parameter in a step.
+    # `to_local()` of a Parameter makes a new view, which takes most of the host's time for a parameter in a step.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storage_device(tensor: Tensor) -> torch.device:
     """Device of a tensor's storage. On a rank outside of the mesh, the device of the mesh."""
-    # Outside of the mesh the local tensor is empty, and DTensor may put an empty tensor on the CPU.
+    # Outside of the mesh the local tensor is empty, and maybe on the CPU.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return _mesh_device(tensor)
     return local(tensor).device
@@ -106,9 +104,9 @@ def _mesh_device(tensor: DTensor) -> torch.device:
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """By dim, the global indices of the elements on this rank, in storage order.
+    """By dim, the global indices of the elements on this rank, in storage order, as CPU tensors.
 
-    The indices are CPU tensors, and empty on a rank outside of the tensor's mesh.
+    Empty on a rank outside of the mesh.
     """
     if not isinstance(tensor, DTensor):
         return tuple(torch.arange(size, device="cpu") for size in tensor.shape)

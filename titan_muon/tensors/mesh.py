@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 
 class MeshWithoutGroups(DeviceMesh):
-    """The holders of a tensor. Ranks outside of the mesh have the DTensor too, with an empty local tensor.
+    """The holders of a tensor. Other ranks have an empty local tensor.
 
     Attributes:
         refusal: message of the ValueError if PyTorch tries to communicate over the mesh.

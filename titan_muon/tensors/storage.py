@@ -27,7 +27,7 @@ class TrainedParam:
         fqn: fully qualified name.
         param: the tensor.
         average: momentum, placed like the parameter or like one replica; None until the plan has chosen the keepers.
-        group: parameter group, whose hyperparameters a scheduler may change between steps.
+        group: parameter group. A scheduler may change hyperparameters between steps.
         key: `placement_key` when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
         average_device: type of the device with the momentum.
@@ -57,8 +57,8 @@ def trained_params(
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
 
-    With `stochastic`, adds STEP to groups with bfloat16 weights. Raises ValueError for a parameter that is passed twice
-    or has no storage.
+    With `stochastic`, adds STEP to groups with bfloat16 weights. Raises ValueError for a repeated parameter and for a
+    parameter without storage.
     """
     seen: set[str] = set()
     for group in groups:
@@ -81,10 +81,9 @@ def trained_params(
 
 @dataclass(frozen=True)
 class Storage:
-    """(rows, cols) views of a parameter and its momentum on this rank, made once.
+    """(rows, cols) views of a parameter and its momentum on this rank, and the tensors behind the views.
 
-    The momentum has all rows of the parameter, or a range of rows from `first_row` on, or none. The views belong to the
-    local tensor `local` of the parameter, to `param_storage` and to `average_storage`.
+    The momentum has all rows of the parameter, or a range of rows from `first_row` on, or none.
     """
 
     param: Tensor
@@ -102,7 +101,7 @@ class Storage:
     def is_of_weights(self, trained: TrainedParam) -> bool:
         """Whether the parameter still has the storage of the view."""
         stored = local(trained.param)
-        # `param.data = ...` replaces the storage of a tensor. PyTorch keeps one Python object for each live storage.
+        # `param.data = ...` replaces a storage. PyTorch keeps one Python object for each live storage.
         return stored is self.local and stored.untyped_storage() is self.param_storage
 
 
@@ -132,7 +131,7 @@ def placement_key(tensor: Tensor) -> object:
 
 
 def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) -> str | None:
-    """The problem if this rank's storage does not match the parameter's layout, or None."""
+    """The mismatch between this rank's storage and the parameter's layout, or None."""
     stored, shape = local(parameter), geometry.local_shape.get(rank)
     if shape is None:
         return None
