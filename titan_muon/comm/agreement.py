@@ -52,7 +52,7 @@ class Agreement:
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         self._exclusive: dict[Ranks, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
+        self._new_groups: list[dist.ProcessGroup] = []
         self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
@@ -67,10 +67,10 @@ class Agreement:
         self._groups |= known
         for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
             if ranks not in self._groups:
-                self._groups[ranks] = self._made_group(ranks)
+                self._groups[ranks] = self._new_group(ranks)
         for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
             if ranks not in self._exclusive:
-                self._exclusive[ranks] = self._made_group(ranks)
+                self._exclusive[ranks] = self._new_group(ranks)
         mine = next((ranks for ranks in report.sharing if self._rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self._rank in ranks], device)
@@ -105,12 +105,12 @@ class Agreement:
             reports[other] = message[0]
         return digests, reports
 
-    def together(self, made: Callable[[], T]) -> T:
-        """The result of `made` on this rank. Raises ValueError on every rank of the world if any rank raises it."""
+    def together(self, build: Callable[[], T]) -> T:
+        """The result of `build` on this rank. Raises ValueError on every rank of the world if any rank raises it."""
         results: list[T] = []
         fault: ValueError | None = None
         try:
-            results.append(made())
+            results.append(build())
         except ValueError as error:
             fault = error
         self._raise_together(fault)
@@ -161,20 +161,20 @@ class Agreement:
         """Set the time-out of the process groups made by this object. The groups of meshes keep theirs."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-        for group in self._made:
+        for group in self._new_groups:
             setter(timeout, group)
 
     def close(self) -> None:
         """Destroy the process groups made by this object, on all ranks at the same point."""
-        for group in self._made if dist.is_initialized() else ():
+        for group in self._new_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        self._made.clear()
+        self._new_groups.clear()
 
-    def _made_group(self, ranks: Ranks) -> dist.ProcessGroup:
+    def _new_group(self, ranks: Ranks) -> dist.ProcessGroup:
         # Every rank makes every group, because PyTorch names groups by a counter: different counts would deadlock.
         group = dist.new_group(list(ranks), timeout=world_timeout())
         if self._rank in ranks:
-            self._made.append(group)
+            self._new_groups.append(group)
         return group
 
     def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:

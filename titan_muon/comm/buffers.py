@@ -127,9 +127,9 @@ def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
     """The pieces of this owner's matrices. In an all-to-all, the owner's own pieces stay in the home buffer."""
-    kept = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
+    own = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
     by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
-    for piece in (*_pieces(phase.owned, buffer), *_pieces(kept, home)):
+    for piece in (*_pieces(phase.owned, buffer), *_pieces(own, home)):
         # An all-gather also brings pieces for another owner.
         if piece.matrix in by_matrix:
             by_matrix[piece.matrix].append(piece)

@@ -120,13 +120,13 @@ class LateApplies(Feature):
             self._finish(list(self._updates))
             module.current_stream().wait_stream(self._stream)
 
-    def _finish(self, chosen: list[Update]) -> None:
-        if not chosen:
+    def _finish(self, updates: list[Update]) -> None:
+        if not updates:
             return
-        rank = chosen[0].rank
-        self._updates = [update for update in self._updates if update not in chosen]
+        rank = updates[0].rank
+        self._updates = [update for update in self._updates if update not in updates]
         with torch.get_device_module(rank.device).stream(self._stream):
-            lost = [fqn for update in chosen for fqn in update.run()]
+            lost = [fqn for update in updates for fqn in update.run()]
         if not self._updates:
             self.holds_buffers = False
             # The computing stream may reuse the memory of the buffers at once.

@@ -66,8 +66,8 @@ class ScaledRule:
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""
         unscaled = grads if self._inverse is None else torch._foreach_mul(grads, self._inverse)
-        kept = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
-        self._rule.advance(averages, kept, packed, group)
+        inputs = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
+        self._rule.advance(averages, inputs, packed, group)
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
@@ -83,5 +83,5 @@ class ScaledRule:
         """Apply the updates. A skipped step restores the parameters."""
         before = [param.clone() for param in params]
         self._rule.apply(params, updates, group, scale, scratch)
-        for param, kept in zip(params, before, strict=True):
-            param.copy_(torch.where(self._skipped, kept, param))
+        for param, old in zip(params, before, strict=True):
+            param.copy_(torch.where(self._skipped, old, param))

@@ -1,7 +1,4 @@
-"""Access to private parts of FSDP2, for updates in forward.
-
-`tests/unit/fsdp/test_fsdp_private.py` fails if a version of PyTorch has removed or changed these parts.
-"""
+"""Private parts of FSDP2 for updates in forward. `tests/unit/fsdp/test_fsdp_private.py` checks each PyTorch version."""
 
 from __future__ import annotations
 
@@ -38,8 +35,7 @@ class GatheredGroup:
     def reading_stream(self) -> Any:
         """The stream on which forward reads the sharded parameters."""
         group, comm = self._group, self._group.comm_ctx
-        # A single shard is copied on the computing stream. FSDP2 creates the other streams in the root's first forward,
-        # where they wait for the computing stream.
+        # FSDP2 copies a single shard on the computing stream, and creates further streams in the root's first forward.
         sharded = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
         if not sharded or not hasattr(comm, "all_gather_copy_in_stream"):
             return self.computing_stream()
@@ -52,6 +48,6 @@ def own_groups(module: FSDPModule) -> list[GatheredGroup]:
 
 
 def prefetched_groups(module: FSDPModule) -> list[GatheredGroup]:
-    """The groups that a module's forward prefetches for later modules, by `set_modules_to_forward_prefetch`."""
+    """The groups that a module's forward prefetches, by `set_modules_to_forward_prefetch`."""
     states = module._get_fsdp_state()._states_to_forward_prefetch
     return [GatheredGroup(group) for state in states for group in state._fsdp_param_groups]

@@ -168,7 +168,7 @@ class StoredPiece(NamedTuple):
 
 
 def advances(
-    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
+    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], limit: int
 ) -> tuple[Advance, ...]:
     """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
     placed = []
@@ -181,7 +181,10 @@ def advances(
     # By identity, because a scheduler may change hyperparameters.
     numbers = _numbered(groups)
     calls = _grouped(
-        placed, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most, lambda i: slot_bytes(i[1])
+        placed,
+        lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
+        limit,
+        lambda i: slot_bytes(i[1]),
     )
     return tuple(
         Advance(
@@ -198,7 +201,7 @@ def applies(
     pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
-    most: int,
+    limit: int,
     scratch: Tensor,
     *,
     stochastic: bool,
@@ -220,19 +223,19 @@ def applies(
     def size(item: Placed) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), most, size)
+    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), limit, size)
     return tuple(
-        _stochastic_apply(groups, items, scratch, most)
+        _stochastic_apply(groups, items, scratch, limit)
         if draws[items[0][0][0].parameter]
         else _apply(groups, items, scratch)
         for items in calls
     )
 
 
-def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
+def scratch_bytes(storage: Sequence[Storage], limit: int) -> int:
     """Scratch bytes for any Apply."""
     needed = [max(slot_bytes(stored.param), memory_bytes(stored.param[:1])) for stored in storage]
-    return max([most, *needed])
+    return max([limit, *needed])
 
 
 Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
@@ -240,10 +243,10 @@ Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
 
 
 def _stochastic_apply(
-    groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, most: int
+    groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, limit: int
 ) -> Apply:
     places, params, updates = zip(*items, strict=True)
-    all_chunks = tuple(chunks(params, [first for *_, first in places], scratch, most))
+    all_chunks = tuple(chunks(params, [first for *_, first in places], scratch, limit))
     parts, out_in = tuple(part for part, *_ in places), places[0][1]
     most_bytes = max(chunk.memory.nbytes for chunk in all_chunks)
     return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), most_bytes, all_chunks)
@@ -272,14 +275,14 @@ T = TypeVar("T", bound=tuple[Any, Tensor, Any])
 
 
 def _grouped(
-    items: Iterable[T], kind: Callable[[T], Hashable], most: int, bytes_of: Callable[[T], int]
+    items: Iterable[T], kind: Callable[[T], Hashable], limit: int, bytes_of: Callable[[T], int]
 ) -> Iterator[list[T]]:
-    """Lists of items of one kind, of at most `most` bytes or a single item."""
+    """Lists of items of one kind, of at most `limit` bytes or a single item."""
     waiting: dict[Hashable, list[T]] = {}
     sizes: dict[Hashable, int] = {}
     for item in items:
         key, size = kind(item), bytes_of(item)
-        if key in waiting and sizes[key] + size > most:
+        if key in waiting and sizes[key] + size > limit:
             yield waiting.pop(key)
         sizes[key] = size + (sizes[key] if key in waiting else 0)
         waiting.setdefault(key, []).append(item)

@@ -100,16 +100,16 @@ class Chunk:
         draws.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
 
 
-def chunks(params: Sequence[Tensor], firsts: Sequence[int], scratch: Tensor, most: int) -> Iterator[Chunk]:
-    """The chunks of these tensors. Each chunk uses at most `most` bytes of `scratch`, or one row if a row takes more.
+def chunks(params: Sequence[Tensor], firsts: Sequence[int], scratch: Tensor, limit: int) -> Iterator[Chunk]:
+    """The chunks of these tensors. Each chunk uses at most `limit` bytes of `scratch`, or one row if a row takes more.
 
     `firsts` are the counts of the tensors' first elements.
     """
-    if len(params) > 1 or memory_bytes(params[0]) <= most:
+    if len(params) > 1 or memory_bytes(params[0]) <= limit:
         yield _chunk(None, [param.shape for param in params], firsts, scratch)
         return
     count, cols = params[0].shape
-    size = max(1, most // memory_bytes(params[0][:1]))
+    size = max(1, limit // memory_bytes(params[0][:1]))
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         yield _chunk(rows, [torch.Size((rows.stop - start, cols))], [firsts[0] + start * cols], scratch)

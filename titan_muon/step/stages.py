@@ -142,8 +142,8 @@ class RankStages:
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
-        self._most = call_bytes(buffers.device.type)
-        self._scratch = torch.empty(scratch_bytes(self.storage, self._most), dtype=torch.uint8, device=buffers.device)
+        self._limit = call_bytes(buffers.device.type)
+        self._scratch = torch.empty(scratch_bytes(self.storage, self._limit), dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
         # Local matrices also use the wire dtype, so that every layout gives the same bits.
@@ -240,8 +240,8 @@ class RankStages:
     ) -> tuple[tuple[Advance, ...], tuple[Apply, ...]]:
         stochastic = self.options.rounding == "stochastic"
         return (
-            advances(packed, self._groups, self.storage, self._most),
-            applies(returned, self._groups, self.storage, self._most, self._scratch, stochastic=stochastic),
+            advances(packed, self._groups, self.storage, self._limit),
+            applies(returned, self._groups, self.storage, self._limit, self._scratch, stochastic=stochastic),
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:

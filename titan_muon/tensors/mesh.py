@@ -1,7 +1,4 @@
-"""Meshes without process groups, by private parts of PyTorch.
-
-`tests/unit/owned/test_private.py` fails if a version of PyTorch has removed or changed these parts.
-"""
+"""Meshes without process groups, by private parts of PyTorch that `tests/unit/owned/test_private.py` checks."""
 
 from __future__ import annotations
 
