@@ -163,13 +163,10 @@ class AdamW(torch.optim.AdamW):
             # As in torch: the fused kernel needs the step count on the device.
             device = step_device(parameter) if group["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
             for name in AVERAGES:
-                state[name] = self._new_average(parameter)
+                state[name] = new_state(parameter, dtype, self._offload)
         return state
-
-    def _new_average(self, parameter: Tensor) -> Tensor:
-        dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
-        return new_state(parameter, dtype, self._offload)
 
     def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])

@@ -263,7 +263,7 @@ class StepOptions:
     split_over: Annotated[
         int | Literal["auto"], Constraint('1, 2, 4, 8 or "auto"', lambda v: v in (1, 2, 4, 8, "auto"))
     ] = 1
-    """Largest number of ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
+    """Limit on the ranks in a node that share a matrix in slices, if faster; `auto`: if 3 % faster."""
 
     tensor_parallel: Literal["owner", "distributed", "duplicated", "blockwise"] = "owner"
     """Orthogonalization of matrices sharded over a mesh axis `tp`: by an `owner`; `distributed` in slices over a group

@@ -106,7 +106,7 @@ class Agreement:
         return digests, reports
 
     def together(self, build: Callable[[], T]) -> T:
-        """The result of `build` on this rank. Raises ValueError on every rank of the world if any rank raises it."""
+        """The result of `build`. Raises ValueError on every rank of the world if any rank raises."""
         results: list[T] = []
         fault: ValueError | None = None
         try:
@@ -158,7 +158,7 @@ class Agreement:
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of the process groups made by this object. The groups of meshes keep theirs."""
+        """Set the time-out of the process groups made by this object, but not of meshes."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._new_groups:
@@ -189,7 +189,7 @@ def _digest(report: object) -> bytes:
 
 
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
-    """Raise ValueError if ranks of the same parameters have different plans, or if there are no parameters."""
+    """Raise ValueError for different plans of the same parameters, and without any parameter."""
     # Pipeline stages, and towers on disjoint meshes, may have different plans.
     for digest in dict.fromkeys(digests):
         differing = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
@@ -236,5 +236,5 @@ def _world() -> dist.ProcessGroup:
 
 
 def _device() -> torch.device:
-    """Device of the tensors that the default process group communicates."""
+    """Device for collectives of the default process group."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -26,7 +26,7 @@ class StepMemory:
 
     def take(self) -> None:
         """Allocate the memory on the current stream unless it is allocated. The contents are undefined."""
-        # Resizing a storage moves it even if the size stays, and collectives in flight would write to freed memory.
+        # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
                 storage.resize_(size)
@@ -34,7 +34,7 @@ class StepMemory:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Allocate the memory while the caller makes views, because PyTorch cannot make views of an empty storage."""
-        # Keep memory that was allocated before, because a gather in backward may be reading from it.
+        # A gather in backward may be reading memory that was allocated before.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -49,7 +49,7 @@ class StepMemory:
 
 @dataclass(frozen=True)
 class BufferPiece:
-    """A piece of a matrix, see [Note: pieces]: a 2D view in a buffer, and the rectangles of the piece."""
+    """A piece of a matrix, see [Note: pieces], as a 2D view in a buffer."""
 
     matrix: int
     view: Tensor
@@ -111,7 +111,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
     places = [
         (piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, buffer_set.home)
     ]
-    # A reduce-scatter sums results, so matrices of other owners must contribute zeros.
+    # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,

@@ -87,7 +87,7 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
 
 
 def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:
-    """Raise ValueError with the names and the remedy of the first fault outside `allowed`."""
+    """Raise ValueError with names and remedy for the first fault outside `allowed`."""
     for fault, remedy in REMEDIES.items():
         names = names_with(params, faults, fault)
         if names and fault not in allowed:
@@ -179,7 +179,7 @@ class FaultReport:
             self._sent.record()
 
     def read(self) -> list[Fault]:
-        """By parameter, the maximum fault over all ranks in the last step; equal on all ranks."""
+        """By parameter, the maximum fault over all ranks in the last step."""
         if self._on_device:
             self._sent.synchronize()
         elif self._work is not None:

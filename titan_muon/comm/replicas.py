@@ -27,13 +27,13 @@ NO_SIZE = -(2**30)
 UNIT = 2**16
 """Sizes are base-2 logarithms, times this factor."""
 LARGEST = 1000
-"""Stands for a logarithm of a non-finite norm; larger than any float32 logarithm."""
+"""Stands for the logarithm of a non-finite norm."""
 TOLERANCE = 2**6
-"""Largest size difference from rounding: 0.07 %. Gradients of different data differ by several per cent."""
+"""Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
 
 def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
-    """Names of plain tensors with different values on some ranks; warns. All ranks of the world call this together."""
+    """Names of plain tensors with unequal values on ranks; warns. All ranks of the world call this together."""
     plain = {trained.fqn: trained.param for trained in params if not isinstance(trained.param, DTensor)}
     own = frozenset(plain) - agreement.same_everywhere({fqn: contents(param) for fqn, param in plain.items()})
     if own:

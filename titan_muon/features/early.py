@@ -81,7 +81,7 @@ class EarlyGathers(Feature):
         # Whether backward was entered since the last step, and whether to discard its gathers.
         self._entered = self._abandoned = False
         self.module: Any = torch.get_device_module(rank.device)
-        # A separate stream, because packing would delay the reduction of the next gradients.
+        # On the gradients' stream, packing would delay the next reduction.
         self._stream = self.module.Stream()
         self._rank = rank
 
@@ -117,7 +117,7 @@ class EarlyGathers(Feature):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Launch gathers in this backward, and discard them if backward raises. All ranks enter this together."""
+        """Launch gathers in this backward, and discard them after an exception. All ranks enter this together."""
         self.flush(discard=True)
         if not self.first:
             yield
@@ -133,7 +133,7 @@ class EarlyGathers(Feature):
                 yield
                 self._abandoned = False
             finally:
-                # The user may free gradients after this point, while packing still reads them.
+                # The user may now free gradients that packing still reads.
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
@@ -157,7 +157,7 @@ class EarlyGathers(Feature):
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
-        """Record a change of a parameter's gradient if shards were packed already."""
+        """Record a change of a gradient after packing."""
         if index in self._packed:
             self._changed.add(index)
 
@@ -181,7 +181,7 @@ class EarlyGathers(Feature):
         self.after()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Mark the launched gathers as abandoned, in case the step raises. `after` clears the mark."""
+        """Mark the gathers as abandoned, in case the step raises."""
         self._abandoned = self._abandoned or self._entered
 
     def flush(self, *, discard: bool = False) -> None:
@@ -210,7 +210,7 @@ class EarlyGathers(Feature):
         return bucket in self.first[: self._launched]
 
     def _compare(self, place: int, step: Step) -> None:
-        """Report on the device which gradients were scaled after packing."""
+        """Report gradients that were scaled after packing, on the device."""
         # Foreach calls and FSDP's accumulation do not change a DTensor's version. One row is enough, because clipping
         # scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
@@ -236,7 +236,7 @@ class _Backward:
         trained = self._rank.params[index]
         assert trained.param.grad is not None, "the hook runs once the gradient is accumulated"
         as_planned = self._rank.storage[index].is_of(trained) and placement_key(trained.param.grad) == trained.key
-        # The step reports a fault if a gradient or a storage has changed.
+        # The step reports a fault.
         if self._off or not as_planned:
             return
         for missing in self._missing:
@@ -247,7 +247,7 @@ class _Backward:
     def _begin(self) -> None:
         # Earlier, reading the report would wait for the last step, and the buffers would add to the peak memory.
         self._begun = True
-        # After a fault the step raises or replaces non-finite momentum before packing.
+        # After a fault the step raises, or heals the momentum before packing.
         self._off = any(self._early.report.read())
         if not self._off:
             self._early.begin(self._computing)

@@ -77,12 +77,13 @@ def apply_in_forward(model: nn.Module, muon: Muon) -> None:
         raise ValueError("apply_in_forward: Muon has no late updates; build Muon with overlap = 'forward'")
     if deferred.attached:
         raise ValueError("apply_in_forward: was called for this Muon before; call it only once")
-    trained = {param: fqn for group in muon.param_groups for fqn, param in _named(group)}
+    groups = muon.param_groups
+    trained = {p: fqn for group in groups for fqn, p in zip(group["param_names"], group["params"], strict=True)}
     if muon.plan.buckets:
         _check_gathered(model, trained)
     modules = _sharded(model)
     for name, module in modules.items():
-        outer = [modules[other] for other in modules if other != name and _is_within(name, other)]
+        outer = [modules[other] for other in modules if other != name and (not other or name.startswith(f"{other}."))]
         assert isinstance(module, nn.Module), "fully_shard makes only modules an FSDPModule"
         # Before FSDP2's hook, and like that hook outside of the compiled module.
         hook = torch.compiler.disable(_Layer(module, outer, deferred).update)
@@ -112,11 +113,3 @@ def _check_gathered(model: nn.Module, trained: Mapping[Tensor, str]) -> None:
 
 def _sharded(model: nn.Module) -> dict[str, FSDPModule]:
     return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-
-
-def _named(group: Mapping[str, Any]) -> Iterable[tuple[str, Tensor]]:
-    return zip(group["param_names"], group["params"], strict=True)
-
-
-def _is_within(name: str, outer: str) -> bool:
-    return not outer or name.startswith(f"{outer}.")

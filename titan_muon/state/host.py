@@ -30,7 +30,7 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True)
 class Transfer:
-    """Contiguous tensors of the host that move to the device together. The `changed` tensors move back."""
+    """Contiguous host tensors that move to the device together. The `changed` tensors move back."""
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
@@ -45,7 +45,7 @@ class Transfer:
 
 
 class Window:
-    """Device memory that streams tensors of the host through a step, see [Note: transfers and slots].
+    """Device memory for host tensors in a step, see [Note: transfers and slots].
 
     On a CPU device the same copies run in the same order.
     """
@@ -147,8 +147,8 @@ def host_bytes(size: int, device: str) -> int:
 
 
 def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A state of zeros, placed like the parameter so that a checkpoint reshards both; pinned if on the host."""
-    # Allocated directly on the host, because all states together may not fit on the device.
+    """A state of zeros, placed like the parameter; pinned if on the host."""
+    # Directly on the host, because all states may not fit on the device.
     if offload == "none":
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))

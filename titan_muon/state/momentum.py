@@ -20,7 +20,7 @@ from .host import new_state, state_like
 
 
 def check_not_owned(parameters: Mapping[str, Tensor], options: MuonOptions) -> None:
-    """Raise OptionError for `state="owner"` with owned placement, because the owner is the only keeper already."""
+    """Raise OptionError for `state="owner"` with owned placement."""
     for fqn, parameter in parameters.items() if options.state == "owner" else ():
         if without_groups(parameter):
             problem = f"{fqn} is owned, and its momentum is on its owner alone already"
@@ -78,7 +78,7 @@ def moved(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> list[TrainedParam]:
-    """The parameters with copies of the momentum, placed by `options` and put into the optimizer's `state`."""
+    """The parameters with copies of the momentum, placed by `options`, also in the optimizer's `state`."""
     moved_params = []
     for trained, parameter in zip(params, planned, strict=True):
         average = new_average(trained.param, parameter, options)
@@ -101,7 +101,7 @@ def kept_by(trained: TrainedParam) -> tuple[int, ...]:
 
 
 def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
-    """Whether a saved momentum is placed like the current momentum or like the parameter, so that it can be copied."""
+    """Whether a saved momentum is placed like the current momentum or the parameter."""
     return placement_key(saved) in (placement_key(average), placement_key(parameter))
 
 

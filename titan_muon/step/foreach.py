@@ -19,13 +19,13 @@ from .rule import Rule
 from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
-"""Largest number of parameter bytes in a call. A call may allocate as much memory."""
+"""Limit on parameter bytes in a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The same on a CPU, so that the tensors of a call stay in the L1 cache."""
+"""The limit on a CPU, so that the tensors stay in the L1 cache."""
 
 
 def call_bytes(device: str) -> int:
-    """Largest number of parameter bytes in a call on a device type."""
+    """The limit on parameter bytes in a call, by device type."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -63,7 +63,7 @@ class Rectangle(NamedTuple):
 def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
     """The rectangle of a span in (rows, cols) storage."""
     rows, cols = span.local
-    # Compare steps too, because an interleaved matrix may reach from the first row to the last.
+    # Compare steps too, because interleaved matrices span all rows.
     if cols != slice(0, stored.size(1)):
         return Rectangle(parameter, span.local)
     return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
@@ -74,7 +74,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Advance:
-    """Rectangles whose momentum advances in one call. `packed` takes the input of Newton-Schulz, if not empty."""
+    """Rectangles whose momentum advances in one call. `packed`: views for the input of Newton-Schulz, or empty."""
 
     group: Mapping[str, Any]
     parts: tuple[Rectangle, ...]

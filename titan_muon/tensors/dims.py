@@ -119,7 +119,7 @@ def _sizes(notation: Notation, shape: Sequence[int], known: Mapping[str, int | S
 
 
 def _sides(notation: Notation) -> tuple[int, bool]:
-    """The number of leading dims with one side of the matrices, and whether this side is the columns."""
+    """The number of leading dims for one side of the matrices, and whether this side is the columns."""
     sides_by_dim = [
         [("rows", "columns")[axis in notation.cols] for axis in dim if axis not in notation.count]
         for dim in notation.dims
@@ -144,7 +144,7 @@ def _choices(axis: str, size: int, parts: Mapping[str, Sequence[int]]) -> list[I
 
 
 def _runs(axes: Sequence[IndexRange]) -> tuple[tuple[Interval, ...], int]:
-    """The indices of these ranges after flattening the axes, the last axis fastest: intervals and their common step."""
+    """The indices of these ranges in the flattened axes: intervals and their step."""
     starts, count, step, stride = [0], 1, 1, 1
     for size, start, length in reversed(axes):
         if length == 1:

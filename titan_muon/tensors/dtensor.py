@@ -79,13 +79,13 @@ def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.Process
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local tensor of a DTensor, or the plain tensor itself. Returns the same object in every call."""
+    """The local tensor of a DTensor, or the plain tensor; the same object in every call."""
     # `to_local()` of a Parameter makes a new view, which takes most of the host's time for a parameter in a step.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storage_device(tensor: Tensor) -> torch.device:
-    """Device of a tensor's storage. On a rank outside of the mesh, the device of the mesh."""
+    """Device of a tensor's storage; the mesh's device on a rank outside of the mesh."""
     # Outside of the mesh the local tensor is empty, and maybe on the CPU.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return _mesh_device(tensor)
@@ -119,6 +119,6 @@ def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def layer_of(fqn: str) -> str:
-    """The layer of a parameter: the name up to the first number, or without the last word if there is no number."""
+    """The layer of a parameter: the name up to the first number, or without the last word."""
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.|$)", fqn)
     return numbered.group() if numbered else fqn.rpartition(".")[0]

@@ -24,7 +24,7 @@ class MeshWithoutGroups(DeviceMesh):
 
     @property
     def _dim_group_names(self) -> Any:  # type: ignore[override]
-        # FSDP2 reads this property to shard a DTensor, and DTensor reads it for every collective.
+        # FSDP2 reads this property to shard a DTensor, and DTensor for every collective.
         raise ValueError(self.refusal)
 
     # The method of DeviceMesh looks for process groups.
@@ -33,12 +33,12 @@ class MeshWithoutGroups(DeviceMesh):
 
 
 def without_groups(tensor: Tensor) -> bool:
-    """Whether the mesh of a tensor has no process groups: an owned parameter, or a momentum on keepers only."""
+    """Whether the mesh of a tensor has no process groups."""
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
 
 
 class StateMesh(MeshWithoutGroups):
-    """The keepers of a momentum or a rule state, if only some holders of the parameter are keepers."""
+    """The keepers of a momentum or a rule state, if not every holder is a keeper."""
 
     refusal = (
         'muon.state = "owner": the momentum is on its owner alone; save and load the momentum with '

@@ -26,7 +26,7 @@ class TrainedParam:
     Attributes:
         fqn: fully qualified name.
         param: the tensor.
-        average: momentum, placed like the parameter or like one replica; None until the plan has chosen the keepers.
+        average: momentum, placed like the parameter or like one replica; None before planning.
         group: parameter group. A scheduler may change hyperparameters between steps.
         key: `placement_key` when the step was planned.
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
@@ -125,7 +125,7 @@ def matrix_size(stored: Tensor, planned: Parameter) -> tuple[int, int]:
 
 
 def placement_key(tensor: Tensor) -> object:
-    """Mesh, placements and local shape. Tensors with equal keys are sharded equally."""
+    """Mesh, placements and local shape. Equal keys mean equal sharding."""
     placed = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
     return placed, tuple(local(tensor).shape)
 
@@ -135,7 +135,7 @@ def storage_fault(fqn: str, parameter: Tensor, geometry: Geometry, rank: int) ->
     stored, shape = local(parameter), geometry.local_shape.get(rank)
     if shape is None:
         return None
-    # DTensor's placements are wrong for some uneven shards (FSDP2 over TP), and pieces would have wrong offsets.
+    # DTensor's placements are wrong for some uneven shards (FSDP2 over TP).
     if tuple(stored.shape) != shape:
         return f"{fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}"
     if not stored.is_contiguous():

@@ -548,7 +548,7 @@ def test_what_cannot_be_left_is_refused_before_anything_is() -> None:
     for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
         assert twice == "apply_in_forward: was called for this Muon before; call it only once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare
-        assert "build it with overlap = 'forward'" in none
+        assert "build Muon with overlap = 'forward'" in none
         assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached
         assert "GradScaler" in scaled
         assert "outer.weight are in no module" in part
