@@ -37,7 +37,7 @@ READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters"
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a parameter on this rank, with gradient, averages and step count."""
+    """Elements of a parameter on this rank."""
 
     param: Tensor
     grad: Tensor
@@ -57,7 +57,7 @@ class ElementBatch:
     parts: tuple[Elements, ...]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """The named tensors: all parts of the first name, then of the next."""
+        """The named tensors of all parts, by name."""
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
@@ -73,7 +73,7 @@ class AdamW(torch.optim.AdamW):
     Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
 
     Args:
-        state_dtype: dtype of the averages: the parameter's, or bfloat16. The arithmetic is in the parameter's dtype.
+        state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
         offload: tensors in pinned host memory: the averages (`state`), or also parameters and gradients (`parameters`).
             FSDP's CPUOffloadPolicy implies `parameters`.
 
@@ -203,7 +203,7 @@ class AdamW(torch.optim.AdamW):
         """As torch.optim.AdamW, but averages keep this optimizer's dtype and device."""
         self._synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
-        # torch.optim.AdamW would move all averages to the device at once, in the parameters' dtype.
+        # torch.optim.AdamW would move all averages to the device at once.
         super().load_state_dict({**state_dict, "state": {}})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -216,7 +216,7 @@ class AdamW(torch.optim.AdamW):
         if missing:
             raise ValueError(f"the state dict is of another optimizer: its states have no {', '.join(missing)}")
         for name, value in state.items():
-            # In place, because there may not be memory for two copies of all states.
+            # In place, to save memory.
             local(value).copy_(local(torch.as_tensor(saved[name])))
 
     def offload(self) -> None:
@@ -237,7 +237,7 @@ class AdamW(torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def _synchronize(self) -> None:
-        """Block the host until all averages have arrived on the host."""
+        """Block the host until all averages have arrived."""
         if self._window is not None:
             self._window.synchronize()
 
@@ -254,7 +254,7 @@ def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
     grad = whole.grad.reshape(-1)
     for start in range(0, numel, size):
         part = slice(start, start + size)
-        # Count the step once: all parts except the last advance a copy of the counter.
+        # Only the last part advances the counter, the others a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
         yield Elements(param[part], grad[part], average[part], square[part], step)
 

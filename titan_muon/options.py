@@ -24,7 +24,7 @@ class OptionError(ValueError):
 
 @dataclass(frozen=True)
 class Constraint:
-    """A condition on a value, and the text for error messages."""
+    """A condition on a value, with a text for messages."""
 
     accepted: str
     holds: Callable[[Any], bool]

@@ -27,7 +27,6 @@ class HeadRows:
     f ** (1 - alpha) for `key` with the smallest f of the query heads that share the key, f for `whole`, 1 for `none`.
 
     Attributes:
-        rows: number of rows.
         head: index among the query heads of a key head; 0 without sharing.
     """
 
@@ -73,7 +72,6 @@ class HeadWeight:
     """A weight or bias of the query or key projection, not a partial sum.
 
     Attributes:
-        fqn: fully qualified name.
         tensor: plain tensor or DTensor. Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
     """
 
@@ -147,7 +145,7 @@ class QKClip:
         weights = [weight for layer in self.layers for weight in layer.weights]
         if device is None:
             device = storage_device(weights[0].tensor) if weights else torch.device("cpu")
-        # One buffer, so that one collective reduces the logits of all layers.
+        # One buffer for one collective.
         self._logits = torch.full((heads,), -torch.inf, device=device)
         self._largest = self._logits.clone()
         self._above = torch.zeros((), dtype=torch.int64, device=device)
@@ -178,7 +176,7 @@ class QKClip:
     @torch.no_grad()
     def start_reduce(self) -> None:
         """Start the maximum over ranks. Every rank of the group calls this after the last backward of a step."""
-        # After backward, because recomputation under activation checkpointing also observes logits.
+        # After backward, because activation checkpointing recomputes logits.
         assert not self._reduced, "the last step was not applied"
         unseen = [layer.name for layer in self.layers if layer.weights and layer.name not in self._observed]
         if unseen:
@@ -226,8 +224,8 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 class _ScaledRows:
     """The rows of all weights on this rank, with an index into a table of factors for each row."""
 
-    # The table of a step: 1, then f ** alpha of each query head, then f of each query head, then f ** (1 - alpha) of
-    # each key head of each weight. One gather from the table yields the factors of all rows.
+    # The table: 1, then f ** alpha of each query head, then f of each query head, then f ** (1 - alpha) of each weight's
+    # key heads.
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
         self.weights: list[HeadWeight] = []
@@ -247,11 +245,11 @@ class _ScaledRows:
         self._sizes = [len(entry) for entry in entries]
         self._entries = torch.cat(entries).to(device) if entries else torch.empty(0)
         widest = max((len(group) for group in sharing), default=0)
-        # Shorter groups repeat a head, which does not change the minimum.
+        # Repeating a head does not change the minimum.
         self._sharing = torch.tensor([group + group[:1] * (widest - len(group)) for group in sharing], device=device)
 
     def scale(self, factors: Tensor, alpha: float) -> None:
-        """Multiply the rows on this rank. `factors`: (query heads,)."""
+        """Multiply the rows. `factors`: (query heads,)."""
         # Weights may be on the host while logits are on the device.
         factors = factors.to(self._entries.device)
         keys = factors[self._sharing].amin(1)

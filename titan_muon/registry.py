@@ -77,7 +77,7 @@ class ExchangeEntry:
 
     Attributes:
         pattern: for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
-        collectives: called without arguments; returns a `comm.collectives.Collectives`, the transport of buffers.
+        collectives: called without arguments; returns a `comm.collectives.Collectives`.
     """
 
     pattern: str
@@ -117,7 +117,7 @@ class ModelFamily:
 
     Attributes:
         flavors: called without arguments; returns the accepted names of `model.flavor`.
-        build: called with a flavor and a vocabulary size (None: the flavor's); returns a new TorchTitan ModelSpec.
+        build: called with a flavor and a vocabulary size (None: the default); returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]

@@ -86,7 +86,7 @@ class Agreement:
         )
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        """The digest of every rank's report, and one report for each digest."""
+        """The digests of all ranks' reports, and a report for each digest."""
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
@@ -154,7 +154,7 @@ class Agreement:
         return [int(code) for code in tensor.tolist()]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Start an in-place element-wise maximum over the peers; None without a peer."""
+        """Start an in-place maximum over the peers; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -210,7 +210,7 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
 
 
 def world_timeout() -> timedelta | None:
-    """The time-out of the default process group. PyTorch does not pass it on to new groups."""
+    """The time-out of the default process group, for new groups."""
     for device in ("cpu", "cuda"):
         try:
             options = _world()._get_backend(torch.device(device)).options

@@ -33,7 +33,7 @@ class StepMemory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Allocate the memory while the caller makes views, because PyTorch cannot make views of an empty storage."""
+        """Allocate the memory for making views, because PyTorch makes no views of an empty storage."""
         # A gather in backward may be reading memory that was allocated before.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
@@ -85,7 +85,7 @@ class BucketBuffers:
         stored: every stored piece; the result arrives in the view.
         packed: by matrix, the view to fill with the piece to send.
         repeated: (target, source) views of pieces for several ranks.
-        sources: by matrix, the gathered pieces.
+        sources: gathered pieces by matrix.
         targets: by matrix, the views to fill with orthogonalized pieces.
         cleared: buffer to set to zero before the targets are filled, or None.
     """
@@ -178,7 +178,7 @@ def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype)
 
 
 def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
-    """Buffers large enough for each of these buckets in turn."""
+    """Buffers large enough for each of these buckets."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
     # If the return mirrors the gather, results overwrite the received pieces: no second buffer.

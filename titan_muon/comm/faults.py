@@ -107,7 +107,6 @@ class FaultReport:
     result.
 
     Args:
-        parameters: number of parameters.
         replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
     """
 
@@ -170,7 +169,7 @@ class FaultReport:
         self._scaled = False
         if not self._on_device:
             return
-        # A separate stream, so that the computing stream does not wait for late ranks.
+        # The computing stream must not wait for late ranks.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             if self._work is not None:
@@ -197,5 +196,5 @@ class FaultReport:
         return faults
 
     def clear(self) -> None:
-        """Clear the result, so that each fault is reported once."""
+        """Clear the result, to report each fault once."""
         self._on_host.zero_()

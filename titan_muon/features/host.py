@@ -29,7 +29,7 @@ Key = tuple[Name, int, int]
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Kinds of tensors that a stage fetches from the host. The `changed` tensors are also sent back."""
+    """Kinds of tensors that a stage fetches from the host. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()

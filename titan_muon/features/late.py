@@ -48,8 +48,8 @@ class LateApplies(Feature):
     """The late updates of steps, see [Note: updates in forward].
 
     Attributes:
-        attached: whether a model's forward applies late updates.
-        count: number of late updates since construction.
+        attached: whether a forward applies late updates.
+        count: number of late updates so far.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class LateApplies(Feature):
             lost = [fqn for update in updates for fqn in update.run()]
         if not self._updates:
             self.holds_buffers = False
-            # The computing stream may reuse the memory of the buffers at once.
+            # The computing stream may reuse the memory at once.
             self._computing.wait_stream(self._stream)
             rank.buffers.memory.free()
         if lost:

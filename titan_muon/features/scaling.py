@@ -3,7 +3,7 @@
 # [Note: skipped steps]
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
 #   and a skipped step changes no tensor.
-# - The decision to skip stays on the device, so that the host does not wait.
+# - The decision stays on the device, so that the host does not wait.
 # - If the scalers of ranks disagree, the next step raises on all ranks, as after any fault.
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GradScaling(Feature):
 
 
 class ScaledRule:
-    """A rule with scaled gradients, in a step that may be skipped.
+    """A rule for scaled gradients and skipped steps.
 
     Args:
         inverse: () float32 factor on the gradients; None for 1.

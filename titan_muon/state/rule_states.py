@@ -65,7 +65,6 @@ def with_rule_states(
 
 
 def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
-    """A state of zeros on `ranks`. `holders` are the ranks of the parameter."""
     device = step_device(param)
     if not isinstance(param, DTensor) and ranks == tuple(sorted(holders)):
         return torch.zeros(outputs, dtype=torch.float32, device=device)

@@ -18,9 +18,7 @@ class Batch:
     Attributes:
         matrices: indices in the plan.
         whole: (count, rows, cols) assembled matrices, then the results. All batches of a rank share this memory.
-        parameters: (count,) indices of the parameters, on the device.
-        iteration: Newton-Schulz iteration.
-        method: algorithm of the iteration.
+        parameters: (count,) parameter indices, on the device.
     """
 
     matrices: tuple[int, ...]

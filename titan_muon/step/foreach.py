@@ -293,5 +293,4 @@ V = TypeVar("V")
 
 
 def _selected(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
-    """The kept values; empty if `values` is empty."""
     return tuple(value for value, keep in zip(values, kept, strict=False) if keep)

@@ -53,7 +53,6 @@ class Chunk:
     """Tensors that are updated and rounded together, or some `rows` of a single large tensor.
 
     Attributes:
-        rows: row range of the single tensor, or None.
         starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
         wide: views of row 0 of `memory`: the weights.
         added: views of row 1: the updates.
@@ -127,7 +126,7 @@ def _chunk(rows: slice | None, shapes: Sequence[torch.Size], firsts: Sequence[in
 
 
 def memory_bytes(tensor: Tensor) -> int:
-    """Bytes of chunk memory for a tensor."""
+    """Chunk memory for a tensor."""
     return BYTES * _aligned(tensor.numel())
 
 

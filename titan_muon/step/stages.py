@@ -50,7 +50,7 @@ Stage = Callable[[int, Step], None]
 
 
 class Stages(NamedTuple):
-    """The stages of a bucket, see [Note: stages of a step]."""
+    """See [Note: stages of a step]."""
 
     advance: Stage
     gather: Stage
@@ -333,7 +333,6 @@ class RankStages:
             self._finish(batch)
 
     def _finish(self, batch: Batch) -> None:
-        """Apply `rule.finish` to runs of matrices of one parameter group."""
         parameters = [self.plan.matrices[matrix].parameter for matrix in batch.matrices]
         transposed = [self.plan.parameters[index].stack.transposed for index in parameters]
         start = 0
@@ -362,7 +361,7 @@ class RankStages:
                 self.params[index].param.grad = None
 
     def heal(self, faults: Sequence[Fault]) -> None:
-        """Replace non-finite momentum by zero, because later updates would stay zero."""
+        """Replace non-finite momentum of faulty parameters by zero, because later updates would stay zero."""
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)

@@ -77,7 +77,6 @@ def parsed(dims: str) -> Notation:
 
 
 def _expression(text: str) -> list[list[str]]:
-    """The terms of one side, each a list of axes."""
     try:
         parsed_text = ParsedExpression(text)
     except EinopsError as error:
@@ -137,7 +136,6 @@ def _sides(notation: Notation) -> tuple[int, bool]:
 
 
 def _choices(axis: str, size: int, parts: Mapping[str, Sequence[int]]) -> list[IndexRange]:
-    """The range of each matrix on a counting axis."""
     lengths = parts.get(axis, (1,) * size)
     starts = accumulate(lengths, initial=0)
     return [IndexRange(size, start, length) for start, length in zip(starts, lengths, strict=False)]

@@ -24,8 +24,6 @@ class TrainedParam:
     """A parameter that Muon trains.
 
     Attributes:
-        fqn: fully qualified name.
-        param: the tensor.
         average: momentum, placed like the parameter or like one replica; None before planning.
         group: parameter group. A scheduler may change hyperparameters between steps.
         key: `placement_key` when the step was planned.
@@ -94,12 +92,12 @@ class Storage:
     first_row: int = 0
 
     def is_of(self, trained: TrainedParam) -> bool:
-        """Whether the parameter and its momentum still have the storage of these views."""
+        """Whether the views are still valid."""
         same = local(trained.momentum).untyped_storage() is self.average_storage
         return same and self.is_of_weights(trained)
 
     def is_of_weights(self, trained: TrainedParam) -> bool:
-        """Whether the parameter still has the storage of the view."""
+        """Whether the view of the parameter is still valid."""
         stored = local(trained.param)
         # `param.data = ...` replaces a storage. PyTorch keeps one Python object for each live storage.
         return stored is self.local and stored.untyped_storage() is self.param_storage
