@@ -224,8 +224,8 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 class _ScaledRows:
     """The rows of all weights on this rank, with an index into a table of factors for each row."""
 
-    # The table: 1, then f ** alpha of each query head, then f of each query head, then f ** (1 - alpha) of each weight's
-    # key heads.
+    # The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
+    # each key head.
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
         self.weights: list[HeadWeight] = []
