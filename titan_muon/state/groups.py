@@ -1,4 +1,4 @@
-"""The hyperparameters of parameter groups: their checks, and the Newton-Schulz iteration they name."""
+"""Checks of parameter groups, and the Newton-Schulz iteration of a group."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "opti
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """The Newton-Schulz iteration of a parameter group. Raises ValueError for coefficients that are none."""
+    """The Newton-Schulz iteration of a parameter group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
+    """Whether a group's Newton-Schulz iteration differs from the planned iteration."""
     try:
         return iteration_of(group) != planned
     except ValueError:
@@ -35,7 +35,7 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 
 
 def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:
-    """The options as the parameters in these groups have them. Raises ValueError as `check_group`."""
+    """The options, with the `offload` of these groups' parameters. Raises ValueError as `check_group`."""
     for group in groups:
         check_group(group)
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -43,7 +43,7 @@ def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOp
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a group has names and hyperparameters in range."""
+    """Raise ValueError if a group has no names, or a hyperparameter is out of range."""
     if "param_names" not in group:
         raise ValueError(
             "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
