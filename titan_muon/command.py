@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,7 +18,7 @@ USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
 RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
   torchrun --nproc-per-node 8 -m titan_muon.command train --config RECIPE
 """
-SCRIPTS = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
+SCRIPTS: Mapping[str, str] = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
 NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
 """Modules of the extra `titan`, without which no command runs."""
 

@@ -98,6 +98,8 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
             raise ValueError(f"{name}: has shape {tuple(value.shape)}, and {tuple(state_dict[name].shape)} was given")
     for name, value in tensors.items():
         piece = state_dict[name]
+        if local(value).numel() == 0:
+            continue
         for dim, indices in enumerate(held_indices(value)):
             if len(indices) < piece.size(dim):
                 piece = piece.index_select(dim, indices.to(piece.device))

@@ -89,8 +89,10 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
     torch._foreach_add_(decays, 1)
     torch._foreach_clamp_max_(decays, 1)
     torch._foreach_mul_(decays, params)
-    torch._foreach_mul_(decays, -factor)
-    torch._foreach_add_(params, decays)
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(params, torch._foreach_mul(decays, -factor))
+    else:
+        torch._foreach_add_(params, decays, alpha=-factor)
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
