@@ -97,8 +97,7 @@ class GradientClip:
         self.max_norm, self.norm_type = max_norm, norm_type
         device = self.parameters[0].device
         shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
-        # Weighted sums need one collective, unlike torch's norms by mesh. float64, because float32 loses small tensors in
-        # a large model.
+        # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
         self._weights = torch.tensor(
             [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
             dtype=torch.float64,
