@@ -97,10 +97,10 @@ def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None
 
 
 def _replaces(average: Tensor, momentum: Tensor) -> bool:
-    """Whether steps can go on with another tensor as momentum, as after a round trip to the host."""
+    """Whether a new tensor can replace the momentum, as after a round trip to the host."""
     new, old = local(average), local(momentum)
-    alike = (new.dtype, new.device) == (old.dtype, old.device) and new.is_contiguous()
-    return alike and placement_key(average) == placement_key(momentum)
+    equal = (new.dtype, new.device) == (old.dtype, old.device) and new.is_contiguous()
+    return equal and placement_key(average) == placement_key(momentum)
 
 
 def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:

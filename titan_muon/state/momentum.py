@@ -94,23 +94,16 @@ def followed(
     trained: Mapping[str, TrainedParam],
     offload: Offload,
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """(planned parameter, parameter now, state) of each parameter of the plan that is still in the groups.
+    """(planned parameter, current parameter, state) of each planned parameter in the optimizer's groups.
 
-    Args:
-        groups: the optimizer's parameter groups.
-        state: the optimizer's state.
-        trained: by name, the parameters of the plan.
-        offload: tensors that are on the host.
-
-    Raises:
-        ValueError: for a parameter with another mesh, other placements, or another shape than in the plan.
+    `trained` are the planned parameters by name. Raises ValueError for a parameter with a new mesh, placement or shape.
     """
     for group in groups:
         for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
             planned = trained.get(fqn)
             if planned is None:
                 continue
-            kept = dict(state.get(parameter) or state[planned.param])
+            values = dict(state.get(parameter) or state[planned.param])
             if placement_key(parameter) != planned.key:
                 raise ValueError(
                     f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
@@ -118,8 +111,8 @@ def followed(
                 )
             if offload == "none":
                 device = storage_device(parameter)
-                kept = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
-            yield planned.param, parameter, kept
+                values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+            yield planned.param, parameter, values
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

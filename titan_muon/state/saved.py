@@ -23,7 +23,7 @@ class SavedAverage:
 
 
 def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for the groups of a state dict of another optimizer, or of other parameters."""
+    """Raise ValueError for groups with different hyperparameters or parameters."""
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} parameter groups, and this Muon {len(groups)}")
     for group, saved_group in zip(groups, saved, strict=True):

@@ -38,7 +38,7 @@ def without_groups(tensor: Tensor) -> bool:
 
 
 def flattened_by(parameter: Tensor) -> str:
-    """The library that cut a parameter into a one-dimensional piece: FSDP1 or DeepSpeed; empty if none did."""
+    """The library with a flat piece of this parameter: FSDP1 or DeepSpeed; empty for other parameters."""
     if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
         return "FSDP1"
     return "DeepSpeed ZeRO" if hasattr(parameter, "ds_id") else ""
