@@ -1,6 +1,7 @@
 """The command line of train.py: which recipe, its overrides, and whether to train it or only to show its plan."""
 
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
@@ -66,7 +67,13 @@ def parse(argv: Sequence[str]) -> Command:
     if options.config is None:
         raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
     _check(options)
-    return Command(recipe=load(options.config, overrides), **vars(options))
+    return Command(recipe=load(options.config, overrides, _notice), **vars(options))
+
+
+def _notice(line: str) -> None:
+    # Every rank reads the same recipe.
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 def _check(options: Options) -> None:

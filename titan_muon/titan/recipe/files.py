@@ -1,6 +1,6 @@
 """Recipes as files: one is loaded from defaults, bases, the file and the command line, and written back as TOML."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -14,10 +14,16 @@ from titan_muon.titan.recipe.toml import Entry, RecipeError, document_text, read
 TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
     """The recipe of a TOML file, its bases and `--section.key value` overrides, checked once.
 
-    Raises RecipeError, with one message, for anything that a recipe does not accept.
+    Args:
+        path: TOML file.
+        overrides: words of the command line.
+        notice: called with a line for each value that changed to fit another.
+
+    Raises:
+        RecipeError: with one message, for anything that a recipe does not accept.
     """
     file = Path(path)
     written = read_file(file)
@@ -28,12 +34,35 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
     # Later entries win: what the file and its bases say over the name of the file, the command line over all.
-    entries = {"name": Entry(file.stem, str(file))} | written | given
+    shorter = _shorter_warmup(written, given)
+    for key, entry in shorter.items():
+        notice(f"{key} = {entry.value}: {entry.source}")
+    entries = {"name": Entry(file.stem, str(file))} | written | shorter | given
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
     # Checked when all sources are joined: a base may be sound only together with the file that names it.
     check(recipe, sources, str(file))
     return recipe
+
+
+def _shorter_warmup(written: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The warm-up in proportion, if the command line asks for fewer steps than warm-up and decay of the file take."""
+    fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
+    if "training.steps" not in given or any(key in given for key in fixed):
+        return {}
+    defaults = values(Recipe())
+    steps = given["training.steps"].value
+    before, warmup, total, decay = (
+        written[key].value if key in written else defaults[key] for key in ("training.steps", *fixed)
+    )
+    if total is not None or not all(isinstance(count, int) and count > 0 for count in (steps, before, warmup)):
+        return {}
+    if warmup + round(steps * (decay or 0)) <= steps:
+        return {}
+    # At least one step, unless decay takes all of them.
+    shorter = min(max(1, warmup * steps // before), steps - round(steps * (decay or 0)))
+    source = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
+    return {"lr_scheduler.warmup_steps": Entry(shorter, source)}
 
 
 def _with_typed_options(recipe: Recipe, source: str) -> Recipe:

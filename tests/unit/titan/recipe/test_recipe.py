@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.recipe_files import RULE, error_of, write
-from titan_muon.titan.recipe import Recipe, load, schema, sections
+from titan_muon.titan.recipe import Recipe, RecipeError, load, schema, sections
 
 # Files
 
@@ -247,3 +247,37 @@ def test_shared_tables_have_torchtitans_keys() -> None:
         assert ours
         additions |= {f"{table}.{key}" for key in ours - known}
     assert additions == {"checkpoint.load"}
+
+
+SCHEDULE = "[training]\nsteps = 300\n[lr_scheduler]\nwarmup_steps = 20\n"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "flags", "warmup"),
+    [
+        (SCHEDULE, ["--training.steps", "10"], 1),
+        (SCHEDULE + "decay_ratio = 1.0", ["--training.steps", "10"], 0),
+        (SCHEDULE + "decay_ratio = 0.9", ["--training.steps", "100"], 6),
+        (SCHEDULE, ["--training.steps", "1"], 1),
+        (SCHEDULE, ["--training.steps", "20"], 20),
+        (SCHEDULE, ["--training.steps", "600"], 20),
+    ],
+)
+def test_a_run_shortened_on_the_command_line_has_its_warmup_in_proportion(
+    tmp_path: Path, schedule: str, flags: list[str], warmup: int
+) -> None:
+    lines: list[str] = []
+    file = tmp_path / "short.toml"
+    file.write_text(schedule)
+    recipe = load(file, flags, lines.append)
+    assert recipe.lr_scheduler.warmup_steps == warmup
+    said = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
+    assert lines == ([] if warmup == 20 else [f"{said}instead of 300"])
+
+
+@pytest.mark.parametrize("flags", [["--lr_scheduler.warmup_steps", "15"], ["--lr_scheduler.total_steps", "12"]])
+def test_a_schedule_given_on_the_command_line_is_not_changed(tmp_path: Path, flags: list[str]) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text(SCHEDULE)
+    with pytest.raises(RecipeError, match=r"lr_scheduler\.warmup_steps"):
+        load(file, ["--training.steps", "10", *flags])
