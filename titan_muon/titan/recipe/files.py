@@ -50,11 +50,9 @@ def _shorter_warmup(written: Mapping[str, Entry], given: Mapping[str, Entry]) ->
     fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
     if "training.steps" not in given or any(key in given for key in fixed):
         return {}
-    defaults = values(Recipe())
-    steps = given["training.steps"].value
-    before, warmup, total, decay = (
-        written[key].value if key in written else defaults[key] for key in ("training.steps", *fixed)
-    )
+    known: dict[str, Any] = {**values(Recipe()), **{key: entry.value for key, entry in written.items()}}
+    steps: Any = given["training.steps"].value
+    before, warmup, total, decay = (known[key] for key in ("training.steps", *fixed))
     if total is not None or not all(isinstance(count, int) and count > 0 for count in (steps, before, warmup)):
         return {}
     if warmup + round(steps * (decay or 0)) <= steps:
