@@ -103,12 +103,17 @@ def _replaces(average: Tensor, momentum: Tensor) -> bool:
     return equal and placement_key(average) == placement_key(momentum)
 
 
+class NotFiniteError(ValueError, FloatingPointError):
+    """Gradients or momentum of some parameters were not finite: training has diverged."""
+
+
 def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:
     """Raise ValueError with names and remedy for the first fault outside `allowed`."""
     for fault, remedy in REMEDIES.items():
         names = names_with(params, faults, fault)
         if names and fault not in allowed:
-            raise ValueError(remedy.format(names=names))
+            kind = NotFiniteError if fault is Fault.NOT_FINITE else ValueError
+            raise kind(remedy.format(names=names))
 
 
 def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: Fault) -> str:

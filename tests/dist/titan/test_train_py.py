@@ -6,8 +6,13 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests import tiny
 
@@ -114,6 +119,26 @@ def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown
     assert max(tiny.records(run_folder(tmp_path), "loss")) < 6
+
+
+@pytest.mark.parametrize("diverging", [("--adamw.lr=1e30",), ("--muon.lr=1e30", "--adamw.lr=1e-3")])
+def test_a_diverged_model_is_never_saved(diverging: tuple[str, ...], tmp_path: Path) -> None:
+    """Also between two reports of the loss: the checkpoints that are there have finite weights alone."""
+    often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.interval=1", "--training.steps=6")
+    words = (*diverging, *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
+    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
+    shown = process.communicate(timeout=120)[0]
+    assert process.returncode == 1, shown
+    assert shown.count("error: ") == 1
+    assert "Traceback" not in shown
+    for checkpoint in (run_folder(tmp_path) / "checkpoint").glob("step-*"):
+        metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        kinds = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
+        loaded: dict[str, Any] = {
+            key: torch.empty(value.size, dtype=value.properties.dtype) for key, value in kinds.items()
+        }
+        dcp.load(loaded, checkpoint_id=checkpoint, no_dist=True)
+        assert all(bool(tensor.isfinite().all()) for tensor in loaded.values() if tensor.is_floating_point())
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,8 @@ class RunCheckpoints(CheckpointManager):
         """Whether the next step that ends is saved whatever the interval, because the run ends with it."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """What leaves saving out of the training's time; set by the trainer."""
+        self.check: Callable[[int], None] = lambda step: None
+        """Raises FloatingPointError for a model that must not be saved; set by the trainer."""
         super().__init__(config, **kwargs)
         self.schedule = Schedule(config.schedule)
         if config.enable:
@@ -126,6 +128,8 @@ class RunCheckpoints(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         with self.paused():
+            if self._should_save(curr_step, last_step):
+                self.check(curr_step)
             return bool(super()._save(curr_step, last_step))
 
     def _load(self, step: int = -1) -> bool:

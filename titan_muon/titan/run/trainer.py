@@ -15,6 +15,7 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
 from titan_muon.comm.clip import GradientClip
+from titan_muon.tensors.dtensor import local
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.data.loader import bytes_per_token
@@ -75,6 +76,7 @@ class MuonTrainer(Trainer):
             self.metrics_processor.bytes_per_token = bytes_per_token(held_out, self.tokenizer)
         self.metrics_processor.report_step = self._report
         self.checkpointer.paused = self.metrics_processor.paused
+        self.checkpointer.check = self._check_weights
         self.timer = StepTimer(self.device)
         self._clip_logits()
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
@@ -191,6 +193,22 @@ class MuonTrainer(Trainer):
         # Ended by a hook of the optimizers. Waiting for an asynchronous save, which TorchTitan does first, is a part.
         self.timer.begin("optimizer")
         return self.grad_norm
+
+    @torch.no_grad()
+    def _check_weights(self, step: int) -> None:
+        """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
+        # A NaN in a checkpoint would count as whole, replace good ones, and be what a restart continues from.
+        self.optimizers.check_last_step()
+        shards = [local(p) for part in self.model_parts for p in part.parameters()]
+        norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
+        broken = [norm.to(self.device).isfinite().logical_not() for norm in norms]
+        found = torch.stack(broken).any().float() if broken else torch.zeros((), device=self.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        if found.item():
+            raise FloatingPointError(
+                f"step {step}: some weights are not finite, and nothing is saved from this step. Lower the learning "
+                "rates, warm up for longer, or continue from an earlier checkpoint."
+            )
 
     def _report(self, loss: float, grad_norm: float) -> None:
         """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
