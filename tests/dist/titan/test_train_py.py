@@ -121,12 +121,17 @@ def test_divergence_ends_with_one_error_and_exit_code_1(tmp_path: Path) -> None:
     assert max(tiny.records(run_folder(tmp_path), "loss")) < 6
 
 
-@pytest.mark.parametrize("diverging", [("--adamw.lr=1e30",), ("--muon.lr=1e30", "--adamw.lr=1e-3")])
-def test_a_diverged_model_is_never_saved(diverging: tuple[str, ...], tmp_path: Path) -> None:
-    """Also between two reports of the loss: the checkpoints that are there have finite weights alone."""
+ADAMW_ALONE = '[[optimizer.rule]]\nmatch = "*"\noptimizer = "adamw"\n'
+
+
+@pytest.mark.parametrize("rules", [ADAMW_ALONE, ""], ids=["adamw", "muon and adamw"])
+def test_a_diverged_model_is_never_saved(rules: str, tmp_path: Path) -> None:
+    """Between two reports of the loss, the checkpoints of a run have finite weights alone."""
     often = ("--metrics.log_freq=9", "--checkpoint.enable=true", "--checkpoint.interval=1", "--training.steps=6")
-    words = (*diverging, *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
-    process = start((sys.executable,), tiny.write_recipe(tmp_path), *words)
+    words = ("--adamw.lr=1e30", *often, "--validator.enable=false", "--lr_scheduler.warmup_steps=0")
+    file = tiny.write_recipe(tmp_path)
+    file.write_text(file.read_text() + rules)
+    process = start((sys.executable,), file, *words)
     shown = process.communicate(timeout=120)[0]
     assert process.returncode == 1, shown
     assert shown.count("error: ") == 1
