@@ -1,7 +1,7 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
 Muon's keywords, the recipe's `[muon]`, `[[muon.split]]` and `[machine]` tables, the planner, the choice of algorithms
-and the table in docs/recipes.md are made from these dataclasses. The standard library alone, since a recipe's `--help`
+and the table in docs/options.md are made from these dataclasses. The standard library alone, since a recipe's `--help`
 needs no PyTorch, and `plan/` may import nothing else.
 """
 
