@@ -35,7 +35,7 @@ from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noq
 from titan_muon.titan import compat  # noqa: E402
 from titan_muon.titan.recipe import schema, toml  # noqa: E402
 from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS, Relation  # noqa: E402
-from titan_muon.titan.recipe.sections import Recipe, Rule  # noqa: E402
+from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
 
 PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
@@ -264,19 +264,24 @@ SCALER = "GradScaler"
 
 
 def library_layouts() -> str:
-    """The options of Muon that some layout refuses, or a step under torch.amp.GradScaler."""
-    refused: dict[Setting, dict[str, str]] = {}
+    """The options of Muon that some layouts refuse and others take, with the refusals of torch.amp.GradScaler."""
+    found: dict[Setting, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
         with fake_world(1 if name == ALONE else 8):
             model = layout.model()
             for setting in settings():
-                refused.setdefault(setting, {})[name] = refusal(model, [setting])
-    for setting, messages in refused.items():
+                found.setdefault(setting, {})[name] = refusal(model, [setting])
+    cells, refused = [], []
+    for setting, messages in found.items():
+        if not any(messages.values()) or all(messages.values()):
+            continue
         messages[SCALER] = scaler_refusal(setting)
-    refused = {setting: found for setting, found in refused.items() if any(found.values()) and not all(found.values())}
-    cells = ((written_as(s), *("no" if message else "yes" for message in found.values())) for s, found in refused.items())
-    rows = ((written_as(s), place, without_subject(s, m)) for s, found in refused.items() for place, m in found.items() if m)
-    return table(("option", *LAYOUTS, SCALER), cells) + "\n" + table(("option", "refused under", "message"), merged(rows))
+        subject = written_as(setting)
+        cells.append((subject, *("no" if message else "yes" for message in messages.values())))
+        reasons = {place: without_subject(setting, message) for place, message in messages.items() if message}
+        refused += [(subject, place, reason) for place, reason in reasons.items()]
+    reasons_table = table(("option", "refused under", "message"), merged(refused))
+    return table(("option", *LAYOUTS, SCALER), cells) + "\n" + reasons_table
 
 
 def scaler_refusal(setting: Setting) -> str:

@@ -24,7 +24,7 @@ from torchtitan.tools.profiler import Profiler  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
 PAGE = Path(__file__).parents[4] / "docs" / "options.md"
-HEADING = "## What TorchTitan has and a recipe has not\n"
+HEADING = "## TorchTitan options without a recipe key\n"
 
 TABLES: dict[type, str] = {
     configs.TrainingConfig: "training",
