@@ -1,4 +1,4 @@
-"""Writes the tables of docs/compatibility.md: options that exclude each other, found by trying every pair.
+"""Writes the tables of docs/compatibility.md: options that exclude each other, by a trial of every pair.
 
     python docs/make_compatibility.py
 
@@ -43,7 +43,7 @@ BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end o
 # Products take a second for each FLOP and links are fast, so that ranks share the matrices of the tiny model.
 SLOW = Machine(tflops=1e-12, tflops_float32=1e-12, node_gb=1e6, node_latency_us=0.0, launch_us=0.0)
 KERNELS = ("triton", "quack")
-"""Values of `ns_kernel` that need a GPU, and are not tried."""
+"""Values of `ns_kernel` that need a GPU: not tried."""
 SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum": (0.9,),
     "beta2": (0.9,),
@@ -55,13 +55,13 @@ SAMPLES: Mapping[str, tuple[Any, ...]] = {
     ),
     "buffer_bytes": (2**24,),
 }
-"""Values of Muon's options that are no choices."""
+"""Sample values of options without choices."""
 NAMES = {
     SAMPLES["split"][0]: "split (matrices with rows of their own)",
     SAMPLES["split"][1]: "split (matrices that share rows)",
 }
 Setting = tuple[str, Any]
-"""An option and a value that is not its default."""
+"""An option and a value besides the default."""
 
 
 def settings() -> Iterator[Setting]:
@@ -101,7 +101,7 @@ class Weight(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: a matrix that tensor parallelism cuts, and another matrix or a stack of experts."""
+    """A layer: a matrix for tensor parallelism to cut, and another matrix or a stack of experts."""
 
     def __init__(self, *other: int) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "owned whole + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True, tensor_parallel="whole"),
 }
 PAIRS = "HSDP + TP"
-"""The layout in which options are tried together, since in it every one of them has something to act on."""
+"""The layout for pairs of options, because every option has something to act on."""
 
 
 @contextmanager
@@ -190,7 +190,7 @@ def fake_world(size: int = 8) -> Iterator[None]:
 
 
 def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
-    """The message with which Muon refuses options for a model; empty if it takes them."""
+    """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(given)}
     try:
         muon = Muon(model.named_parameters(), **options)
@@ -202,13 +202,13 @@ def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
 
 
 def cleaned(message: str) -> str:
-    """A message without what depends on the tiny model and on the rank."""
+    """A message without the rank and the parameter names of the tiny model."""
     message = re.sub(r" \(on rank \d+\)$", "", message)
     return re.sub(r"(, )?layer\.[\w.]+(, layer\.[\w.]+)*", lambda found: (found[1] or "") + "PARAMETER", message)
 
 
 def without_subject(setting: Setting, message: str) -> str:
-    """A message about a setting without its beginning, which names the setting."""
+    """A message about a setting without the setting at the beginning."""
     name, value = setting
     for subject in (f"{name} = {value!r}", f'{name} = "{value}"', name):
         message = message.removeprefix(f"{subject}: ").removeprefix(f"{subject} ")
@@ -221,7 +221,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
-    """Rows of (subject, other, message): subjects with one other and message in one row, then others likewise."""
+    """Rows of (subject, other, message), merged by equal others and messages, then by equal subjects and messages."""
     subjects: dict[tuple[str, str], list[str]] = {}
     for subject, other, message in pairs:
         subjects.setdefault((other, message), []).append(subject)
@@ -233,7 +233,7 @@ def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, st
 
 
 def library_pairs() -> str:
-    """The pairs of options of Muon that it refuses, each with its message."""
+    """The pairs of options refused by Muon, with the message."""
     with fake_world():
         rows = list(merged(_refused_pairs(LAYOUTS[PAIRS].model())))
     return table(("option", "refused with", "message"), rows)
@@ -249,11 +249,11 @@ def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
     for first, second in combinations(every, 2):
         needs = [needed[setting] for setting in (first, second) if setting in needed]
         names = {first[0], second[0], *(name for name, _ in needs)}
-        # Neither two values of an option, nor a setting without the one that it needs.
+        # Skip two values of an option, and a value against the option that a setting needs.
         if len(names) < 2 + len(needs):
             continue
         message = refusal(model, [*needs, first, second])
-        # A setting that is refused with what the other one needs is named with that.
+        # If the needed setting alone is refused with the partner, that pair has a row already.
         if not message or any(refusal(model, [need, s]) for need in needs for s in (first, second) if s not in needed):
             continue
         subject, other = (first, second) if message.startswith(f"{first[0]} ") else (second, first)
@@ -264,7 +264,7 @@ SCALER = "GradScaler"
 
 
 def library_layouts() -> str:
-    """The options of Muon that some layouts refuse and others take, with the refusals of torch.amp.GradScaler."""
+    """The options of Muon refused by some layouts and accepted by others, and the refusals of torch.amp.GradScaler."""
     found: dict[Setting, dict[str, str]] = {}
     for name, layout in LAYOUTS.items():
         with fake_world(1 if name == ALONE else 8):
@@ -285,7 +285,7 @@ def library_layouts() -> str:
 
 
 def scaler_refusal(setting: Setting) -> str:
-    """The message with which a step under torch.amp.GradScaler refuses an option; empty if it takes it."""
+    """The error of a step under torch.amp.GradScaler for an option; empty if the step accepts the option."""
     try:
         GradScaling.check(MuonOptions(**dict([setting])))
     except ValueError as error:
@@ -315,7 +315,7 @@ RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "checkpoint.initial_load_path": ("/weights",),
     "model.hf_assets_path": ("weights",),
 }
-"""Values of a recipe's keys that are no choices, where a relation is about them."""
+"""Sample values of keys without choices, for the relations about them."""
 RECIPE_NAMES = {"placement.rule": "placement.rule (owned)", "muon.ns_coefficients": "muon.ns_coefficients (2 triples)"}
 
 
@@ -356,7 +356,7 @@ def recipe_setting(setting: Setting) -> str:
 
 
 def recipe_pairs() -> str:
-    """Each relation of a recipe: the keys that break it, alone or together."""
+    """Each relation of a recipe with the keys to break the relation, alone or in pairs."""
     every = list(recipe_settings())
     alone = {setting: broken_by([setting]) for setting in every}
     found: dict[Relation, list[str]] = {relation: [] for relation in RELATIONS}
@@ -374,7 +374,7 @@ def recipe_pairs() -> str:
 
 
 def broken_by(given: Sequence[Setting]) -> set[Relation]:
-    """The relations that the default recipe breaks with some keys changed."""
+    """The relations broken by the default recipe with some keys changed."""
     recipe = with_keys(given)
     return {relation for relation in RELATIONS if not relation.holds(recipe)}
 
@@ -387,7 +387,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with its tables as the code has them. Raises ValueError if the page has no place for one."""
+    """The page with new tables. Raises ValueError if the page has no place for a table."""
     for name, make in TABLES.items():
         begin, end = BEGIN.format(name), END.format(name)
         before, opened, rest = page.partition(begin)
