@@ -3,6 +3,7 @@
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
+# make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
@@ -19,13 +20,15 @@ NEWEST_LOCK := constraints-newest.txt
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' $(NEWEST_LOCK))
 TORCH ?= $(NEWEST_TORCH)
 NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
+INTEGRATIONS := .venv-integrations
+INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: venv train test check newest gpu kernels lock lock-newest clean rehearse
+.PHONY: venv train test check newest gpu kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -49,6 +52,14 @@ test: check
 newest: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m pytest $(ARGS)
 	$(NEWEST)/bin/python -m benchmarks.rehearse
+
+integrations: $(INTEGRATIONS_STAMP)
+	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
+
+$(INTEGRATIONS_STAMP): pyproject.toml constraints-integrations.txt
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/pip install --quiet --disable-pip-version-check -c constraints-integrations.txt -e '.[integrations]'
+	touch $@
 
 rehearse: $(NEWEST_STAMP)
 	$(NEWEST)/bin/python -m benchmarks.rehearse $(ARGS)
@@ -78,4 +89,4 @@ lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

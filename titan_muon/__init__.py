@@ -1,22 +1,52 @@
 """Titan Muon: the Muon optimizer for parameters that rest anywhere, and recipes that train with it on TorchTitan."""
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .assignment.rules import Assignment, assign
+    from .comm.clip import clip_grad_norm_
     from .fsdp.forward_hooks import apply_in_forward
+    from .hybrid import Hybrid
     from .muon import Muon
+    from .options import Rule
     from .owned import Owners, own
+    from .state.converted import as_torch, converted
 
-__all__ = ["Muon", "Owners", "apply_in_forward", "own"]
+__version__ = "0.1.0"
+
+_MODULES: Mapping[str, str] = {
+    "Assignment": "assignment.rules",
+    "Hybrid": "hybrid",
+    "Muon": "muon",
+    "Owners": "owned",
+    "Rule": "options",
+    "apply_in_forward": "fsdp.forward_hooks",
+    "as_torch": "state.converted",
+    "assign": "assignment.rules",
+    "clip_grad_norm_": "comm.clip",
+    "converted": "state.converted",
+    "own": "owned",
+}
+
+__all__ = [
+    "Assignment",
+    "Hybrid",
+    "Muon",
+    "Owners",
+    "Rule",
+    "apply_in_forward",
+    "as_torch",
+    "assign",
+    "clip_grad_norm_",
+    "converted",
+    "own",
+]
 
 
 # PyTorch takes seconds to import, and a recipe's --help or error needs none of it.
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        home = {
-            "Muon": "muon",
-            "apply_in_forward": "fsdp.forward_hooks",
-        }.get(name, "owned")
-        return getattr(import_module(f"titan_muon.{home}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"titan_muon.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'titan_muon' has no attribute {name!r}")

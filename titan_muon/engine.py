@@ -8,13 +8,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .comm.agreement import Agreement, PlanReport
+from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, FaultReport, fault_of
 from .features import features_of, needs_apart
-from .options import MuonOptions
+from .options import HYPERPARAMETERS, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.terms.groups import components
@@ -32,6 +32,25 @@ from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
 from .tensors.storage import TrainedParam
 
+EQUAL_OPTIONS = (
+    "rule",
+    "beta2",
+    "cautious",
+    "exchange",
+    "owners",
+    "replicas",
+    "split_over",
+    "tensor_parallel",
+    "wire_dtype",
+    "state",
+    "state_dtype",
+    "rounding",
+    "missing_grad",
+    "nonfinite",
+    "overlap",
+)
+"""Options of MuonOptions that ranks compare. The others may differ, as `machine.file` does between nodes."""
+
 
 class Engine:
     """Runs one rank's program. Rebuilt as a whole when storage moves.
@@ -46,6 +65,7 @@ class Engine:
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         self.rank, self.features, self.stages = rank, tuple(features), rank.stages
+        self._names = frozenset(trained.fqn for trained in rank.params)
         for feature in self.features:
             self.stages = feature.wrap(self.stages, rank)
 
@@ -87,20 +107,32 @@ class Engine:
         """
         rank = self.rank
         given = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
-        found: list[Fault] = []
+        faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
             # The parameters of a group follow each other, so one look at the group serves them all.
             if trained.group is not group:
                 group, changed = trained.group, iteration_changed(trained.group, iteration)
             average = state.get(trained.param, {}).get("momentum_buffer")
-            there = storage.is_of(trained)
-            fault = fault_of(trained, given.get(trained.fqn), average, there=there)
-            found.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
-            moved = moved or not there
+            same_storage = storage.is_of(trained)
+            fault = fault_of(trained, given.get(trained.fqn), average, there=same_storage)
+            faults.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
+            moved = moved or not same_storage or average is not trained.average
+        if faults and self.thawed(groups):
+            # The thawed parameter has no place in the report: the first planned one stands for it.
+            faults[0] = Fault.THAWED
         for feature in self.features:
-            found = list(feature.faults(found))
-        return found, moved
+            faults = list(feature.faults(faults))
+        return faults, moved
+
+    def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Names of parameters that need a gradient and are not in the plan, since they were frozen when it was made."""
+        return [
+            name
+            for group in groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            if parameter.requires_grad and name not in self._names
+        ]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
         """Whether the plan is one for these parameters: the same tensors, with the same Newton-Schulz iterations."""
@@ -168,9 +200,15 @@ def report_of(
     """The part of a plan that ranks must agree on before the first step, and the process groups that it needs."""
     # A learning rate in a tensor prints its device, which differs between ranks.
     hyperparameters = [
-        {key: value.item() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
         for group in groups
     ]
+    parts = {
+        "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
+        "hyperparameters": hyperparameters,
+        "options": {name: getattr(options, name) for name in EQUAL_OPTIONS},
+        "plan": plan.digest(),
+    }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, lines = collective_ranks(plan, geometries)
     apart = travelling if needs_apart(options) else set()
@@ -186,8 +224,7 @@ def report_of(
         groups=tuple(sorted({*buckets, *sharing} - existing)),
         apart=tuple(sorted(apart)),
         sharing=sharing,
-        signature=f"{plan.digest()} {options.wire_dtype} {options.rounding} {options.missing_grad} {options.nonfinite} "
-        f"{hyperparameters}",
+        parts=tuple((name, digest_of(part)) for name, part in parts.items()),
     )
 
 

@@ -1,19 +1,21 @@
-"""Muon for any layout of its parameters: a torch.optim.Optimizer that runs a plan.
+"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
 
-The plan is made once, at construction. A step runs it by the engine (`engine.py`), stage by stage (`step/stages.py`).
+`Muon.build` makes the plan, at the first use. The engine (`engine.py`) runs the plan in each step, stage by stage
+(`step/stages.py`).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -25,44 +27,47 @@ from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
-from .planning import check_storage, device_of, plan_of
+from .planning import checked_plan, device_of
 from .rules import rule_of
-from .state.groups import checked
+from .state.converted import converted, is_torchs
+from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
-from .state.momentum import copy_average, moved, with_states
+from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import saved_averages
+from .state.saved import check_saved_groups, saved_averages
 from .step.feature import Feature
 from .step.gradients import Step
 from .tensors.dtensor import mesh_groups
-from .tensors.storage import STEP, TrainedParam, trained_params
+from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
 
 class Muon(Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
-    Equal to torch.optim.Muon on the full matrices, bit for bit with `orthogonalize="reference"` on the CPU and to the
-    rounding of Newton-Schulz otherwise; the momentum is torch's exponential moving average.
+    Equal to torch.optim.Muon on the full matrices: bit for bit with `orthogonalize="reference"` on the CPU, and up to
+    the rounding of Newton-Schulz otherwise. The momentum is torch's exponential moving average.
+
+    Construction checks the arguments and allocates nothing. `build` plans the step and allocates; the first `step`
+    calls `build`. Until then, parameters may be sharded, moved, or replaced in `param_groups`, as Accelerate does.
 
     Args:
-        params: (name, parameter) pairs such as `model.named_parameters()` gives, or groups with `params` and
-            `param_names` (or pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks, plain tensors
-            (on several ranks, as under DDP, each does a part; build Muon once DDP has made them equal) or DTensors of
-            any placement but partial, on a real device. Each group may have its own `options.Hyperparameters`. Empty
-            on a rank that trains no matrix, in a world where others do.
+        params: (name, parameter) pairs as from `model.named_parameters()`, or groups with `params` and `param_names`
+            (or with pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks. They are plain tensors
+            or DTensors with any placement but Partial. Under DDP, each rank orthogonalizes a share of the plain
+            tensors. Each group may set its own `options.Hyperparameters`. A rank that trains no matrix passes an empty
+            list.
 
-    The other keywords are the fields of `options.MuonOptions`, which has the meaning and the range of each.
-    All ranks of the default process group build their Muon at the same point of the program.
+        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. Without either, the scale is "match_rms_adamw", where
+            torch.optim.Muon's is "original".
+
+    The other keywords are the fields of `options.MuonOptions`, with their meaning and range.
 
     Raises:
-        ValueError: at construction, on every rank, for parameters without names, that are no matrices, on the meta
-            device, or given twice; for unknown names and numbers out of range; when nothing is to be trained; when
-            ranks plan differently. In `step`, on every rank, for a trained parameter without a gradient, with one
-            that was not finite in the step before, or whose layout or Newton-Schulz iteration has changed since
-            construction.
+        ValueError: for parameters without names, with a shape that holds no matrix, or with a dtype that is no real
+            floating type; for unknown names and numbers out of range.
     """
 
-    # torch.amp.GradScaler then has every step taken, and says on the device whether it may change anything.
+    # torch.amp.GradScaler then runs every step, and says on the device whether the step may change anything.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -100,27 +105,66 @@ class Muon(Optimizer):
         buffer_bytes: int | None = None,
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
+        adjust_lr_fn: str | None = None,
     ) -> None:
+        check_lr(lr)
+        lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
+        ns_coefficients = rows_of(ns_coefficients)
         given = locals()
-        options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
-        self._options = options
-        self._collectives = registry.exchange_entry(options.exchange).collectives
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
-        self._agreement = Agreement()
+        self._options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
+        self._collectives = registry.exchange_entry(exchange).collectives
+        self._agreement: Agreement | None = None
         self._engine: Engine | None = None
-        # A rank may have no matrix where others have some; torch refuses an empty list, but not an empty group.
-        given_params = list(params) or [{"params": [], "param_names": []}]
-        super().__init__(given_params, {name: getattr(options, name) for name in HYPERPARAMETERS})
+        self._closed = False
+        # A rank may have no matrix where others have some. torch refuses an empty list, but no empty group.
+        groups = params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
+        super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
+
+    def build(self) -> Self:
+        """Plan the step, compare the plan with the other ranks, and allocate momentum and buffers.
+
+        All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`,
+        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing.
+
+        Returns:
+            This optimizer.
+
+        Raises:
+            ValueError: on every rank, for a parameter on the meta device, given twice, or placed as Partial; for splits
+                that match nothing; if nothing is to be trained; if ranks plan differently; after `close`.
+        """
+        if self._engine is None:
+            self._build()
+        return self
+
+    def rebuild(self) -> None:
+        """Plan again, for parameters that were frozen, thawed, moved, converted, or replaced since `build`.
+
+        All ranks call `rebuild` together. Momentum is kept by name. Momentum of a parameter with a new mesh or new
+        placements cannot be kept: load it from a checkpoint.
+
+        Raises:
+            ValueError: on every rank, as `build`, and for momentum that does not fit the parameter; nothing changes
+                then.
+        """
+        if self._engine is not None:
+            self._synchronize()
+            trained = {param.fqn: param for param in self._engine.rank.params}
+            offload = self._options.offload
+            states = self._agreed.together(lambda: list(followed(self.param_groups, self.state, trained, offload)))
+            for previous, param, state in states:
+                self.state.pop(previous, None)
+                self.state[param] = state
         self._build()
 
     @property
     def plan(self) -> Plan:
-        """Who orthogonalizes which matrix, and how the pieces get there and back."""
+        """The owner of each matrix, and the exchange of its pieces."""
         return self.engine.rank.plan
 
     @property
     def exchange(self) -> Exchange:
-        """The collectives, with a count of what they sent."""
+        """The collectives, with a count of the bytes that they sent."""
         return self.engine.rank.exchange
 
     @property
@@ -130,19 +174,30 @@ class Muon(Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs this rank's part of the plan."""
-        assert self._engine is not None, "Muon was not built: its construction, or the loading of its state, has failed"
+        """The engine that runs this rank's part of the plan. Builds the optimizer if nobody has."""
+        self.build()
+        assert self._engine is not None, "build() makes the engine or raises"
         return self._engine
+
+    @property
+    def _agreed(self) -> Agreement:
+        assert self._agreement is not None, "build() makes the agreement before anything uses it"
+        return self._agreement
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters. Every rank that holds some of them must call it.
+        """Update all parameters once. Every rank that holds some of them calls `step`.
 
         Args:
             closure: computes the loss and the gradients anew, if given.
 
         Returns:
             The value that the closure returned.
+
+        Raises:
+            ValueError: on every rank, for a trained parameter without a gradient, or with a gradient that was not
+                finite in the step before; for parameters, momentum, or Newton-Schulz iterations that changed since
+                `build` (`rebuild` takes most changes).
         """
         loss = None
         if closure is not None:
@@ -158,9 +213,10 @@ class Muon(Optimizer):
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Put the last backward before a step in this context: by `overlap = "backward"`, gathers start in it.
+        """Context for the last backward before a step. With `overlap = "backward"`, gathers start in this backward.
 
-        All ranks enter it together, and leave gradients as they are until the step. Otherwise nothing happens.
+        All ranks enter the context together and leave gradients unchanged until the step. With other options the
+        context does nothing.
         """
         with ExitStack() as stack:
             for feature in self.engine.features:
@@ -168,15 +224,16 @@ class Muon(Optimizer):
             yield
 
     def finish_step(self) -> None:
-        """Apply what the last step has left to the next forward, by `overlap = "forward"`. Otherwise nothing happens.
+        """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
 
-        For code that reads or writes weights before that forward. State dicts do it by themselves.
+        Call `finish_step` in code that reads or writes weights between a step and the next forward. State dicts call
+        it themselves. With other options nothing is left.
         """
         if self._engine is not None:
             self._engine.flush()
 
     def _features_of_step(self) -> Iterator[Feature]:
-        """Features of this step alone: torch.amp.GradScaler sets `found_inf` for the time of a step."""
+        """Features of this step alone: torch.amp.GradScaler sets `found_inf` during a step."""
         if getattr(self, "found_inf", None) is not None:
             from .features.scaling import GradScaling
 
@@ -191,34 +248,35 @@ class Muon(Optimizer):
         engine, rank = self.engine, self.engine.rank
         for feature in engine.features:
             feature.ready()
-        found, moved = engine.faults(self.param_groups, self.state)
+        faults, moved = engine.faults(self.param_groups, self.state)
         if self._agrees_first:
             # Before anything is exchanged: if one rank skipped or raised alone, others would wait for its shards.
-            found = [Fault(code) for code in self._agreement.max_over_ranks(found)]
-            self._raise_faults([max(pair) for pair in zip(found, rank.report.read(), strict=True)])
+            faults = [Fault(code) for code in self._agreed.max_over_ranks(faults)]
+            self._raise_faults([max(pair) for pair in zip(faults, rank.report.read(), strict=True)])
         else:
             # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without the faulty
             # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
             self._raise_faults(rank.report.read())
-            rank.report.add(found)
+            rank.report.add(faults)
         stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
-        excluded = frozenset(index for index, fault in enumerate(found) if fault not in stepped)
-        if STORAGE_FAULTS.isdisjoint(found) and moved:
+        excluded = frozenset(index for index, fault in enumerate(faults) if fault not in stepped)
+        if STORAGE_FAULTS.isdisjoint(faults) and moved:
             # For example after `param.data = ...`: views of the old storage would train the old weights.
-            self._engine = engine.rebuilt(rank.params, self._options, self._agreement)
+            params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
+            self._engine = engine.rebuilt(params, self._options, self._agreed)
         return Step.of(rank.params, rank.plan.parameters, excluded)
 
     @property
     def _agrees_first(self) -> bool:
         """Whether the host asks the other ranks about gradients in each step, or has none to ask."""
         # All ranks exclude a parameter only if they know of it before their momentum changes.
-        return self._agreement.peers is None or self._options.missing_grad == "skip"
+        return self._agreed.peers is None or self._options.missing_grad == "skip"
 
     def check_last_step(self) -> None:
         """Raise ValueError for gradients that were missing or not finite in the last step, as the next step would.
 
-        All ranks call it together, and wait for the device: before weights are saved, and at the end of training.
-        `state_dict` calls it. It also does what `finish_step` does.
+        All ranks call `check_last_step` together and wait for the device: before weights are saved, and at the end of
+        training. `state_dict` calls it. It also does what `finish_step` does.
         """
         self.finish_step()
         if self._engine is not None:
@@ -241,32 +299,43 @@ class Muon(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. All ranks of the default process group call it together.
 
-        Raises ValueError on every rank, before anything is loaded, for a state dict of another optimizer or of other
-        parameters, and for a momentum that is missing or has another mesh or other placements than its parameter.
+        Args:
+            state_dict: one of Muon, or of torch.optim.Muon. `titan_muon.converted` reads others.
+
+        Raises:
+            ValueError: on every rank, before anything is loaded, for a state dict of another optimizer or of other
+                parameters, and for momentum that is missing or has another mesh or other placements than its parameter.
         """
-        # What was thawed has its momentum then, on the ranks that are to keep it.
+        if is_torchs(state_dict):
+            state_dict = converted(state_dict, "torch")
+        if self._engine is None and not state_dict["state"]:
+            # Saved before the first step, and loaded before the first step: there are hyperparameters alone.
+            check_saved_groups(self.param_groups, state_dict["param_groups"])
+            return super().load_state_dict(state_dict)
+        self.build()
+        # Thawed parameters get their momentum here, on the ranks that keep it.
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
-        found = self._agreement.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
-        saved = {each.key: each for each in found}
-        given = {each.param: state_dict["state"][each.key] for each in found}
+        averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
+        saved = {average.key: average for average in averages}
+        given = {average.param: state_dict["state"][average.key] for average in averages}
         params = self.engine.rank.params
         # The momentum that steps use: a state dict shares its dicts with the optimizer, and may have other tensors.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
-        of_rule = self._agreement.together(lambda: saved_rule_states(params, before, given))
+        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, given))
         self._synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
-        for each in saved.values():
+        for average in saved.values():
             # In place, since there may not be room for all of it twice.
-            copy_average(each.average, current[each.param], each.param)
+            copy_average(average.average, current[average.param], average.param)
         for kept, loaded in of_rule:
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
             self._engine = self.engine.rebuilt(
-                self._trained_params(), self._options, self._agreement, self._rule_states(self.plan)
+                self._trained_params(), self._options, self._agreed, self._rule_states(self.plan)
             )
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
@@ -276,15 +345,15 @@ class Muon(Optimizer):
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
-        again = self._agreement.any_rank(not self.engine.plans(self._trained_params()))
-        if again:
+        if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
             self._build()
         return again
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.Optimizer's; momentum that is offloaded is there as tensors of the host.
+        """State and groups as torch.optim.Optimizer's. Offloaded momentum is in tensors of the host.
 
-        All ranks call it together. Raises ValueError as `check_last_step`.
+        All ranks call `state_dict` together. Before the first step the state is empty, as torch's. Raises ValueError
+        as `check_last_step`.
         """
         self.check_last_step()
         self._synchronize()
@@ -299,12 +368,13 @@ class Muon(Optimizer):
         self._move("none")
 
     def _move(self, to: Offload) -> None:
+        self.build()
         if not moves(self._options.offload, to):
             return
         self._synchronize()
         self._options = with_offload(self.plan, self._options, to)
         params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
-        self._engine = self.engine.rebuilt(params, self._options, self._agreement)
+        self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def _synchronize(self) -> None:
         """Have the host wait for the momentum that is on its way to it; gathers that backward launched are dropped."""
@@ -313,47 +383,68 @@ class Muon(Optimizer):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Have the collectives of the process groups that Muon made fail after `timeout`."""
-        self._agreement.set_timeout(timeout)
+        self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
         """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
         self.finish_step()
-        self._engine = None
-        self._agreement.close()
+        self._engine, self._closed = None, True
+        if self._agreement is not None:
+            self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group while the optimizer is built; later a ValueError, since the plan holds for all parameters."""
+        """Add a group before the optimizer is built. Raises ValueError afterwards, and as construction does."""
         if self._engine is not None:
-            raise ValueError("Muon plans all its parameters at construction: build a new optimizer with the new group")
-        super().add_param_group(param_group)
+            raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
+        try:
+            check_params(self.param_groups[-1], self._options.split)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        for doubt in doubts_of(self.param_groups[-1]):
+            warnings.warn(doubt, stacklevel=4)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: options, groups and state. The copy plans at its own first use."""
+        self._synchronize()
+        return {**super().__getstate__(), "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the options, groups and state of another Muon, without its plan."""
+        # Optimizer.load_state_dict calls it too, with groups and state alone.
+        if "_options" in state:
+            self._agreement, self._engine, self._closed = None, None, False
+            self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
+        super().__setstate__(state)
 
     def _build(self) -> None:
         """Check the groups, plan, agree and allocate: all that may fail, before any step."""
+        if self._closed:
+            raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.finish_step()
+        if self._agreement is None:
+            self._agreement = Agreement()
         # The buffers of a new plan must not have to fit beside the old ones.
         previous = () if self._engine is None else self._engine.features
         self._engine = None
-        self._options = self._agreement.together(lambda: checked(self.param_groups, self._options))
-        params = self._agreement.together(self._trained_params)
+        together = self._agreement.together
+        self._options = together(lambda: checked(self.param_groups, self._options))
+        params = together(self._trained_params)
         own = unequal_tensors(params, self._agreement)
-        plan, geometries = self._agreement.together(lambda: self._plan_of(params, own))
-        params = with_states(params, plan.parameters, self.state, self._options)
+        plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
+        params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
         report = report_of(plan, geometries, params, self._options, self.param_groups)
-        known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, self._rank).items()}
+        rank = self._agreement.rank
+        known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, rank).items()}
         self._agreement.open(report, known, device_of(params))
         collectives = self._collectives()
         states = self._rule_states(plan)
-        self._engine = engine_of(
-            plan, geometries, params, self._options, collectives, self._agreement, states, previous
+        self._engine = together(
+            lambda: engine_of(plan, geometries, params, self._options, collectives, self._agreed, states, previous)
         )
-
-    def _plan_of(self, params: Sequence[TrainedParam], own: Collection[str]) -> tuple[Plan, Geometries]:
-        """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""
-        plan = plan_of(params, self._options, own)
-        geometries = Geometries(plan.parameters)
-        check_storage(params, geometries, self._options, self._rank)
-        return plan, geometries
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         stochastic = self._options.rounding == "stochastic"
-        return tuple(trained_params(self.param_groups, self.state, self._rank, stochastic=stochastic))
+        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=stochastic))

@@ -126,6 +126,21 @@ def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
     return 'dims, as in "(h f) d -> h | f d" with lengths = { f = 128 }; without it a parameter is one matrix'
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One `[[optimizer.rule]]`, or one rule of `Hybrid`: parameters with a matching name go to an optimizer."""
+
+    match: Annotated[str, TEXT]
+    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
+
+    optimizer: Annotated[str, TEXT]
+    """Name of a registered optimizer."""
+
+    # Any keys here, because they are the optimizer's: a recipe gives their values the types of that optimizer's table.
+    options: dict[str, object] = field(default_factory=dict)
+    """Hyperparameters that differ from the optimizer's own table, for these parameters only."""
+
+
 Owner = int | Literal["balanced", "layer"]
 """Who owns parameters: the ranks by FLOPs and bytes, one rank for each layer, or this rank."""
 OWNER = Constraint(
@@ -222,7 +237,7 @@ class Hyperparameters:
         str | tuple[tuple[float, float, float], ...],
         Constraint("the name of a set, or a list that is not empty", bool),
     ] = "keller_jordan"
-    """Name of a coefficient set, or a list of [a, b, c], one for each step."""
+    """Name of a coefficient set, or a list of [a, b, c], one for each step or one for all."""
 
     eps: Annotated[float, POSITIVE] = 1e-7
     """Smallest norm that a matrix is divided by."""

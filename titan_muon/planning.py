@@ -148,6 +148,16 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
     return work
 
 
+def checked_plan(
+    params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
+) -> tuple[Plan, Geometries]:
+    """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""
+    plan = plan_of(params, options, own)
+    geometries = Geometries(plan.parameters)
+    check_storage(params, geometries, options, rank)
+    return plan, geometries
+
+
 def check_storage(params: Sequence[TrainedParam], geometries: Geometries, options: MuonOptions, rank: int) -> None:
     """Raise ValueError for storage of the parameters on this rank that is not as planned."""
     for index, trained in enumerate(params):

@@ -76,7 +76,7 @@ class OptimizerEntry:
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-"""The ones of this package are registered by `titan/assign/container.py`, whose recipes name them."""
+"""The ones of this package are registered by `assignment/groups.py`."""
 
 
 @dataclass(frozen=True)

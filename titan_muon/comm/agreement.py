@@ -26,7 +26,7 @@ class PlanReport:
         groups: those of all sets of ranks here for which a process group has to be made.
         apart: ranks of each collective that goes over a process group which nothing else uses, made in any case.
         sharing: ranks that must do the same in every step, as disjoint sets.
-        signature: digest of the plan and of the hyperparameters.
+        parts: digests of the plan and of its causes, by name, so that a difference is named.
     """
 
     ranks: Ranks = ()
@@ -34,7 +34,7 @@ class PlanReport:
     groups: tuple[Ranks, ...] = ()
     apart: tuple[Ranks, ...] = ()
     sharing: tuple[Ranks, ...] = ()
-    signature: str = ""
+    parts: tuple[tuple[str, str], ...] = ()
 
     def digest(self) -> bytes:
         """SHA-256 of the report."""
@@ -48,12 +48,14 @@ class Agreement:
     pipeline stage with the embedding alone would otherwise leave the others waiting.
 
     Attributes:
+        rank: this rank of the default process group; 0 without one.
         peers: process group of the ranks that must do the same in every step as this one, or None if there are none.
     """
 
     def __init__(self) -> None:
-        self._rank = dist.get_rank() if dist.is_initialized() else 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self._size = dist.get_world_size() if dist.is_initialized() else 1
+        self._known: dict[Ranks, dist.ProcessGroup] = {}
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
         self._apart: dict[Ranks, dist.ProcessGroup] = {}
         self._made: list[dist.ProcessGroup] = []
@@ -69,17 +71,18 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        self._groups |= known
+        # Meshes differ between ranks, and between plans. A group of a mesh never stands for one that all ranks make.
+        self._known = dict(known)
         for ranks in sorted({ranks for each in reports.values() for ranks in each.groups}):
             if ranks not in self._groups:
-                self._groups[ranks] = self._made_group(ranks)
+                self._groups[ranks] = self._made_group(ranks, device)
         for ranks in sorted({ranks for each in reports.values() for ranks in each.apart}):
             if ranks not in self._apart:
-                self._apart[ranks] = self._made_group(ranks)
-        mine = next((ranks for ranks in report.sharing if self._rank in ranks), None)
+                self._apart[ranks] = self._made_group(ranks, device)
+        mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
-        self._warm_up([self.group(ranks) for ranks in report.buckets if self._rank in ranks], device)
-        self._warm_up([self.group_apart(ranks) for ranks in report.apart if self._rank in ranks], device)
+        self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
+        self._warm_up([self.group_apart(ranks) for ranks in report.apart if self.rank in ranks], device)
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
@@ -105,37 +108,49 @@ class Agreement:
         first = {each: rank for rank, each in reversed(list(enumerate(digests)))}
         reports = {digest: report}
         for each, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
-            said = [report if rank == self._rank else None]
+            said = [report if rank == self.rank else None]
             dist.broadcast_object_list(said, src=rank, device=_device())
             assert said[0] is not None, f"rank {rank} reported nothing"
             reports[each] = said[0]
         return digests, reports
 
     def together(self, made: Callable[[], T]) -> T:
-        """What `made` returns here. Raises ValueError on every rank of the world if it does so on any."""
-        found: list[T] = []
-        fault: ValueError | None = None
+        """The result of `made` on this rank.
+
+        Raises:
+            ValueError: on every rank of the world, if `made` raises a ValueError on any.
+            RuntimeError: on every other rank, if `made` raises another error on a rank. The rank with the error, such
+                as an OutOfMemoryError, raises the error itself.
+        """
+        results: list[T] = []
+        fault: Exception | None = None
         try:
-            found.append(made())
-        except ValueError as error:
+            results.append(made())
+        except Exception as error:
             fault = error
         self._raise_together(fault)
-        return found[0]
+        return results[0]
 
-    def _raise_together(self, fault: ValueError | None) -> None:
-        """Raise ValueError on every rank of the world if there is a fault on any, with that of the lowest rank."""
+    def _raise_together(self, fault: Exception | None) -> None:
+        """Raise an error on every rank of the world if there is a fault on any: the fault of the lowest rank."""
         # A rank that raised by itself would leave the others waiting for it in the next collective.
         if self._size == 1:
             if fault is not None:
                 raise fault
             return
-        lowest = torch.tensor([self._size if fault is None else self._rank], device=_device())
+        lowest = torch.tensor([self._size if fault is None else self.rank], device=_device())
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
         rank = int(lowest.item())
-        if rank < self._size:
-            said = [None if fault is None else str(fault)]
-            dist.broadcast_object_list(said, src=rank, device=_device())
-            raise ValueError(f"{said[0]} (on rank {rank})")
+        if rank == self._size:
+            return
+        refused = isinstance(fault, ValueError)
+        message = [None if fault is None else (refused, str(fault) if refused else f"{type(fault).__name__}: {fault}")]
+        dist.broadcast_object_list(message, src=rank, device=_device())
+        if fault is not None and not refused:
+            raise fault
+        assert message[0] is not None, f"rank {rank} has a fault, and sent no message"
+        is_refusal, text = message[0]
+        raise (ValueError if is_refusal else RuntimeError)(f"{text} (on rank {rank})") from fault
 
     def any_rank(self, value: bool) -> bool:
         """Whether `value` is true on any rank of the world."""
@@ -147,7 +162,9 @@ class Agreement:
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
         """The process group of these global ranks, one of those in the reports or of a mesh axis."""
-        return self._groups[ranks] if len(ranks) < self._size else _world()
+        if len(ranks) == self._size:
+            return _world()
+        return self._known[ranks] if ranks in self._known else self._groups[ranks]
 
     def group_apart(self, ranks: Ranks) -> dist.ProcessGroup:
         """The process group of these global ranks that nothing but buckets uses."""
@@ -178,11 +195,11 @@ class Agreement:
             dist.destroy_process_group(group)
         self._made.clear()
 
-    def _made_group(self, ranks: Ranks) -> dist.ProcessGroup:
+    def _made_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
         # Every rank makes every group, in one order, members or not. Were a group made by its members alone, torch
         # would name it by a count of groups that differs between ranks, and they would wait for each other forever.
-        group = dist.new_group(list(ranks), timeout=world_timeout())
-        if self._rank in ranks:
+        group = dist.new_group(list(ranks), timeout=world_timeout(device.type))
+        if self.rank in ranks:
             self._made.append(group)
         return group
 
@@ -195,9 +212,14 @@ class Agreement:
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
 
-def _digest(said: object) -> bytes:
-    """SHA-256 of the text of what a rank says."""
-    return hashlib.sha256(repr(said).encode()).digest()
+def _digest(report: object) -> bytes:
+    """SHA-256 of the text of a report."""
+    return hashlib.sha256(repr(report).encode()).digest()
+
+
+def digest_of(part: object) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a part's text."""
+    return _digest(part).hex()[:16]
 
 
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
@@ -213,19 +235,38 @@ def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport])
             )
         if others:
             raise ValueError(
-                f"ranks {others} planned another Muon step than rank {digests.index(digest)}: build the optimizer on "
-                "every rank from the same parameters, in the same order, with the same hyperparameters; what only some "
-                "ranks have must be a DTensor on a mesh of those ranks"
+                f"ranks {others} planned another Muon step than rank {digests.index(digest)}: "
+                f"{_difference(reports[digest], reports[digests[others[0]]])}"
             )
     if not any(report.ranks for report in reports.values()):
         raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
 
 
-def world_timeout() -> timedelta | None:
-    """The time-out of the default process group, which a new group does not take over by itself."""
-    for device in ("cpu", "cuda"):
+CAUSES: Mapping[str, str] = {
+    "parameters": "their parameters differ, in names, order, shapes or layouts; build the optimizer on every rank from "
+    "the same parameters, in the same order; a parameter that only some ranks have must be a DTensor on their mesh",
+    "hyperparameters": "their parameter groups have different hyperparameters; set the same values on every rank",
+    "options": "their options differ; give every rank the same options",
+    "plan": "parameters, hyperparameters and options are equal, and the planned costs differ; give every rank the same "
+    "machine.file, the same kernels (ns_kernel) and the same versions of titan_muon and PyTorch",
+}
+"""What to tell the user, by the first part of two reports that differs."""
+
+
+def _difference(report: PlanReport, other: PlanReport) -> str:
+    parts = dict(other.parts)
+    different = next((name for name, digest in report.parts if parts.get(name) != digest), "plan")
+    return CAUSES[different]
+
+
+def world_timeout(device: str = "cpu") -> timedelta | None:
+    """The time-out of the default process group, which a new group does not take over by itself.
+
+    With one backend for each type of device, the time-out of `device` counts.
+    """
+    for kind in dict.fromkeys((device, "cpu", "cuda")):
         try:
-            options = _world()._get_backend(torch.device(device)).options
+            options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
             # A backend without options (the fake one), or none for this type of device.
             continue

@@ -30,25 +30,29 @@ class Fault(IntEnum):
     SKIPPED = 8
     REPLICAS_DIFFER = 9
     GRADIENT_CHANGED = 10
+    CONVERTED = 11
+    THAWED = 12
 
 
-STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED))
+STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
 """After which there is no telling where a parameter and its momentum are stored."""
 
 REMEDIES: Mapping[Fault, str] = {
     Fault.NOT_FINITE: "{names}: gradient or momentum was not finite in an earlier step, whose update of those matrices "
     "was zero; lower the learning rate, clip gradients, or go on without those updates (nonfinite = 'skip')",
     Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
-    "(requires_grad = False), give it to another optimizer, or skip it in such steps (missing_grad = 'skip')",
+    "(requires_grad = False), give it to another optimizer, or skip it in such steps (missing_grad = 'skip'); if the "
+    "model was sharded, or the parameter frozen, after Muon was built, call rebuild() on every rank",
     Fault.GRADIENT_ELSEWHERE: "{names}: the gradient's mesh or placements differ from the parameter's; redistribute "
     "the gradient",
-    Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer",
+    Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "
+    "checkpoint",
     Fault.NEWTON_SCHULZ_CHANGED: "{names}: ns_steps, ns_coefficients or eps changed since Muon was "
     "built; build it anew",
     Fault.STATE_REPLACED: "{names}: the momentum was replaced or moved since Muon was built, and steps would train "
     "the old one; load it with load_state_dict, or move it with offload() and reload()",
     Fault.PARAMETER_REPLACED: "{names}: another tensor took its place in param_groups, and steps would train the old "
-    "one; shard and replace the model's parameters before building Muon, or build it anew",
+    "one; shard and replace the model's parameters before the first step, or call rebuild() on every rank",
     Fault.SKIPPED: "{names}: some ranks skipped a step that others took, since their GradScalers have found gradients "
     "that are not finite on some ranks alone; let all ranks hear of them, as ShardedGradScaler of "
     "torch.distributed.fsdp.sharded_grad_scaler does, and go on from a checkpoint",
@@ -58,6 +62,9 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.GRADIENT_CHANGED: "{names}: gradient, momentum or nesterov changed after they were sent in backward "
     "(overlap = 'backward'), before the step; put the last backward of a step alone into optimizer.overlap() and leave "
     "gradients as they are until the step, without clipping them, or set overlap = 'none'",
+    Fault.CONVERTED: "{names}: its dtype or its device changed since Muon was built; call rebuild() on every rank",
+    Fault.THAWED: "parameters that were frozen when Muon was built need a gradient now, and get no update; call "
+    "rebuild() on every rank, or freeze them again (requires_grad = False)",
 }
 
 
@@ -73,11 +80,14 @@ def fault_of(trained: TrainedParam, given: Tensor | None, average: Tensor | None
     if given is not trained.param:
         return Fault.PARAMETER_REPLACED
     # The step goes on with the tensor that it was built for: it would train one, and checkpoints save another.
-    if average is not trained.average:
+    if average is not trained.average and not (average is not None and _replaces(average, trained.momentum)):
         return Fault.STATE_REPLACED
     if not there:
-        if placement_key(trained.param) != trained.key or not local(trained.param).is_contiguous():
+        shard = local(trained.param)
+        if placement_key(trained.param) != trained.key or not shard.is_contiguous():
             return Fault.RESHARDED
+        if (shard.dtype, shard.device) != trained.stored:
+            return Fault.CONVERTED
         stored = local(trained.momentum)
         if stored.device.type != trained.average_device or not stored.is_contiguous():
             return Fault.STATE_REPLACED
@@ -85,6 +95,13 @@ def fault_of(trained: TrainedParam, given: Tensor | None, average: Tensor | None
     if grad is None:
         return Fault.NO_GRADIENT
     return Fault.NONE if placement_key(grad) == trained.key else Fault.GRADIENT_ELSEWHERE
+
+
+def _replaces(average: Tensor, momentum: Tensor) -> bool:
+    """Whether steps can go on with another tensor as momentum, as after a round trip to the host."""
+    new, old = local(average), local(momentum)
+    alike = (new.dtype, new.device) == (old.dtype, old.device) and new.is_contiguous()
+    return alike and placement_key(average) == placement_key(momentum)
 
 
 def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:

@@ -57,7 +57,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
 
 
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """(a, b, c) for each of `steps` steps, from the name of a set or a list of that many triples.
+    """(a, b, c) for each of `steps` steps, from the name of a set, a list of that many triples, or of one.
 
     Raises OptionError for an unknown name, a wrong number of steps, or a triple that is not three finite numbers.
     """
@@ -72,6 +72,7 @@ def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coeffic
         rows = table * steps if len(table) == 1 else table
     else:
         rows = tuple(_triple(row) for row in choice)
+        rows = rows * steps if len(rows) == 1 else rows
     if len(rows) != steps:
         raise OptionError("ns_coefficients", f"has {len(rows)} steps but ns_steps = {steps}; make them equal")
     return rows

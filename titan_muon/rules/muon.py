@@ -37,7 +37,7 @@ class MuonRule:
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
         """param <- (1 - lr weight_decay) param - lr scale update. The decay may be cautious."""
-        lr, decay = group["lr"], group["weight_decay"]
+        lr, decay = update.rate(group["lr"]), group["weight_decay"]
         if self._cautious:
             update.decay_cautiously(params, updates, lr * decay)
             decay = 0.0

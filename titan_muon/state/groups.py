@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
-from ..options import Hyperparameters, MuonOptions, check
+from torch import Tensor
+
+from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
+from ..tensors.matrices import stack_of
+from ..tensors.mesh import flattened_by
+from ..tensors.names import LOOKED_UP, canonical_fqn
+from ..tensors.storage import STEP
 from .host import resolved
+
+KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP))
+"""Keys of a group when it is given to Muon. Schedulers add keys of their own later."""
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
@@ -38,5 +48,113 @@ def check_group(group: Mapping[str, Any]) -> None:
         raise ValueError(
             "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
         )
+    check_lr(group["lr"])
     check(Hyperparameters, group)
     iteration_of(group)
+
+
+def check_lr(lr: object) -> None:
+    """Raise ValueError for a learning rate in a tensor of several elements."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
+
+
+def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
+    """A group as Muon takes it, from a user's: with names, and with torch.optim.Muon's spellings translated.
+
+    Args:
+        group: the user's group.
+        others: groups before it.
+        alone: whether this is the only process. Parameters without names are then named `number.index`, because no
+            other rank has to agree on the names.
+    """
+    made = dict(group)
+    if isinstance(made["params"], Tensor):
+        made["params"] = [made["params"]]
+    params = made["params"] = list(made["params"])
+    pairs = bool(params) and not isinstance(params[0], Tensor)
+    if pairs:
+        made["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
+    elif "param_names" in made:
+        made["param_names"] = [canonical_fqn(name) for name in made["param_names"]]
+    numbered = all(other["param_names"] == _numbers(i, other["params"]) for i, other in enumerate(others))
+    if not pairs and "param_names" not in made:
+        if alone and numbered:
+            made["param_names"] = _numbers(len(others), params)
+    elif others and alone and numbered:
+        raise ValueError("this group has names, and the groups before it have none; give every parameter its name")
+    if "adjust_lr_fn" in made:
+        made["lr_scale"] = lr_scale_of(made.pop("adjust_lr_fn"))
+    if "ns_coefficients" in made:
+        made["ns_coefficients"] = rows_of(made["ns_coefficients"])
+    return made
+
+
+def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
+    """Names of parameters without names."""
+    return [f"{group}.{index}" for index in range(len(params))]
+
+
+def lr_scale_of(adjust_lr_fn: str | None) -> str:
+    """The `lr_scale` of torch.optim.Muon's `adjust_lr_fn`, whose None is "original"."""
+    if adjust_lr_fn not in (None, "original", "match_rms_adamw"):
+        raise OptionError("adjust_lr_fn", f"= {adjust_lr_fn!r} is not one of original, match_rms_adamw")
+    return adjust_lr_fn or "original"
+
+
+def rows_of(ns_coefficients: Any) -> Any:
+    """Coefficients as a name or as rows; torch.optim.Muon's one (a, b, c) becomes one row."""
+    flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
+    if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):
+        return [list(ns_coefficients)]
+    return ns_coefficients
+
+
+def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
+    """Raise ValueError for a new group that Muon cannot train: unknown keys, and parameters that hold no matrices."""
+    check_group(group)
+    for key in group.keys() - KEYS:
+        if key in {field.name for field in fields(MuonOptions)}:
+            raise OptionError(key, "holds for all parameters of a Muon; pass it to Muon instead of a group")
+        raise OptionError(key, f"is no key of a Muon group; it takes {', '.join(HYPERPARAMETERS)}")
+    if len(group["param_names"]) != len(group["params"]):
+        raise ValueError(
+            f"a group has {len(group['params'])} parameters and {len(group['param_names'])} names; give each parameter "
+            "its name. ZeroRedundancyOptimizer cannot wrap Muon: state = 'owner' keeps each momentum on one rank"
+        )
+    for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point():
+            raise ValueError(
+                f"{fqn}: has dtype {parameter.dtype}, and Muon trains real floating-point matrices; train a complex "
+                "parameter by torch.view_as_real, or give it to another optimizer"
+            )
+        if library := flattened_by(parameter):
+            raise ValueError(
+                f"{fqn}: {library} keeps flat pieces of parameters, and Muon needs their matrices; shard the model by "
+                "fully_shard (FSDP2)"
+            )
+        stack_of(fqn, parameter.shape, splits)
+
+
+THINNEST = 16
+"""Side of a matrix below which Newton-Schulz changes little."""
+
+
+def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
+    """Warnings about parameters that Muon is not meant for."""
+    trained = [pair for pair in zip(group["param_names"], group["params"], strict=True) if pair[1].requires_grad]
+    looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
+    if looked_up:
+        yield (
+            f"{_some(looked_up)}: an embedding or output head by its name, which Muon is not meant for; give it to "
+            "AdamW, or give the model to titan_muon.Hybrid"
+        )
+    thin = [f"{fqn} ({'x'.join(map(str, p.shape))})" for fqn, p in trained if p.ndim == 2 and min(p.shape) < THINNEST]
+    if thin:
+        yield f"{_some(thin)}: a side under {THINNEST}, so that Muon does little for it"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

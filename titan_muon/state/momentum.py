@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ..options import MuonOptions, OptionError
+from ..options import MuonOptions, Offload, OptionError
 from ..orthogonalize import DTYPES
 from ..plan.terms.layout import chunk
 from ..plan.terms.types import Parameter
-from ..tensors.dtensor import held_indices, local
+from ..tensors.dtensor import held_indices, local, storage_device
 from ..tensors.mesh import StateMesh, without_groups
 from ..tensors.storage import TrainedParam, placement_key, with_average
 from .host import new_state, state_like
@@ -86,6 +86,40 @@ def moved(
         state[trained.param]["momentum_buffer"] = average
         found.append(with_average(trained, average))
     return found
+
+
+def followed(
+    groups: Iterable[Mapping[str, Any]],
+    state: Mapping[Tensor, dict[str, Any]],
+    trained: Mapping[str, TrainedParam],
+    offload: Offload,
+) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
+    """(planned parameter, parameter now, state) of each parameter of the plan that is still in the groups.
+
+    Args:
+        groups: the optimizer's parameter groups.
+        state: the optimizer's state.
+        trained: by name, the parameters of the plan.
+        offload: tensors that are on the host.
+
+    Raises:
+        ValueError: for a parameter with another mesh, other placements, or another shape than in the plan.
+    """
+    for group in groups:
+        for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
+            planned = trained.get(fqn)
+            if planned is None:
+                continue
+            kept = dict(state.get(parameter) or state[planned.param])
+            if placement_key(parameter) != planned.key:
+                raise ValueError(
+                    f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
+                    "load the momentum from a checkpoint of torch.distributed.checkpoint"
+                )
+            if offload == "none":
+                device = storage_device(parameter)
+                kept = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
+            yield planned.param, parameter, kept
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:

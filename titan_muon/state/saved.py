@@ -22,6 +22,22 @@ class SavedAverage:
     average: Tensor
 
 
+def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for the groups of a state dict of another optimizer, or of other parameters."""
+    if len(saved) != len(groups):
+        raise ValueError(f"the state dict has {len(saved)} parameter groups, and this Muon {len(groups)}")
+    for group, saved_group in zip(groups, saved, strict=True):
+        names = group["param_names"]
+        if missing := [name for name in HYPERPARAMETERS if name not in saved_group]:
+            raise ValueError(
+                f"the state dict is of another optimizer: its groups have no {', '.join(missing)}; add them to load "
+                "its momentum"
+            )
+        check_group({**saved_group, "param_names": names})
+        if saved_group.get("param_names", names) != names or len(saved_group["params"]) != len(names):
+            raise ValueError(f"the state dict is of other parameters: {saved_group.get('param_names')}, not {names}")
+
+
 def saved_averages(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
 ) -> Iterator[SavedAverage]:
@@ -30,19 +46,9 @@ def saved_averages(
     Raises ValueError for a state dict of another optimizer or of other parameters, and for a momentum that is missing
     or has another mesh or other placements than its parameter and the current one.
     """
-    theirs = state_dict["param_groups"]
-    if len(theirs) != len(groups):
-        raise ValueError(f"the state dict has {len(theirs)} parameter groups, and this Muon {len(groups)}")
-    for group, saved in zip(groups, theirs, strict=True):
-        missing = [name for name in HYPERPARAMETERS if name not in saved]
-        if missing:
-            said = f"the state dict is of another optimizer: its groups have no {', '.join(missing)}"
-            raise ValueError(f"{said}; add them to load its momentum")
-        check_group({**saved, "param_names": group["param_names"]})
-        names = group["param_names"]
-        if saved.get("param_names", names) != names or len(saved["params"]) != len(names):
-            raise ValueError(f"the state dict is of other parameters: {saved.get('param_names')}, not {names}")
-        for fqn, parameter, key in zip(names, group["params"], saved["params"], strict=True):
+    check_saved_groups(groups, state_dict["param_groups"])
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        for fqn, parameter, key in zip(group["param_names"], group["params"], saved["params"], strict=True):
             if not parameter.requires_grad:
                 continue
             average = state_dict["state"].get(key, {}).get("momentum_buffer")

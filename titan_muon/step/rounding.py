@@ -91,7 +91,7 @@ class Chunk:
     def _draw(self, draws: Tensor, spare: Tensor, step: int) -> None:
         """Fill `draws` with numbers of 16 bits."""
         first = zlib.crc32(str(step).encode()) >> 2
-        torch.arange(first, first + draws.numel(), out=draws)
+        torch.arange(first, first + draws.numel(), out=draws, device=draws.device)
         torch._foreach_add_(self.draws, self.starts)
         draws.mul_(_wrapped(FACTORS[0]))
         torch.bitwise_right_shift(draws, 15, out=spare)

@@ -196,7 +196,7 @@ class RankStages:
         matrices = self.plan.matrices
         first = matrices[chosen[0]]
         whole = workspace[: self._numel(chosen)].view(len(chosen), first.rows, first.cols)
-        parameters = torch.tensor([matrices[m].parameter for m in chosen])
+        parameters = torch.tensor([matrices[m].parameter for m in chosen], device="cpu")
         if workspace.device.type != "cpu":
             # From pinned memory, so that a step that follows moved storage does not wait for the device.
             parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)

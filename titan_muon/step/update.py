@@ -55,8 +55,15 @@ def _pack(grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nest
     torch._foreach_copy_(packed, torch._foreach_lerp(grads, advanced, decay) if nesterov else advanced)
 
 
+def rate(lr: float | Tensor) -> float | Tensor:
+    """A learning rate as a number, or as a scalar tensor of a device, whose value would cost the host a wait."""
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.item() if lr.device.type == "cpu" else lr.reshape(())
+
+
 def apply(
-    params: Tensors, updates: Tensors, lr: float, scale: float, weight_decay: float, scratch: Tensors = ()
+    params: Tensors, updates: Tensors, lr: float | Tensor, scale: float, weight_decay: float, scratch: Tensors = ()
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
@@ -66,10 +73,14 @@ def apply(
     if scratch:
         # On a GPU, operators on lists of mixed dtypes launch one kernel per tensor. Copies do not.
         torch._foreach_copy_(scratch, updates)
-    torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
+    if isinstance(lr, Tensor):
+        # `alpha` takes a number. The product is rounded once more than with `alpha`.
+        torch._foreach_add_(params, torch._foreach_mul(scratch or updates, -lr * scale))
+    else:
+        torch._foreach_add_(params, scratch or updates, alpha=-lr * scale)
 
 
-def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
+def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) -> None:
     """param <- (1 - factor) param where the update moves the weight towards zero too, in place.
 
     Cautious weight decay (Chen et al., 2025, arXiv:2510.12402): weights decay only where param * update >= 0.
@@ -79,7 +90,8 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float) -> None:
     torch._foreach_add_(decays, 1)
     torch._foreach_clamp_max_(decays, 1)
     torch._foreach_mul_(decays, params)
-    torch._foreach_add_(params, decays, alpha=-factor)
+    torch._foreach_mul_(decays, -factor)
+    torch._foreach_add_(params, decays)
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:

@@ -40,6 +40,13 @@ def without_groups(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and isinstance(tensor.device_mesh, MeshWithoutGroups)
 
 
+def flattened_by(parameter: Tensor) -> str:
+    """The library that cut a parameter into a one-dimensional piece: FSDP1 or DeepSpeed; empty if none did."""
+    if getattr(parameter, "_is_flat_param", False) or getattr(parameter, "_fsdp_flattened", False):
+        return "FSDP1"
+    return "DeepSpeed ZeRO" if hasattr(parameter, "ds_id") else ""
+
+
 class StateMesh(MeshWithoutGroups):
     """The ranks that keep the momentum of a parameter of which others have copies."""
 

@@ -30,6 +30,7 @@ class TrainedParam:
         group: hyperparameters of its parameter group, which a scheduler may change between steps.
         key: its placement when the step was planned.
         here: whether this rank is on its mesh, and so has a gradient of it.
+        stored: dtype and device of its local tensor when the step was planned.
         average_device: type of the device that stores its momentum.
     """
 
@@ -39,6 +40,7 @@ class TrainedParam:
     group: Mapping[str, Any]
     key: object
     here: bool
+    stored: tuple[torch.dtype, torch.device]
     average_device: str = ""
 
     @property
@@ -75,7 +77,9 @@ def trained_params(
                 # Only there, so that checkpoints of other weights have no more keys than they had.
                 group.setdefault(STEP, 0)
             here = rank in layout_of(fqn, parameter).mesh.ranks
-            trained = TrainedParam(fqn, parameter, None, group, placement_key(parameter), here)
+            shard = local(parameter)
+            key = placement_key(parameter)
+            trained = TrainedParam(fqn, parameter, None, group, key, here, (shard.dtype, shard.device))
             average = state.get(parameter, {}).get("momentum_buffer")
             yield trained if average is None else with_average(trained, average)
 

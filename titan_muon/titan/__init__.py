@@ -1,1 +1,12 @@
 """Titan Muon on TorchTitan: the recipe, the data, the model and the run. The only folder that imports torchtitan."""
+
+from importlib import import_module
+from typing import Any
+
+
+# TorchTitan takes seconds to import, and its gaps on CPUs must be closed before.
+def __getattr__(name: str) -> Any:
+    if name == "HybridOptimizers":
+        import_module(f"{__name__}.compat").install()
+        return import_module(f"{__name__}.assign.container").HybridOptimizers
+    raise AttributeError(f"module 'titan_muon.titan' has no attribute {name!r}")

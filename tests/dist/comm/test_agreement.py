@@ -27,12 +27,12 @@ def some_without_matrices(rank: int, world_size: int) -> tuple[bool, int]:
     reference = ReferenceMuon({"w": whole[0].clone()})
     reference.step({"w": whole[1]})
     if rank > 1:
-        muon = Muon([], lr=0.02, orthogonalize="reference")
+        muon = Muon([], lr=0.02, orthogonalize="reference").build()
         muon.step()
         return True, muon.orthogonalized
     param = Parameter(placed(whole[0], mesh))
     param.grad = placed(whole[1], mesh)
-    muon = Muon([("w", param)], lr=0.02, orthogonalize="reference")
+    muon = Muon([("w", param)], lr=0.02, orthogonalize="reference").build()
     muon.step()
     return torch.equal(param.to_local(), reference.params["w"].chunk(2)[rank]), muon.orthogonalized
 
@@ -45,7 +45,7 @@ def test_a_rank_without_matrices_takes_part_and_holds_nobody_up() -> None:
 
 def none_at_all(rank: int, world_size: int) -> str:
     try:
-        Muon([])
+        Muon([]).build()
     except ValueError as error:
         return str(error)
     return ""
@@ -59,7 +59,7 @@ def payload_of_construction(rank: int, world_size: int, layers: int) -> int:
     mesh = init_device_mesh("cpu", (world_size,))
     params = [(f"layers.{i}.w", Parameter(placed(torch.ones(16, 24), mesh))) for i in range(layers)]
     with CollectiveCounter() as counter:
-        Muon(params)
+        Muon(params).build()
     return sum(call.payload for call in counter.calls)
 
 
@@ -74,7 +74,9 @@ def test_reports_of_a_thousand_ranks_that_agree_are_compared_once() -> None:
     reports, digests = {}, []
     for stage in range(16):
         ranks = tuple(range(64 * stage, 64 * stage + 64))
-        report = PlanReport(ranks=ranks, buckets=(ranks,), groups=(ranks,), sharing=(ranks,), signature=str(stage))
+        report = PlanReport(
+            ranks=ranks, buckets=(ranks,), groups=(ranks,), sharing=(ranks,), parts=(("plan", str(stage)),)
+        )
         reports[report.digest()] = report
         digests += [report.digest()] * 64
     check_reports(digests, reports)
@@ -87,7 +89,7 @@ def load(rank: int, world_size: int, change: str) -> tuple[str, int, bool]:
     """The error of a load that one rank spoils, the plans made by it, and whether a step can follow."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    muon = Muon(named(params))
+    muon = Muon(named(params)).build()
     set_gradients(params, mesh, 1)
     muon.step()
     state: dict[str, Any] = muon.state_dict()
@@ -139,7 +141,7 @@ def loaded_momentum(rank: int, world_size: int) -> bool:
     """After a load, is the step from the loaded momentum, and are its scheduler's changes seen?"""
     mesh = init_device_mesh("cpu", (world_size,))
     params, other = parameters(mesh), parameters(mesh)
-    muon, fresh = Muon(named(params)), Muon(named(other))
+    muon, fresh = Muon(named(params)).build(), Muon(named(other)).build()
     for step in (1, 2):
         set_gradients(params, mesh, step)
         muon.step()
@@ -163,7 +165,7 @@ def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool
     placements = (Shard(0), Shard(1)) if joint else (Shard(0), Replicate())
     param = Parameter(distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None))
     before = len(dist.distributed_c10d._world.pg_map)
-    muon = Muon([("w", param)], replicas="redundant")
+    muon = Muon([("w", param)], replicas="redundant").build()
     made = len(dist.distributed_c10d._world.pg_map) - before
     param.grad = distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None)
     muon.step()
@@ -185,7 +187,7 @@ def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
         distribute_tensor(torch.ones(16, 24), mesh, (Replicate(), Shard(0), Shard(1)), src_data_rank=None)
     )
     before = len(dist.distributed_c10d._world.pg_map)
-    muon = Muon([("w", param)], replicas="redundant")
+    muon = Muon([("w", param)], replicas="redundant").build()
     made = len(dist.distributed_c10d._world.pg_map) - before
     timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
     muon.set_timeout(timedelta(seconds=7))
@@ -203,7 +205,7 @@ def opened(rank: int, world_size: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world_size,))
     param = Parameter(placed(torch.ones(16, 24), mesh))
     with CollectiveCounter() as counter:
-        Muon([("w", param)])
+        Muon([("w", param)]).build()
     return [call.name for call in counter.calls]
 
 
@@ -216,10 +218,10 @@ def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
     """A tensor prints its device, which has another index on every rank."""
 
     def signature(lr: Any) -> str:
-        muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr)
+        muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()
         rank = muon.engine.rank
         geometries = Geometries(muon.plan.parameters)
-        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups).signature
+        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups).parts
 
     assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
 
@@ -228,5 +230,5 @@ def test_a_default_device_of_the_user_is_not_taken_for_the_host() -> None:
     param = Parameter(torch.ones(4, 4))
     param.grad = torch.ones(4, 4)
     with torch.device("meta"):
-        Muon([("w", param)]).step()
+        Muon([("w", param)]).build().step()
     assert not torch.equal(param.detach(), torch.ones(4, 4))

@@ -50,7 +50,7 @@ def train(
     params: dict[str, nn.Parameter], place: Callable[[str, Tensor], Tensor], shapes: Any, **options: Any
 ) -> tuple[Muon, list[str]]:
     """Three steps of Muon, and which tensors differ from the reference's after them."""
-    muon, reference = Muon(list(params.items()), **OPTIONS, **options), ReferenceMuon(full(shapes, 0))
+    muon, reference = Muon(list(params.items()), **OPTIONS, **options).build(), ReferenceMuon(full(shapes, 0))
     for seed in range(1, 4):
         grads = full(shapes, seed)
         for name, param in params.items():
@@ -96,7 +96,7 @@ def beside_torch(rank: int, world_size: int) -> bool:
     torch.manual_seed(rank)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 24, bias=False), nn.Linear(24, 8, bias=False)))
     copies = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
-    ours = Muon(model.named_parameters(), **OPTIONS)
+    ours = Muon(model.named_parameters(), **OPTIONS).build()
     theirs = torch.optim.Muon(copies, lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(3):
         model(torch.randn(4, 16)).square().sum().backward()
@@ -152,7 +152,7 @@ def each_its_own(rank: int, world_size: int) -> tuple[bool, bool, str, list[str]
     params = {name: nn.Parameter(value.clone()) for name, value in (own | copy).items()}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        muon = Muon(list(params.items()), **OPTIONS)
+        muon = Muon(list(params.items()), **OPTIONS).build()
     reference = ReferenceMuon(own | copy)
     for seed in range(1, 3):
         grads = full({"own": SHAPE}, 20 * seed + rank) | full({"copy": SHAPE}, seed)
@@ -174,13 +174,13 @@ def test_a_plain_tensor_that_differs_between_ranks_stays_each_ranks_own() -> Non
 
 
 def on_some_ranks(rank: int, world_size: int) -> str:
-    return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]))
+    return said(lambda: Muon([(f"stages.{rank}.weight", nn.Parameter(torch.ones(SHAPE)))]).build())
 
 
 def test_a_plain_tensor_that_other_ranks_have_not_is_refused() -> None:
     """As of a pipeline's stages, or of a module that is on some ranks only."""
     for text in run_ranks(on_some_ranks, 2, timeout=SECONDS):
-        assert "what only some ranks have must be a DTensor on a mesh of those ranks" in text
+        assert "a parameter that only some ranks have must be a DTensor on their mesh" in text
 
 
 def other_gradient(rank: int, grad: Tensor) -> Tensor | None:
@@ -211,7 +211,7 @@ CHANGES = {
 def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[list[str], bytes]:
     """Errors of a step with such a gradient and of the two after it; and the weights."""
     params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **OPTIONS).build()
     errors = []
     for seed in range(1, 4):
         for name, grad in full(EVEN, seed).items():
@@ -243,7 +243,7 @@ def test_gradients_of_copies_that_differ_are_an_error_on_all_ranks(change: Calla
 def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) -> tuple[dict[str, Tensor], Any]:
     """Weights and state after a step with the gradients of each seed, from these weights and, if given, a state."""
     named = {name: nn.Parameter(value.clone()) for name, value in params.items()}
-    muon = Muon(list(named.items()), **OPTIONS)
+    muon = Muon(list(named.items()), **OPTIONS).build()
     if state is not None:
         muon.load_state_dict(state)
     for seed in seeds:

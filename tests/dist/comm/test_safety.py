@@ -33,31 +33,33 @@ def message(fn: Callable[[], object]) -> str:
 
 
 def unnamed(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(params.values())
+    return Muon(params.values()).build()
 
 
 def on_meta(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     local = torch.empty(8, 24, device="meta")
-    return Muon([("layers.0.weight", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))])
+    return Muon(
+        [("layers.0.weight", nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)], run_check=False)))]
+    ).build()
 
 
 def all_frozen(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     for param in params.values():
         param.requires_grad_(False)
-    return Muon(named(params))
+    return Muon(named(params)).build()
 
 
 def no_parameters(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon([{"params": [], "param_names": []}])
+    return Muon([{"params": [], "param_names": []}]).build()
 
 
 def same_name(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon([("layers.0.weight", param) for param in params.values()])
+    return Muon([("layers.0.weight", param) for param in params.values()]).build()
 
 
 def partial_sum(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     tensor = DTensor.from_local(torch.ones(16, 24), mesh, [Partial()], run_check=False)
-    return Muon([("layers.0.weight", nn.Parameter(tensor))])
+    return Muon([("layers.0.weight", nn.Parameter(tensor))]).build()
 
 
 def strided(mesh: DeviceMesh) -> nn.Parameter:
@@ -67,11 +69,11 @@ def strided(mesh: DeviceMesh) -> nn.Parameter:
 
 
 def not_contiguous(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon([("layers.0.weight", strided(mesh))])
+    return Muon([("layers.0.weight", strided(mesh))]).build()
 
 
 def vector(params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon([*named(params), ("norm.weight", nn.Parameter(placed(torch.ones(16), mesh)))])
+    return Muon([*named(params), ("norm.weight", nn.Parameter(placed(torch.ones(16), mesh)))]).build()
 
 
 REFUSED = {
@@ -90,65 +92,87 @@ REFUSED = {
 
 def another_order(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     pairs = named(params)
-    return Muon(pairs if rank == 0 else pairs[::-1])
+    return Muon(pairs if rank == 0 else pairs[::-1]).build()
 
 
 def another_name(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon([(f"{name}.{rank}", param) for name, param in params.items()])
+    return Muon([(f"{name}.{rank}", param) for name, param in params.items()]).build()
 
 
 def another_shape(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     params["layers.0.weight"] = nn.Parameter(placed(torch.ones(16, 24 + 8 * rank), mesh))
-    return Muon(named(params))
+    return Muon(named(params)).build()
 
 
 def one_more(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params)[rank:])
+    return Muon(named(params)[rank:]).build()
 
 
 def one_frozen(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
     params["layers.1.weight"].requires_grad_(rank == 0)
-    return Muon(named(params))
+    return Muon(named(params)).build()
 
 
 def another_ns_steps(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), ns_steps=5 - rank)
+    return Muon(named(params), ns_steps=5 - rank).build()
 
 
 def another_exchange(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), exchange=("all_to_all", "all_gather")[rank])
+    return Muon(named(params), exchange=("all_to_all", "all_gather")[rank]).build()
 
 
 def another_polynomial(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), ns_coefficients=[(3.0 + rank, -4.0, 2.0)] * 5)
+    return Muon(named(params), ns_coefficients=[(3.0 + rank, -4.0, 2.0)] * 5).build()
 
 
 def another_momentum(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), momentum=(0.95, 0.9)[rank])
+    return Muon(named(params), momentum=(0.95, 0.9)[rank]).build()
 
 
 def another_wire_dtype(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> object:
-    return Muon(named(params), wire_dtype=("bfloat16", "float32")[rank])
+    return Muon(named(params), wire_dtype=("bfloat16", "float32")[rank]).build()
 
 
-DIFFERENT = (
-    another_order,
-    another_name,
-    another_shape,
-    one_more,
-    one_frozen,
-    another_ns_steps,
-    another_exchange,
-    another_polynomial,
-    another_momentum,
-    another_wire_dtype,
-)
+DIFFERENT = {
+    another_order: "their parameters differ",
+    another_name: "their parameters differ",
+    another_shape: "their parameters differ",
+    one_more: "their parameters differ",
+    one_frozen: "their parameters differ",
+    another_ns_steps: "different hyperparameters",
+    another_exchange: "their options differ",
+    another_polynomial: "different hyperparameters",
+    another_momentum: "different hyperparameters",
+    another_wire_dtype: "their options differ",
+}
+
+
+class OutOfMemory(RuntimeError):
+    """As torch.OutOfMemoryError, which no CPU raises."""
+
+
+def out_of_memory(rank: int, world_size: int) -> tuple[str, str]:
+    """Kind and text of the error if rank 0 has no memory for its momentum."""
+    mesh = init_device_mesh("cpu", (world_size,))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OutOfMemory("tried to allocate 2.00 GiB")
+
+    muon = Muon(named(parameters(mesh)))
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 0:
+            patched.setattr("titan_muon.muon.with_states", fails)
+        try:
+            muon.build()
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+    return "", ""
 
 
 def strided_on_one_rank(rank: int, world_size: int) -> str:
     mesh = init_device_mesh("cpu", (world_size,))
     param = strided(mesh) if rank == 1 else nn.Parameter(placed(torch.ones(16, 24), mesh))
-    return message(lambda: Muon([("layers.0.weight", param)]))
+    return message(lambda: Muon([("layers.0.weight", param)]).build())
 
 
 # --- gradients that no rank can step with ---
@@ -201,7 +225,7 @@ def refuse(rank: int, world_size: int) -> dict[str, str]:
     messages = {fn.__name__: message(partial(fn, parameters(mesh), mesh)) for fn in REFUSED}
     messages |= {fn.__name__: message(partial(fn, rank, parameters(mesh), mesh)) for fn in DIFFERENT}
     late = nn.Parameter(placed(torch.ones(16, 16), mesh))
-    optimizer = Muon(named(parameters(mesh)))
+    optimizer = Muon(named(parameters(mesh))).build()
     group = {"params": [late], "param_names": ["late"]}
     messages["late_group"] = message(partial(optimizer.add_param_group, group))
     return messages
@@ -222,6 +246,13 @@ def test_what_cannot_be_planned_is_refused_at_construction(fn: Callable[..., obj
 def test_ranks_that_plan_differently_are_refused_on_every_rank(fn: Callable[..., object]) -> None:
     for messages in refusals():
         assert "ranks [1] planned another Muon step than rank 0" in messages[fn.__name__]
+        assert DIFFERENT[fn] in messages[fn.__name__]
+
+
+def test_an_error_of_any_class_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(out_of_memory, 2, timeout=SECONDS)
+    assert first == ("OutOfMemory", "tried to allocate 2.00 GiB")
+    assert second == ("RuntimeError", "OutOfMemory: tried to allocate 2.00 GiB (on rank 0)")
 
 
 def test_a_group_added_after_construction_is_refused() -> None:
@@ -252,7 +283,7 @@ class Stopped:
 def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **options: Any) -> Stopped:
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params), lr=LR, weight_decay=DECAY, **options)
+    optimizer = Muon(named(params), lr=LR, weight_decay=DECAY, **options).build()
     optimizer.step()
     change(rank, params, mesh)
     spoiled = params["layers.1.weight"]
@@ -288,7 +319,7 @@ def test_the_last_step_is_told_of_too(asked: str) -> None:
 
 def change_group_on_one_rank(rank: int, world_size: int, changes: dict[str, Any]) -> str:
     """The error after rank 1 changed its group."""
-    optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,)))))
+    optimizer = Muon(named(parameters(init_device_mesh("cpu", (world_size,))))).build()
     if rank == 1:
         optimizer.param_groups[0].update(changes)
     optimizer.step()
@@ -303,7 +334,7 @@ def test_an_iteration_changed_on_one_rank_is_an_error_on_every_rank(changes: dic
 
 def plain_gradient_missing_on_one_rank(rank: int, world_size: int) -> str:
     weight = nn.Parameter(full("layers.0.weight", 0))
-    optimizer = Muon([("layers.0.weight", weight)])
+    optimizer = Muon([("layers.0.weight", weight)]).build()
     weight.grad = full("layers.0.weight", 1) if rank == 0 else None
     optimizer.step()
     return message(optimizer.step)
@@ -335,7 +366,7 @@ class Dying(CollectiveCounter):
 def die_in_step(rank: int, world_size: int, folder: str) -> None:
     """Rank 1 dies; each other leaves its error in the folder."""
     mesh = init_device_mesh("cpu", (world_size,))
-    optimizer = Muon(named(parameters(mesh)))
+    optimizer = Muon(named(parameters(mesh))).build()
     optimizer.step()
     if rank == 1:
         with Dying():

@@ -36,7 +36,7 @@ def train(rank: int, world_size: int, unscales: bool, options: dict[str, Any]) -
     """Whether each of three steps changed something and is as without a scaler; the second has bad gradients."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, plain = parameters(mesh), parameters(mesh)
-    muon, other = Muon(named(params), **options), Muon(named(plain), **options)
+    muon, other = Muon(named(params), **options).build(), Muon(named(plain), **options).build()
     scaler = GradScaler("cpu", init_scale=SCALE, growth_interval=10**6)
     found: list[Any] = []
     for seed, bad in enumerate((False, True, False), start=1):
@@ -71,7 +71,7 @@ def test_a_step_that_all_ranks_skip_changes_nothing(unscales: bool, options: dic
 def skip_on_one_rank(rank: int, world_size: int) -> tuple[bool, str]:
     """Whether the step that rank 1 alone skips changed something here, and what is said of it."""
     params = parameters(init_device_mesh("cpu", (world_size,)))
-    muon = Muon(named(params))
+    muon = Muon(named(params)).build()
     before = contents(params, muon)
     # As a scaler does that sees this rank's gradients alone; over DTensors, GradScaler reduces what it finds.
     muon.grad_scale, muon.found_inf = None, torch.tensor([float(rank == 1)])  # type: ignore[attr-defined]

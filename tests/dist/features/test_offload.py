@@ -45,7 +45,7 @@ class Sharded:
         # Small buffers, for several buckets.
         self.muon = Muon(
             matrices.items(), lr=0.02, exchange=exchange, orthogonalize="reference", buffer_bytes=4096, offload=offload
-        )
+        ).build()
         self.adamw = batched.AdamW(rest.items(), lr=0.02, offload=offload)
         self.optimizers = (self.muon, self.adamw)
 
@@ -138,7 +138,9 @@ def losses(rank: int, world_size: int, setup: Setup, offload: str) -> tuple[list
     owned = {name: p for name, p in model.named_parameters() if any(p is m for m in matrices(model))}
     named = {**owned, **with_experts(model, mesh)}
     rest = {name: p for name, p in model.named_parameters() if name not in owned}
-    muon = Muon(named.items(), lr=0.01, replicas="redundant" if setup.replicas > 1 else "split", offload=offload)
+    muon = Muon(
+        named.items(), lr=0.01, replicas="redundant" if setup.replicas > 1 else "split", offload=offload
+    ).build()
     adamw = batched.AdamW(rest.items(), lr=0.01, offload=offload)
     for step in range(3):
         loss_of(model, rank // setup.tensor, world_size // setup.tensor, step).backward()
@@ -192,7 +194,7 @@ def replaced(rank: int, world_size: int) -> str:
     each.train((1,))
     if rank == 1:
         state = each.muon.state[each.params["layers.0.weight"]]
-        state["momentum_buffer"] = state["momentum_buffer"].clone()
+        state["momentum_buffer"] = state["momentum_buffer"].double()
     each.train((2,))
     try:
         each.train((3,))

@@ -48,7 +48,7 @@ class Run:
     def __init__(self, mesh: DeviceMesh, **options: Any) -> None:
         self.mesh = mesh
         self.params = {name: nn.Parameter(self.drawn(index)) for index, name in enumerate(NAMES)}
-        self.muon = Muon(self.params.items(), **{**OPTIONS, **options})
+        self.muon = Muon(self.params.items(), **{**OPTIONS, **options}).build()
         self.gathered: list[int] = []
         gather = self.muon.exchange.gather
 
@@ -245,7 +245,7 @@ def scaled(mesh: DeviceMesh, rank: int) -> str:
 
 
 def plain_tensors(mesh: DeviceMesh, rank: int) -> str:
-    return raised(lambda: Muon([("w", nn.Parameter(torch.ones(SHAPE)))], **BACKWARD))
+    return raised(lambda: Muon([("w", nn.Parameter(torch.ones(SHAPE)))], **BACKWARD).build())
 
 
 def own_groups(mesh: DeviceMesh, rank: int) -> bool:

@@ -67,7 +67,7 @@ class Training:
         for name, value in values.items():
             self.model.register_parameter(name, nn.Parameter(place(value.to(self.dtype))))
         self.params = dict(self.model.named_parameters())
-        self.muon = Muon(list(self.params.items()), state=state, **(OPTIONS | options))
+        self.muon = Muon(list(self.params.items()), state=state, **(OPTIONS | options)).build()
 
     def step(self, seed: int, spoil: Callable[[str, Tensor], Tensor | None] = lambda name, grad: grad) -> None:
         for name, grad in full(seed).items():
@@ -304,20 +304,20 @@ REFUSED = {
 def test_options_that_need_the_momentum_of_every_copy_are_refused(option: str, value: Any) -> None:
     options = OPTIONS | {"orthogonalize": "auto", option: value}
     with pytest.raises(OptionError, match=f"state = 'owner': {option} = {value!r}.* or state = 'replicated'"):
-        Muon([("w", nn.Parameter(torch.ones(4, 4)))], state="owner", **(options | {"split": ()}))
+        Muon([("w", nn.Parameter(torch.ones(4, 4)))], state="owner", **(options | {"split": ()})).build()
 
 
 def test_a_matrix_of_several_owners_is_refused() -> None:
     given = [("w", nn.Parameter(torch.ones(4, 4)))]
     with pytest.raises(OptionError, match=r"split_over = 2: state = 'owner' .* or split_over = 1"):
-        Muon(given, state="owner", split_over=2)
-    assert Muon(given, state="owner", split_over="auto").plan.whole_matrices == 1
+        Muon(given, state="owner", split_over=2).build()
+    assert Muon(given, state="owner", split_over="auto").build().plan.whole_matrices == 1
 
 
 def own_it(rank: int, world_size: int) -> str:
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     own(model, mesh=init_device_mesh("cpu", (world_size,)))
-    return said(lambda: Muon(model.named_parameters(), state="owner"))
+    return said(lambda: Muon(model.named_parameters(), state="owner").build())
 
 
 def test_owned_placement_has_it_already() -> None:
@@ -327,7 +327,7 @@ def test_owned_placement_has_it_already() -> None:
 
 def test_one_process_is_its_own_owner() -> None:
     params = {name: nn.Parameter(value) for name, value in full(0).items()}
-    muon = Muon(list(params.items()), state="owner", **OPTIONS)
+    muon = Muon(list(params.items()), state="owner", **OPTIONS).build()
     assert [muon.state[param]["momentum_buffer"].shape for param in params.values()] == [
         p.shape for p in params.values()
     ]

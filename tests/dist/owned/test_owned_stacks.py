@@ -108,7 +108,7 @@ def loss_of(net: nn.Module, share: int, shares: int, step: int) -> Tensor:
 
 def muon(net: nn.Module, layout: Layout) -> Muon:
     replicas = "redundant" if layout.placement == "owned" else "split"
-    return Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", replicas=replicas)
+    return Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", replicas=replicas).build()
 
 
 def whole(net: nn.Module, optimizer: Muon) -> dict[str, np.ndarray]:
@@ -341,7 +341,7 @@ def gated(rank: int, world_size: int, placement: str) -> Trained:
             fully_shard(layer, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 2))
         fully_shard(net, mesh=mesh)
         summed_plainly(net)
-    optimizer = Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", split=splits)
+    optimizer = Muon(list(net.named_parameters()), lr=0.01, orthogonalize="reference", split=splits).build()
     calls = 0
     for step in range(3):
         loss_of(net, rank, world_size, step).backward()

@@ -39,7 +39,9 @@ def trained(rank: int, world_size: int, setup: Setup, steps: range, saved: str |
     model = make(seed=0 if saved is None else 1)
     place(model, setup, data_mesh(world_size, setup, model))
     named = [(name, p) for name, p in model.named_parameters() if "layers" in name and p.ndim == 2]
-    optimizer = Muon(named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split")
+    optimizer = Muon(
+        named, lr=0.01, orthogonalize="reference", replicas="redundant" if setup.replicas > 1 else "split"
+    ).build()
     if saved is not None:
         state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=saved)
@@ -168,7 +170,7 @@ def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:
     own(block, mesh=init_device_mesh("cpu", (world_size,)))
     early = [said(partial(block, torch.ones(1, 2, DIM)))]
     place(model, LAYOUTS["owned"], data_mesh(world_size, LAYOUTS["owned"], model))
-    early.append(said(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)])))
+    early.append(said(lambda: Muon([(n, p) for n, p in model.named_parameters() if is_owned(p)]).build()))
     model.to_empty(device="cpu")
     source = make()
     with torch.no_grad():

@@ -66,7 +66,7 @@ def steps(rank: int, world_size: int, setup: Setup, experts: bool) -> list[Step]
     stacks = with_experts(model, mesh) if experts else {}
     named = {**params, **stacks}
     replicas = "redundant" if setup.replicas > 1 else "split"
-    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON)
+    optimizer = Muon(named.items(), orthogonalize="reference", replicas=replicas, **MUON).build()
     reference = {name: nn.Parameter(gather(p)) for name, p in named.items()}
     loose = {name: list(p.detach()) if p.ndim == 3 else [p.detach()] for name, p in reference.items()}
     alone = torch.optim.Muon(
@@ -190,7 +190,7 @@ def replicated(rank: int, world_size: int) -> tuple[int, int]:
     setup = Setup("owned", replicas=2)
     place(model, setup, data_mesh(world_size, setup, model))
     named = {name: p for name, p in model.named_parameters() if is_owned(p)}
-    optimizer = Muon(named.items(), replicas="split", **MUON)
+    optimizer = Muon(named.items(), replicas="split", **MUON).build()
     set_gradients(named, 0)
     with CollectiveCounter() as counter:
         optimizer.step()
@@ -209,7 +209,7 @@ def joined(rank: int, world_size: int) -> tuple[int, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     place(model, Setup("owned"), mesh._flatten())
     named = {name: p for name, p in model.named_parameters() if is_owned(p)}
-    optimizer = Muon(named.items(), **MUON)
+    optimizer = Muon(named.items(), **MUON).build()
     set_gradients(named, 0)
     with CollectiveCounter() as counter:
         optimizer.step()
@@ -233,6 +233,7 @@ def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
     exec(code, names)
     summed_plainly(model)
     loss_of(model, rank, world_size, 0).backward()
+    names["optimizer"].build()
     with CollectiveCounter() as counter:
         names["optimizer"].step()
     assert "owner" in names["owners"].table()

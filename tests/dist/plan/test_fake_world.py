@@ -108,7 +108,7 @@ def build(case: Case, exchange: str) -> Muon:
             )
             params.append((f"layers.{layer}.{kind}.weight", nn.Parameter(param)))
             params[-1][1].grad = grad
-    return Muon(params, exchange=exchange)
+    return Muon(params, exchange=exchange).build()
 
 
 def extra_calls(run: BucketProgram) -> int:

@@ -79,7 +79,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
         return distribute_tensor(full.clone(), *meshes[key.partition(".")[0]], src_data_rank=None)
 
     params = {key: nn.Parameter(placed(key, full)) for key, full in drawn(shapes, 0).items()}
-    optimizer = Muon(list(params.items()), lr=0.02, **options)
+    optimizer = Muon(list(params.items()), lr=0.02, **options).build()
     for step in range(STEPS):
         for key, full in drawn(shapes, step + 1).items():
             params[key].grad = placed(key, full)
@@ -187,7 +187,7 @@ def in_backward(rank: int, world_size: int) -> tuple[bool, list[int]]:
             name: nn.Parameter(distribute_tensor(full, mesh, [Shard(1), Shard(0)], src_data_rank=None))
             for name, full in initial
         }
-        muon = Muon(list(params.items()), lr=0.02, tensor_parallel="duplicated", overlap=overlap)
+        muon = Muon(list(params.items()), lr=0.02, tensor_parallel="duplicated", overlap=overlap).build()
         for step in range(STEPS):
             before = muon.exchange.traffic.calls
             with muon.overlap():
@@ -228,7 +228,7 @@ def orthogonalized(
     param.grad = distribute_tensor(full, mesh, [Shard(dim)], src_data_rank=None)
     plain: dict[str, Any] = {"momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "lr_scale": "original"}
     try:
-        optimizer = Muon([("w", param)], lr=1.0, ns_steps=steps, tensor_parallel=mode, **plain, **FLOAT32)
+        optimizer = Muon([("w", param)], lr=1.0, ns_steps=steps, tensor_parallel=mode, **plain, **FLOAT32).build()
     except ValueError as error:
         return str(error)
     optimizer.step()

@@ -53,7 +53,7 @@ class Training:
         if layout == "redundant":
             options["replicas"] = "redundant"
         self.params = dict(self.model.named_parameters())
-        self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **(RULE | options))
+        self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **(RULE | options)).build()
 
     def set_gradients(self, grads: dict[str, Tensor]) -> None:
         """Give parameters their part of the gradients that there are, and the others none."""

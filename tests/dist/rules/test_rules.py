@@ -39,7 +39,7 @@ def check_cases(rank: int, world_size: int, exchange: str) -> list[str]:
         initial = full_tensors(shapes, seed=0)
         params = {key: nn.Parameter(distributed(initial, key)) for key in shapes}
         reference = ReferenceRule(initial, **options)
-        optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options)
+        optimizer = Muon(list(params.items()), lr=0.02, exchange=exchange, orthogonalize="reference", **options).build()
         for step in range(STEPS):
             grads = full_tensors(shapes, seed=step + 1)
             for key, param in params.items():
@@ -70,7 +70,7 @@ def refusal(rank: int, world_size: int) -> list[str]:
     found = []
     for mode in ("distributed", "duplicated", "blockwise"):
         try:
-            Muon([("w", param)], rule="normuon", tensor_parallel=mode)
+            Muon([("w", param)], rule="normuon", tensor_parallel=mode).build()
         except ValueError as error:
             found.append(str(error))
     return found

@@ -33,7 +33,7 @@ def freeze_one(rank: int, world_size: int) -> tuple[list[str], bool, bool]:
     frozen = params["layers.0.weight"]
     frozen.requires_grad_(False)
     frozen.grad = None
-    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference")
+    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()
     moving = {name: param for name, param in params.items() if param is not frozen}
     got = trained(optimizer, moving, mesh, [1, 2])
     reference = ReferenceMuon({name: full(name, 0) for name in moving})
@@ -58,7 +58,7 @@ def rest(rank: int, world_size: int) -> bool:
     before = [param.full_tensor() for param in params.values()]
     for param in params.values():
         param.grad = torch.zeros_like(param)
-    Muon(named(params), lr=0.02, weight_decay=0.1, orthogonalize="reference").step()
+    Muon(named(params), lr=0.02, weight_decay=0.1, orthogonalize="reference").build().step()
     return equal((b * (1 - 0.02 * 0.1) for b in before), (param.full_tensor() for param in params.values()))
 
 
@@ -70,11 +70,11 @@ def resume(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether a new optimizer with saved state goes on bit for bit, and has its momentum."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params))
+    optimizer = Muon(named(params)).build()
     trained(optimizer, params, mesh, [1, 2])
     saved = copy.deepcopy(optimizer.state_dict())
     copies = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    again = Muon(named(copies))
+    again = Muon(named(copies)).build()
     again.load_state_dict(saved)
     averages = [
         [o.state[p]["momentum_buffer"].full_tensor() for p in ps.values()]
@@ -92,7 +92,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     """With other ns_steps loaded: whether the plan has their FLOPs, momentum is kept, and steps take that many."""
     mesh = init_device_mesh("cpu", (world_size,))
     params = parameters(mesh)
-    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference")
+    optimizer = Muon(named(params), lr=0.02, orthogonalize="reference").build()
     trained(optimizer, params, mesh, [1])
     before = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in params.values()]
     flops = [matrix.flops for matrix in optimizer.plan.matrices]
@@ -102,7 +102,7 @@ def replan(rank: int, world_size: int) -> tuple[bool, bool, bool]:
     after = [optimizer.state[p]["momentum_buffer"].full_tensor() for p in params.values()]
     planned = [5 * matrix.flops for matrix in optimizer.plan.matrices] == [3 * f for f in flops]
     copies = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
-    fresh = Muon(named(copies), lr=0.02, ns_steps=3, orthogonalize="reference")
+    fresh = Muon(named(copies), lr=0.02, ns_steps=3, orthogonalize="reference").build()
     for param, copy_ in zip(params.values(), copies.values(), strict=True):
         fresh.state[copy_]["momentum_buffer"].copy_(optimizer.state[param]["momentum_buffer"])
     same = equal(trained(optimizer, params, mesh, [2]), trained(fresh, copies, mesh, [2]))
@@ -133,7 +133,7 @@ def towers(rank: int, world_size: int) -> bool:
             reference = ReferenceMuon({name: whole[0].clone()})
             reference.step({name: whole[1]})
             expected, own = reference.params[name].chunk(2)[ranks.index(rank)], params[name]
-    Muon(named(params), lr=0.02, orthogonalize="reference").step()
+    Muon(named(params), lr=0.02, orthogonalize="reference").build().step()
     return torch.equal(own.to_local(), expected)
 
 

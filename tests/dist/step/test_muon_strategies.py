@@ -58,7 +58,7 @@ class Sharded:
 def check(rank: int, world_size: int, meshes: str, options: dict[str, Any]) -> list[str]:
     """Names of what differs from the reference after three steps."""
     sharded = Sharded(meshes)
-    optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options)
+    optimizer = Muon(list(sharded.parameters.items()), lr=0.02, orthogonalize="reference", **options).build()
     reference = ReferenceMuon(full_tensors(0))
     for step in range(3):
         grads = full_tensors(step + 1)
@@ -101,7 +101,7 @@ def check_skip(rank: int, world_size: int) -> tuple[bool, bool]:
     sharded = Sharded("fsdp")
     optimizer = Muon(
         list(sharded.parameters.items()), lr=0.02, missing_grad="skip", buffer_bytes=1_500, orthogonalize="reference"
-    )
+    ).build()
     grads, before = full_tensors(1), full_tensors(0)
     missing = next(iter(SHAPES))
     for name, parameter in sharded.parameters.items():
@@ -122,12 +122,12 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
     """Dtype of the momentum of bf16 parameters, and its error after 300 equal gradients of 1."""
     sharded = Sharded("fsdp")
     parameters = {name: nn.Parameter(p.detach().bfloat16()) for name, p in sharded.parameters.items()}
-    optimizer = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype)
+    optimizer = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype).build()
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
     for _ in range(300):
         optimizer.step()
-    again = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype)
+    again = Muon(list(parameters.items()), lr=0.0, state_dtype=state_dtype).build()
     again.load_state_dict(optimizer.state_dict())
     averages = [again.state[p]["momentum_buffer"].to_local() for p in parameters.values()]
     assert all(
@@ -151,7 +151,7 @@ def build_with_a_frozen_rank(rank: int, world_size: int) -> str:
     for parameter in sharded.parameters.values():
         parameter.requires_grad_(rank != 1)
     try:
-        Muon(list(sharded.parameters.items()))
+        Muon(list(sharded.parameters.items())).build()
     except ValueError as error:
         return str(error)
     return "built"

@@ -94,7 +94,7 @@ def test_owned_parameters_that_leave_nothing_to_gather_are_refused(mesh: DeviceM
     owned = place_on_owners(nn.Parameter(torch.ones(8, 8)), mesh, [0])
     sharded = nn.Parameter(distribute_tensor(torch.ones(8, 8), mesh, [TorchShard(0)]))
     with pytest.raises(ValueError, match=r"^overlap = 'backward' has nothing to gather .*\(layers.0.w\), and no other"):
-        Muon([("layers.0.w", owned)], overlap="backward")
+        Muon([("layers.0.w", owned)], overlap="backward").build()
     assert Muon([("layers.0.w", owned), ("layers.1.w", sharded)], overlap="backward").plan.buckets
 
 

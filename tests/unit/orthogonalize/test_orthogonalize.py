@@ -83,7 +83,7 @@ def test_a_schedule_is_used_as_it_is() -> None:
             "is not one of keller_jordan, you_jiacheng, polar_express, polar_express_cushion, deepseek_v4, cubic",
         ),
         ("you_jiacheng", 4, "has 5 steps but ns_steps = 4"),
-        ([[1, 2, 3]], 5, "has 1 steps but ns_steps = 5"),
+        ([[1, 2, 3]] * 2, 5, "has 2 steps but ns_steps = 5"),
         ([], 1, "has 0 steps but ns_steps = 1"),
         ("keller_jordan", -1, "ns_steps = -1"),
         ([[1, 2]], 1, "not three finite numbers"),

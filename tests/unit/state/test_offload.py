@@ -270,7 +270,7 @@ def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: 
     train(muon, params, range(1))
     before = copy.deepcopy(params)
     state = muon.state[params["wide"]]
-    kept, state["momentum_buffer"] = state["momentum_buffer"], state["momentum_buffer"].clone()
+    kept, state["momentum_buffer"] = state["momentum_buffer"], state["momentum_buffer"].double()
     with pytest.raises(ValueError, match=re.escape("wide: the momentum was replaced or moved since Muon was built")):
         train(muon, params, range(1, 2))
     del state["momentum_buffer"]
@@ -280,6 +280,19 @@ def test_momentum_that_was_replaced_is_refused_before_anything_changes(offload: 
     state["momentum_buffer"] = kept
     train(muon, params, range(1, 2))
     assert not equal(params, before)
+
+
+@pytest.mark.parametrize("offload", ["none", "state"])
+def test_momentum_that_made_a_round_trip_is_followed(offload: str) -> None:
+    """As trainers of reinforcement learning move the state of an optimizer to the host and back."""
+    params, others = named(), named()
+    for moved, trained in ((False, params), (True, others)):
+        muon = OPTIMIZERS["muon"](trained, offload=offload)
+        train(muon, trained, range(1))
+        for state in muon.state.values() if moved else ():
+            state["momentum_buffer"] = state["momentum_buffer"].clone()
+        train(muon, trained, range(1, 3))
+    assert equal(params, others)
 
 
 def test_adamws_states_that_were_replaced_are_followed() -> None:

@@ -142,7 +142,7 @@ def test_a_resume_draws_what_the_run_would_have_drawn() -> None:
 
 def test_a_checkpoint_from_before_draws_were_counted_is_loaded() -> None:
     params = parameters()
-    muon = Muon(list(params.items()), **OPTIONS)
+    muon = Muon(list(params.items()), **OPTIONS).build()
     state = muon.state_dict()
     del state["param_groups"][0]["step"]
     muon.load_state_dict(state)
@@ -153,7 +153,7 @@ def test_the_count_of_steps_is_kept_for_bfloat16_alone() -> None:
     """Float32 weights are not rounded, and their checkpoints have the keys that they had."""
     wide = {name: nn.Parameter(value) for name, value in full(0).items()}
     for params, rounding, counted in ((wide, "stochastic", False), (parameters(), "nearest", False)):
-        muon = Muon(list(params.items()), rounding=rounding, **OPTIONS)
+        muon = Muon(list(params.items()), rounding=rounding, **OPTIONS).build()
         assert ("step" in muon.param_groups[0]) == counted
 
 

@@ -122,7 +122,7 @@ def test_offload_does_not_take_matrices_that_share_rows(dims: str) -> None:
     parameter = nn.Parameter(torch.zeros(6, 6))
     split = [Split(match="*", dims=dims, lengths={"g": 2})]
     with pytest.raises(ValueError, match=r'offload = "state" does not take layers\.0\.w, whose matrices share rows'):
-        Muon([("layers.0.w", parameter)], split=split, offload="state")
+        Muon([("layers.0.w", parameter)], split=split, offload="state").build()
     optimizer = Muon([("layers.0.w", parameter)], split=split)
     with pytest.raises(ValueError, match="share rows"):
         optimizer.offload()

@@ -7,11 +7,11 @@ import pytest
 import tomli
 import torch
 
+from titan_muon.assignment.roles import Seen
+from titan_muon.assignment.rules import Assignment, assign, default_rules
 from titan_muon.options import OptionError, Split
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, Mesh, Replicate
 from titan_muon.tensors.matrices import check_splits, planned, stack_of
-from titan_muon.titan.assign.roles import Seen
-from titan_muon.titan.assign.rules import Assignment, assign, default_rules
 from titan_muon.titan.recipe.sections import Rule
 
 # Names and shapes as TorchTitan's models have them.
@@ -102,12 +102,12 @@ def test_rules_win_over_defaults() -> None:
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
 def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.rule: .* takes no parameter.*remove it"):
+    with pytest.raises(ValueError, match=r"rules: .* takes no parameter.*remove it"):
         assigned([rule(pattern, "adamw")])
 
 
 def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"optimizer\.rule: '\*\.wo\.weight' takes no parameter.*move it up"):
+    with pytest.raises(ValueError, match=r"rules: '\*\.wo\.weight' takes no parameter.*move it up"):
         assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 

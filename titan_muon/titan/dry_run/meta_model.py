@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,16 +17,17 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as device_utils
 
+from titan_muon.assignment.groups import ParamGroup, decided
+from titan_muon.assignment.roles import see
+from titan_muon.assignment.rules import Assignment
 from titan_muon.options import MuonOptions
 from titan_muon.orthogonalize import Dispatch, kernels_for
 from titan_muon.plan import Plan
 from titan_muon.planning import plan_step, planning_machine
 from titan_muon.state.groups import iteration_of
 from titan_muon.titan import compat
-from titan_muon.titan.assign.container import HybridOptimizers, ParamGroup, assignments, grouped, held_tables
+from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.assign.explain import stage_ranks
-from titan_muon.titan.assign.roles import see
-from titan_muon.titan.assign.rules import Assignment
 from titan_muon.titan.device import planning_for
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, recipe_error
@@ -58,7 +59,7 @@ class MetaModel:
     parameters: dict[str, Tensor]
     assigned: tuple[Assignment, ...]
     whole: tuple[Assignment, ...]
-    groups: dict[str, list[ParamGroup]]
+    groups: Mapping[str, Sequence[ParamGroup]]
     plan: Plan | None
     logit_bytes: int
 
@@ -105,14 +106,18 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         }
         optimizer = config.optimizer
         assert isinstance(optimizer, HybridOptimizers.Config), "the recipe builds this container"
-        assigned = assignments(optimizer, see(parts, canonical_fqn))
-        whole = assigned if optimizer.model is None else assignments(optimizer, optimizer.model)
-        groups = grouped(optimizer, assigned)
-        table = held_tables(optimizer, whole, parameters).get("muon", {})
-        plan = _plan(parameters, groups.get("muon", []), table, kind)
+        seen = see(parts, canonical_fqn) if optimizer.model is None else optimizer.model
+        rules, defaults, tables = optimizer.rules, optimizer.defaults, optimizer.tables
+        is_stage = optimizer.model is not None
+        try:
+            decision = decided(seen, parameters, rules, defaults, tables, offload=optimizer.offload, is_stage=is_stage)
+        except ValueError as error:
+            raise recipe_error(error) from error
+        assigned = tuple(a for a in decision.whole if a.fqn in parameters)
+        plan = _plan(parameters, decision.groups.get("muon", ()), decision.tables.get("muon", {}), kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, assigned, whole, groups, plan, sent)
+        return MetaModel(world_size, ranks, parameters, assigned, decision.whole, decision.groups, plan, sent)
 
 
 @contextmanager
@@ -170,7 +175,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
 
 
 def _plan(
-    parameters: dict[str, Tensor], groups: list[ParamGroup], table: Mapping[str, Any], device: str
+    parameters: dict[str, Tensor], groups: Sequence[ParamGroup], table: Mapping[str, Any], device: str
 ) -> Plan | None:
     named = [(name, parameters[name]) for group in groups for name in group.names]
     if not named:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchtitan.config import TORCH_DTYPE_MAP
 
+from titan_muon.assignment.table import parameter_table
 from titan_muon.plan import Summary, summarize
 from titan_muon.plan.cost.timeline import Timeline, timeline
 from titan_muon.plan.owned.ownership import OwnedTotals
@@ -18,7 +19,6 @@ from titan_muon.titan.assign.explain import (
     owned_step_lines,
     owner_lines,
     owner_loads,
-    parameter_table,
     peer_lines,
     pipeline_line,
     plan_lines,

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
+from titan_muon.assignment.roles import Seen, see
+from titan_muon.assignment.rules import Assignment, assign, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -25,8 +27,6 @@ from titan_muon.registry import Parallelize
 from titan_muon.tensors.matrices import split_of
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import optimizer_config
-from titan_muon.titan.assign.roles import Seen, see
-from titan_muon.titan.assign.rules import Assignment, assign, splits_with
 from titan_muon.titan.device import planned_device
 from titan_muon.titan.recipe import Recipe, RecipeError
 

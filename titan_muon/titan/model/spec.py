@@ -6,8 +6,8 @@ import torch
 from torchtitan.components.checkpointer.utils import canonical_fqn
 
 from titan_muon import registry
+from titan_muon.assignment.roles import Seen, see
 from titan_muon.titan import compat
-from titan_muon.titan.assign.roles import Seen, see
 from titan_muon.titan.model.attention import use_attention
 from titan_muon.titan.recipe import RecipeError
 

@@ -323,7 +323,10 @@ def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
     """What the library refuses, in the recipe's words: a keyword becomes the key in `table`, and bytes become GiB."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
-    if error.option.startswith("machine."):
+    if error.option.startswith("rules"):
+        return RecipeError(f"optimizer.rule{error.option.removeprefix('rules')} {error.problem}")
+    if "." in error.option:
+        # Of the machine, or of another optimizer.
         return RecipeError(str(error))
     if error.option == "offload":
         # One key for all optimizers.

@@ -17,6 +17,7 @@ from titan_muon.options import (
     Hyperparameters,
     Machine,
     PlacementRule,
+    Rule,
     StateDtype,
     StepOptions,
     at_least,
@@ -241,21 +242,6 @@ class AdamW:
 
     state_dtype: StateDtype = "parameter"
     """Dtype of both averages: their parameter's, or `bfloat16`, for betas up to 0.99; float32 computes either."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One `[[optimizer.rule]]`: parameters whose name matches go to an optimizer."""
-
-    match: Annotated[str, TEXT]
-    """Glob on the parameter's fully qualified name; `*` also crosses dots."""
-
-    optimizer: Annotated[str, TEXT]
-    """Name of a registered optimizer."""
-
-    # Free here, because the optimizer decides what is in it: loading gives it the types of that optimizer's table.
-    options: dict[str, object] = field(default_factory=dict)
-    """Hyperparameters that differ from the optimizer's own table, for these parameters only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
+from titan_muon.assignment.table import parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
@@ -25,7 +26,6 @@ from titan_muon.titan.assign.explain import (
     owner_lines,
     owner_loads,
     owner_summary,
-    parameter_table,
     pipeline_line,
     plan_lines,
     stage_ranks,
@@ -224,7 +224,7 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
     say(f"run {run.folder}")
     world = dist.get_world_size()
-    lines = optimizer_lines(trainer.optimizers.whole, recipe.muon.split, world)
+    lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips])
     say("\n".join([counts, *(part.lines for part in parts if part.lines)]))

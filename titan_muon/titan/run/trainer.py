@@ -14,8 +14,8 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
+from titan_muon.comm.clip import GradientClip
 from titan_muon.titan import compat
-from titan_muon.titan.assign.clip import GradientClip
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.data.loader import bytes_per_token
 from titan_muon.titan.data.validation import HeldOutValidator

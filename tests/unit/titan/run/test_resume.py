@@ -80,7 +80,9 @@ class Run:
         self.schedulers.step()
 
     def group(self, optimizer: str) -> dict[str, Any]:
-        return dict(zip(self.optimizers.groups, self.optimizers.optimizers, strict=True))[optimizer].param_groups[0]
+        return dict(zip(self.optimizers.parts.groups, self.optimizers.optimizers, strict=True))[optimizer].param_groups[
+            0
+        ]
 
 
 def recipe(steps: int = STEPS, **tables: Any) -> Recipe:

@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from tests import tiny
+from titan_muon.assignment.rules import Assignment
 from titan_muon.titan import compat
-from titan_muon.titan.assign.rules import Assignment
 from titan_muon.titan.recipe import RecipeError
 
 compat.install()
@@ -134,9 +134,9 @@ def test_the_start_counts_the_whole_model_and_names_each_pipeline_rank(
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     stack, bias = Assignment("layers.0.w", (2, 30, 40), "muon", "", None), Assignment("b", (80,), "adamw", "", None)
     whole = (stack, bias)
-    optimizers = SimpleNamespace(whole=whole, assignments=whole[1:])
+    optimizers = SimpleNamespace(parts=SimpleNamespace(whole=whole), assignments=whole[1:])
     trainer = SimpleNamespace(optimizers=optimizers, model_config=model_spec("qwen3", "moe_tiny").model)
-    parts = [job.PartInWords("plan of 0", "table of 0"), job.PartInWords("plan of 1", "table of 1")]
+    parts = [job.StageText("plan of 0", "table of 0"), job.StageText("plan of 1", "table of 1")]
     job._say_optimizers(trainer, tiny.recipe(tmp_path), Run(str(tmp_path)), parts)  # type: ignore[arg-type]
     counts = (
         "2,480 parameters on 4 ranks\nadamw: 1 tensors, 3.2 % of parameters\nmuon: 2 matrices, 96.8 % of parameters\n"

@@ -11,9 +11,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.dist.harness import run_ranks
+from titan_muon.comm.clip import GradientClip, clip_grad_norm_
 from titan_muon.owned import gather
 from titan_muon.owned.param import owned_like, place_on_owners
-from titan_muon.titan.assign.clip import GradientClip
 
 SHAPES = ((7, 5), (16, 6), (4, 3, 5), (9,), (8, 8), (6, 5), (5, 6), (7, 3), (6, 3))
 
@@ -54,7 +54,8 @@ def owned(
     return parameter
 
 
-def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm: float) -> tuple[float, list]:
+def on_four_ranks() -> list[nn.Parameter]:
+    """Dense, strided, expert, plain, replicated and owned parameters with their gradients."""
     dense = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
     replicated = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "fsdp"))
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
@@ -76,10 +77,23 @@ def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm:
         owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[7]),
         owned(dense["fsdp"], dense["tp"], 1, whole_gradients()[8], holder=0),
     ]
+    return parameters
+
+
+def clip_on_four_ranks(rank: int, world_size: int, clipped: list[int], max_norm: float) -> tuple[float, list]:
+    parameters = on_four_ranks()
     clip = GradientClip(parameters, [parameters[i] for i in clipped], max_norm=max_norm, stage_ranks=world_size)
-    norm = float(clip())
+    return float(clip()), whole(parameters)
+
+
+def clip_all_on_four_ranks(rank: int, world_size: int, max_norm: float, norm_type: float) -> tuple[float, list]:
+    parameters = on_four_ranks()
+    return float(clip_grad_norm_(iter(parameters), max_norm, norm_type)), whole(parameters)
+
+
+def whole(parameters: list[nn.Parameter]) -> list:
     gradients = [gather(p.grad if p.grad is not None else owned_like(p.to_local(), p)) for p in parameters]
-    return norm, [gradient.numpy() for gradient in gradients]
+    return [gradient.numpy() for gradient in gradients]
 
 
 @pytest.mark.parametrize(
@@ -92,6 +106,32 @@ def test_clip_equals_single_process(clipped: list[int], max_norm: float) -> None
         assert found_norm == pytest.approx(norm, rel=1e-6)
         for got, want in zip(found, gradients, strict=True):
             torch.testing.assert_close(torch.from_numpy(got), want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
+def test_clip_grad_norm_is_torchs_on_any_mixture_of_meshes(norm_type: float) -> None:
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    for parameter, gradient in zip(parameters, whole_gradients(), strict=True):
+        parameter.grad = gradient.clone()
+    norm = nn.utils.clip_grad_norm_(parameters, 0.5, norm_type)
+    for found_norm, found in run_ranks(clip_all_on_four_ranks, 4, 0.5, norm_type):
+        assert found_norm == pytest.approx(float(norm), rel=1e-5)
+        for got, parameter in zip(found, parameters, strict=True):
+            assert parameter.grad is not None
+            torch.testing.assert_close(torch.from_numpy(got), parameter.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_clip_grad_norm_needs_no_process_group() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, 0.0, 4.0])
+    assert float(clip_grad_norm_(parameter, 1.0)) == 5.0
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]))
+    parameter.grad[0] = torch.nan
+    with pytest.raises(RuntimeError, match="not finite"):
+        clip_grad_norm_([parameter], 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type = 0"):
+        clip_grad_norm_([parameter], 1.0, 0)
+    assert float(clip_grad_norm_([], 1.0)) == 0.0
 
 
 def clip_two_stages(rank: int, world_size: int) -> float:

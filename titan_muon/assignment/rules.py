@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
-from titan_muon import registry
-from titan_muon.options import Split
-from titan_muon.tensors.matrices import split_of
-from titan_muon.titan.assign.roles import Role, Seen
-from titan_muon.titan.recipe import RecipeError
-from titan_muon.titan.recipe.sections import Rule
+from ..options import OptionError, Rule, Split
+from ..tensors.matrices import split_of
+from ..tensors.names import LOOKED_UP
+from .roles import Role, Seen
 
 
 @dataclass(frozen=True)
@@ -55,12 +52,7 @@ BY_ROLE = (
     Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
 )
 # By name where modules say nothing, as of shapes alone.
-BY_NAME = (
-    Default("*embed*", "adamw", EMBEDDING),
-    Default("*lm_head*", "adamw", HEAD),
-    # Without a star before it: hidden layers have projections called output too.
-    Default("output.weight", "adamw", HEAD),
-)
+BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for name in LOOKED_UP),)
 
 
 def default_rules(router: str = "adamw") -> tuple[Default, ...]:
@@ -87,16 +79,17 @@ def assign(
 
     What no rule matches follows `defaults`, by role and then by name, and then its shape: Muon takes matrices, stacks
     of experts and known fused layouts, AdamW the rest. With `defaults` None there is nothing to follow. Raises
-    RecipeError naming the parameters that nothing matches and, with `all_rules`, the rules that take nothing.
+    OptionError naming the parameters that nothing matches and, with `all_rules`, the rules that take nothing.
     """
     assigned = tuple(_assign_one(fqn, seen, rules, defaults or ()) for fqn, seen in parameters.items())
     if all_rules:
         _refuse_unused(rules, assigned)
     undecided = [a.fqn for a in assigned if a.rule is None] if defaults is None else []
     if undecided:
-        raise RecipeError(
-            f"optimizer.rule: no rule matches {', '.join(undecided[:5])}{' ...' if len(undecided) > 5 else ''} "
-            f"({len(undecided)} parameters); add a rule, or set optimizer.defaults = true"
+        raise OptionError(
+            "rules:",
+            f"no rule matches {', '.join(undecided[:5])}{' ...' if len(undecided) > 5 else ''} "
+            f"({len(undecided)} parameters); add a rule, or keep the defaults (defaults = true)",
         )
     return assigned
 
@@ -106,9 +99,10 @@ def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> Non
     used = {assignment.rule for assignment in assigned}
     unused = [rule.match for index, rule in enumerate(rules) if index not in used]
     if unused:
-        raise RecipeError(
-            f"optimizer.rule: {', '.join(map(repr, unused))} takes no parameter: nothing has such a name, or "
-            "rules before it take all that have; correct it, move it up or remove it"
+        raise OptionError(
+            "rules:",
+            f"{', '.join(map(repr, unused))} takes no parameter: no parameter has such a name, or rules before take "
+            "all of them; correct it, move it up or remove it",
         )
 
 
@@ -139,24 +133,3 @@ def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
     if len(shape) == 3 and (seen.role == "experts" or "expert" in fqn):
         return "muon", "stack of expert matrices"
     return "adamw", f"{len(shape)}D and not a stack of experts"
-
-
-def shared_options(rules: tuple[Rule, ...], tables: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What holds for all of each optimizer that has no table in the recipe; its rules must agree on that."""
-    agreed: dict[str, dict[str, Any]] = {}
-    for index, rule in enumerate(rules):
-        name, place = rule.optimizer, f"optimizer.rule[{index}]"
-        try:
-            shared = registry.optimizers.get(name).shared
-        except ValueError as error:
-            raise RecipeError(f"{place}.{error}") from error
-        for key, value in rule.options.items():
-            # What the recipe alone has in Muon's table the registry does not know.
-            if key not in shared and (name != "muon" or key != "buffer_gib"):
-                continue
-            said = f"{place}.options.{key}: {key} holds for all of {name}"
-            if name in tables:
-                raise RecipeError(f"{said}; set {name}.{key}")
-            if agreed.setdefault(name, {}).setdefault(key, value) != value:
-                raise RecipeError(f"{said}, and an earlier rule says {agreed[name][key]!r}; make them equal")
-    return agreed

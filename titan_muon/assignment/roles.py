@@ -10,8 +10,8 @@ from typing import Literal
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from titan_muon.options import Split
-from titan_muon.titan.assign.fused import class_names, fused_split
+from ..options import Split
+from .fused import class_names, fused_split
 
 Role = Literal[
     "",
@@ -73,15 +73,15 @@ PLAIN = ("embedding", "head", "router", "lora", "bias")
 class _Known:
     """Parameters of one model part, by identity, whose role follows from where they are used."""
 
-    embeddings: frozenset[int]
-    heads: frozenset[int]
-    routers: frozenset[int]
+    embeddings: frozenset[Tensor]
+    heads: frozenset[Tensor]
+    routers: frozenset[Tensor]
     knows_vocabulary: bool
 
     def role(self, fqn: str, parameter: Tensor, owner: nn.Module) -> Role:
         """The role of a parameter that `owner` has."""
         for role, members in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers)):
-            if id(parameter) in members:
+            if parameter in members:
                 return role  # type: ignore[return-value]
         if isinstance(owner, _ConvNd) and parameter.ndim > 2:
             return "convolution"
@@ -99,10 +99,10 @@ class _Known:
 
 def _known(part: nn.Module) -> _Known:
     tables = [module for module in part.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    embeddings = frozenset(id(module.weight) for module in tables)
+    embeddings = frozenset(module.weight for module in tables)
     vocabulary = max((module.num_embeddings for module in tables), default=0)
     heads, routers = _heads(part, vocabulary), _routers(part)
-    return _Known(embeddings, frozenset(map(id, heads)), frozenset(map(id, routers)), vocabulary > 0)
+    return _Known(embeddings, frozenset(heads), frozenset(routers), vocabulary > 0)
 
 
 def _heads(part: nn.Module, vocabulary: int) -> Iterator[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from titan_muon.options import Split
+from ..options import Split
 
 Layout = tuple[str, dict[str, int | tuple[int, ...]]]
 """`dims` and `lengths` of a split."""

@@ -6,15 +6,14 @@ import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from titan_muon.options import Split
-from titan_muon.plan.terms.types import MatrixStack
-from titan_muon.tensors.matrices import stack_of
-from titan_muon.titan.assign.rules import EMBEDDING, HEAD, Assignment, splits_with
+from ..options import Split
+from ..plan.terms.types import MatrixStack
+from ..state.groups import THINNEST
+from ..tensors.matrices import stack_of
+from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
 LEAST_SHARE = 0.9
 """Muon's share of the parameters below which something was most likely left out."""
-THINNEST = 16
-"""Side of a matrix below which there is next to nothing to orthogonalize."""
 OUTSIDE = ("embedding", "head", "table")
 SHOWN = 3
 

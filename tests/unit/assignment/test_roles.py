@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from titan_muon.assignment.doubts import doubts, split_lines
+from titan_muon.assignment.roles import see
+from titan_muon.assignment.rules import Assignment, assign, default_rules, splits_with
 from titan_muon.options import Split
-from titan_muon.titan.assign.doubts import doubts, split_lines
-from titan_muon.titan.assign.roles import see
-from titan_muon.titan.assign.rules import Assignment, assign, default_rules, splits_with
 from titan_muon.titan.recipe.sections import Rule
 
 

@@ -1,0 +1,44 @@
+"""Plain PyTorch under DistributedDataParallel, or FSDP2 with `fsdp=True`, saved by torch.distributed.checkpoint.
+
+torchrun --nproc_per_node=2 -m examples.ddp
+"""
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from examples.tiny_llama import Tokens, model
+from titan_muon import Hybrid, clip_grad_norm_
+
+
+def train(folder: str, steps: int = 8, resume: bool = False, fsdp: bool = False) -> nn.Module:
+    llama = model()
+    if fsdp:
+        for layer in llama.model.layers:
+            fully_shard(layer)
+    wrapped = fully_shard(llama) if fsdp else DistributedDataParallel(llama)
+    optimizer = Hybrid(wrapped, lr=2e-3)
+    if resume:
+        states = dict(zip(("model", "optimizer"), get_state_dict(llama, optimizer), strict=True))
+        dcp.load(states, checkpoint_id=f"{folder}/state")
+        set_state_dict(llama, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+    for step, batch in enumerate(DataLoader(Tokens(), batch_size=2)):
+        if (4 if resume else 0) <= step < steps:
+            wrapped(**batch).loss.backward()
+            clip_grad_norm_(wrapped.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step == 3:
+            states = dict(zip(("model", "optimizer"), get_state_dict(llama, optimizer), strict=True))
+            dcp.save(states, checkpoint_id=f"{folder}/state")
+    return llama
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    train("runs/ddp")
+    dist.destroy_process_group()

@@ -1,0 +1,356 @@
+"""The contract of torch.optim.Optimizer: every case of PyTorch's optim_db for Muon, and of its TestOptimRenewed.
+
+A test here has the name of PyTorch's test where there is one. `DIFFERENCES` lists where Muon and Hybrid differ on
+purpose; docs/library.md gives the reasons.
+"""
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, StepLR
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.common_optimizers import optim_db
+
+from titan_muon import Hybrid, Muon
+
+INFO = next(info for info in optim_db if info.optim_cls is torch.optim.Muon)
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+
+DIFFERENCES: dict[str, str] = {
+    "only support 2D parameters": "stacks of matrices (3D) are taken too",
+    "does not support complex parameters": "refused at construction instead of in the step, as a ValueError",
+    "test_forloop_goes_right_direction[not contiguous]": "storage must be contiguous: views of it are updated in place",
+    "test_step_is_noop_when_params_have_no_grad": "a missing gradient is an error (missing_grad = 'error')",
+    "test_all_frozen": "a model without a trained parameter is an error, not a step that does nothing",
+}
+"""PyTorch's case: what happens here instead."""
+
+
+def test_there_are_at_most_five_differences() -> None:
+    assert len(DIFFERENCES) <= 5
+
+
+def muon(params: Any, **keywords: Any) -> Muon:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Muon(params, **keywords)
+
+
+class Small(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 16, dtype=dtype)
+        self.up, self.down = nn.Linear(16, 32, dtype=dtype), nn.Linear(32, 16, dtype=dtype)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.relu(self.up(self.embed(tokens))))
+        return y
+
+
+def hybrid_of(params: list[Tensor], **keywords: Any) -> Hybrid:
+    """A Hybrid whose model has these parameters as its linear layers."""
+    model = nn.Module()
+    for index, param in enumerate(params):
+        layer = nn.Linear(*param.shape[::-1], bias=False)
+        layer.weight = param if isinstance(param, nn.Parameter) else nn.Parameter(param)
+        model.add_module(f"layer{index}", layer)
+    options = {key: keywords.pop(key) for key in ("lr", "weight_decay") if key in keywords}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Hybrid(model, muon=keywords, **options)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {"muon": muon, "hybrid": hybrid_of}
+
+
+def inputs() -> list[Any]:
+    return [pytest.param(case.kwargs, id=case.desc) for case in INFO.optim_inputs_func(device=CPU)]
+
+
+def weights(dtype: torch.dtype = torch.float32, count: int = 2) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(10, 5 + i, generator=generator).to(dtype)) for i in range(count)]
+
+
+def set_gradients(params: list[nn.Parameter], step: int = 0) -> None:
+    generator = torch.Generator().manual_seed(1 + step)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+both = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+every_input = pytest.mark.parametrize("keywords", inputs())
+
+
+@both
+@every_input
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps_are_those_of_torchs_muon(make: Callable[..., Any], keywords: dict[str, Any], dtype: torch.dtype) -> None:
+    params, others = weights(dtype), weights(dtype)
+    theirs = torch.optim.Muon(params, **keywords)
+    options = {"orthogonalize": "reference", "rounding": "nearest", "wire_dtype": "float32"}
+    ours = make(others, **{"weight_decay": 0.1, **keywords}, lr_scale="original", **options)
+    for step in range(3):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        theirs.step()
+        ours.step()
+    for param, other in zip(params, others, strict=True):
+        # Momentum of other weights is float32 here, and has their dtype in PyTorch.
+        tolerance = {torch.float32: 0.0, torch.float64: 5e-4, torch.bfloat16: 2e-2}[dtype]
+        torch.testing.assert_close(param, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(
+    "case", INFO.optim_error_inputs_func(device="cpu", dtype=torch.float32), ids=lambda c: c.optimizer_error_input.desc
+)
+def test_errors(case: Any) -> None:
+    given = case.optimizer_error_input
+    params = weights() if given.params is None else given.params
+    if given.desc == "only support 2D parameters":
+        params = [nn.Parameter(param) for param in params]
+        assert muon(params).build().plan.matrices
+        return
+    if given.desc == "does not support complex parameters":
+        with pytest.raises(ValueError, match="complex64"):
+            muon([nn.Parameter(param) for param in params])
+        return
+    if issubclass(case.error_type, Warning):
+        with pytest.warns(case.error_type, match=case.error_regex):
+            Muon(params, **given.kwargs)
+        return
+    with pytest.raises(case.error_type):
+        muon(params, **given.kwargs)
+
+
+@both
+@pytest.mark.parametrize("schedulers", [(), *INFO.scheduler_inputs], ids=lambda s: f"{len(s)} schedulers")
+def test_forloop_goes_right_direction(make: Callable[..., Any], schedulers: Any) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(10, 5))
+    bias, x = torch.randn(10, 1), torch.randn(5, 1)
+    optimizer = make([weight], lr=0.01)
+    made = [scheduler(optimizer) for scheduler in schedulers]
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (weight.mm(x) + bias).pow(2).sum()
+        loss.backward()
+        return loss
+
+    initial = closure().item()
+    for _ in range(20):
+        loss = optimizer.step(closure)
+        for scheduler in made:
+            scheduler.step(loss) if isinstance(scheduler, ReduceLROnPlateau) else scheduler.step()
+    assert closure().item() < initial
+
+
+@both
+def test_a_weight_that_is_not_contiguous_is_refused(make: Callable[..., Any]) -> None:
+    weight = nn.Parameter(torch.randn(10, 5, 2)[..., 0])
+    with pytest.raises(ValueError, match="its storage is not contiguous; call contiguous"):
+        make([weight]).build()
+
+
+def test_param_groups_lr() -> None:
+    first, second = weights()
+    optimizer = muon([{"params": [first]}, {"params": [second], "lr": 0.0, "weight_decay": 0.0}], lr=0.1)
+    before = second.detach().clone()
+    set_gradients([first, second])
+    optimizer.step()
+    assert torch.equal(second, before)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@both
+@every_input
+def test_state_dict_deterministic(make: Callable[..., Any], keywords: dict[str, Any]) -> None:
+    params = weights()
+    optimizer = make(params, **keywords)
+    set_gradients(params)
+    optimizer.step()
+    first = copy.deepcopy(params)
+    other = make(first, **{key: value for key, value in keywords.items() if key != "lr"})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for step in range(1, 4):
+        set_gradients(params, step)
+        set_gradients(first, step)
+        optimizer.step()
+        other.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, first, strict=True))
+
+
+@both
+def test_save_load_equality_with_weights_only(make: Callable[..., Any]) -> None:
+    params = weights()
+    optimizer = make(params)
+    set_gradients(params)
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    saved = optimizer.state_dict()
+    assert loaded["param_groups"] == saved["param_groups"]
+    torch.testing.assert_close(loaded["state"], saved["state"], rtol=0, atol=0)
+
+
+@both
+def test_can_load_older_state_dict(make: Callable[..., Any]) -> None:
+    """Keys that a later version added are not needed: those of schedulers, which groups may have or not."""
+    params = weights()
+    optimizer = make(params)
+    set_gradients(params)
+    optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    for group in state["param_groups"]:
+        group["initial_lr"] = 0.5
+    make(weights()).load_state_dict(state)
+
+
+@both
+def test_step_is_noop_for_zero_grads(make: Callable[..., Any]) -> None:
+    params = weights()
+    before = copy.deepcopy(params)
+    optimizer = make(params, weight_decay=0.0)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@both
+def test_step_is_noop_when_params_have_no_grad(make: Callable[..., Any]) -> None:
+    params = weights()
+    before = copy.deepcopy(params)
+    with pytest.raises(ValueError, match="no gradient for"):
+        make(params).step()
+    make(params, missing_grad="skip").step()
+    assert all(torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+@both
+def test_all_frozen(make: Callable[..., Any]) -> None:
+    params = weights()
+    for param in params:
+        param.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"Muon (has no parameter to train|takes no parameter)"):
+        make(params).step()
+
+
+@both
+def test_optimizer_can_be_printed(make: Callable[..., Any]) -> None:
+    params = weights()
+    optimizer = make(params, lr=0.123)
+    assert "lr: 0.123" in repr(optimizer)
+    set_gradients(params)
+    optimizer.step()
+    assert "lr: 0.123" in repr(optimizer)
+
+
+@both
+def test_non_empty_state(make: Callable[..., Any]) -> None:
+    params = weights()
+    optimizer = make(params)
+    set_gradients(params)
+    optimizer.step()
+    assert all(optimizer.state[param]["momentum_buffer"].shape == param.shape for param in params)
+
+
+@both
+def test_step_all_hooks(make: Callable[..., Any]) -> None:
+    """Hooks of one optimizer and of all run once, in PyTorch's order."""
+    params, calls = weights(), []
+    optimizer = make(params)
+    handles = [
+        register_optimizer_step_pre_hook(lambda o, a, k: calls.append(("all before", o))),
+        register_optimizer_step_post_hook(lambda o, a, k: calls.append(("all after", o))),
+        optimizer.register_step_pre_hook(lambda o, a, k: calls.append(("before", o))),
+        optimizer.register_step_post_hook(lambda o, a, k: calls.append(("after", o))),
+    ]
+    set_gradients(params)
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    own = [name for name, seen in calls if seen is optimizer]
+    assert own == ["all before", "before", "after", "all after"]
+    optimizer.step()
+    assert [name for name, seen in calls if seen is optimizer] == own
+
+
+@both
+def test_state_dict_hooks(make: Callable[..., Any]) -> None:
+    params, calls = weights(), []
+    optimizer = make(params)
+    set_gradients(params)
+    optimizer.step()
+    optimizer.register_state_dict_pre_hook(lambda o: calls.append("pre"))
+    optimizer.register_state_dict_post_hook(lambda o, state: calls.append("post"))
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: calls.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda o: calls.append("load post"))
+    state = optimizer.state_dict()
+    assert calls == ["pre", "post"]
+    optimizer.load_state_dict(state)
+    assert calls[2:] == ["load pre", "load post"]
+
+
+@both
+def test_deepcopy_copies_all_public_attrs(make: Callable[..., Any]) -> None:
+    params = weights()
+    optimizer = make(params)
+    set_gradients(params)
+    optimizer.step()
+    copied = copy.deepcopy(optimizer)
+    public = {name for name in vars(optimizer) if not name.startswith("_")}
+    assert public == {name for name in vars(copied) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("lr", [torch.tensor(0.01), torch.tensor([0.01])], ids=["0D", "1D"])
+@both
+def test_tensor_lr(make: Callable[..., Any], lr: Tensor) -> None:
+    params, others = weights(), weights()
+    optimizer, other = make(params, lr=lr.clone()), make(others, lr=0.01)
+    scheduler: LRScheduler = StepLR(optimizer, 1, 0.5)
+    same: LRScheduler = StepLR(other, 1, 0.5)
+    for step in range(3):
+        set_gradients(params, step)
+        set_gradients(others, step)
+        optimizer.step()
+        other.step()
+        scheduler.step()
+        same.step()
+    for param, expected in zip(params, others, strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-6, atol=1e-6)
+    assert isinstance(optimizer.param_groups[0]["lr"], Tensor)
+
+
+def test_mixed_dtypes() -> None:
+    params = [*weights(torch.float32, 1), *weights(torch.bfloat16, 1), *weights(torch.float64, 1)]
+    before = copy.deepcopy(params)
+    optimizer = muon(params)
+    set_gradients(params)
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(params, before, strict=True))
+
+
+def test_can_load_from_to_named_state_dict() -> None:
+    params, others = weights(), weights()
+    named, unnamed = muon([(f"w{i}", p) for i, p in enumerate(params)]), muon(others)
+    set_gradients(params)
+    named.step()
+    state = named.state_dict()
+    for group in state["param_groups"]:
+        del group["param_names"]
+    unnamed.load_state_dict(state)
+    assert unnamed.param_groups[0]["param_names"] == ["0.0", "0.1"]
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(named.state[param]["momentum_buffer"], unnamed.state[other]["momentum_buffer"])

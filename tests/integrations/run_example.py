@@ -1,0 +1,58 @@
+"""Runs one example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME OUT ...`."""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def allow_fsdp_on_cpus() -> None:
+    """Accelerate turns FSDP on for GPUs alone. Its list of devices is lifted to CPUs, which gloo can shard over."""
+    from accelerate import state
+
+    source = state.DistributedType
+    original = state.AcceleratorState.__init__
+
+    def patched(self: object, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        plugin = kwargs.get("fsdp_plugin")
+        if plugin is not None and self.distributed_type == source.MULTI_CPU:
+            self.distributed_type, self.fsdp_plugin = source.FSDP, plugin
+            state.PartialState._shared_state["distributed_type"] = source.FSDP
+            if self._mixed_precision != "no":
+                self.fsdp_plugin.set_mixed_precision(self._mixed_precision)
+
+    state.AcceleratorState.__init__ = patched
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name")
+    parser.add_argument("folder")
+    parser.add_argument("out")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--options", type=json.loads, default={})
+    parser.add_argument("--group", action="store_true", help="make the default process group, as the script would")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    allow_fsdp_on_cpus()
+    Path(args.folder).mkdir(parents=True, exist_ok=True)
+    if args.group:
+        dist.init_process_group("gloo")
+    model = importlib.import_module(f"examples.{args.name}").train(args.folder, args.steps, args.resume, **args.options)
+    weights = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save({name: weight.clone() for name, weight in weights.items()}, args.out)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""docs/api.md is complete, and the examples of docs/frameworks.md run."""
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import titan_muon
+from docs.make_api import PAGE, page
+
+FRAMEWORKS = Path(__file__).parents[3] / "docs" / "frameworks.md"
+
+
+def test_the_page_of_the_api_is_what_the_docstrings_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "run python docs/make_api.py"
+
+
+def test_every_public_name_is_documented() -> None:
+    text = page()
+    for name in titan_muon.__all__:
+        assert getattr(titan_muon, name).__doc__, f"{name} has no docstring"
+        assert f"## {name}\n" in text
+
+
+def test_the_examples_of_the_frameworks_page_run() -> None:
+    import titan_muon.titan.compat
+
+    titan_muon.titan.compat.install()
+    names: dict[str, Any] = {}
+    blocks = re.findall(r"```python\n(.*?)```", FRAMEWORKS.read_text(encoding="utf-8"), re.S)
+    assert len(blocks) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for block in blocks:
+            exec(block, names)
+    assert {a.fqn: a.optimizer for a in names["optimizer"].assignments}["2.weight"] == "adamw"

@@ -1,0 +1,253 @@
+"""Muon plans at its first use: until then parameters may change, and afterwards `rebuild` follows them."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon import Muon
+
+SHAPES = {"layers.0.w": (8, 12), "layers.1.w": (12, 8)}
+OPTIONS: dict[str, Any] = {"lr": 0.02, "orthogonalize": "reference"}
+
+
+def parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
+
+
+def train(muon: Muon, params: dict[str, nn.Parameter], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in params.values():
+            if param.requires_grad:
+                param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+        muon.step()
+
+
+def equal(first: dict[str, nn.Parameter], second: dict[str, nn.Parameter]) -> bool:
+    return all(torch.equal(first[name], second[name]) for name in SHAPES)
+
+
+def trained(steps: range, seed: int = 0) -> dict[str, nn.Parameter]:
+    """Parameters after steps of a Muon that nothing happens to."""
+    params = parameters(seed)
+    train(Muon(list(params.items()), **OPTIONS), params, steps)
+    return params
+
+
+def test_construction_allocates_nothing() -> None:
+    muon = Muon(list(parameters().items()), **OPTIONS)
+    assert not muon.state
+    assert muon.state_dict()["state"] == {}
+    assert muon.build() is muon
+    assert {tuple(state["momentum_buffer"].shape) for state in muon.state.values()} == set(SHAPES.values())
+
+
+def test_parameters_replaced_before_the_first_step_are_trained() -> None:
+    """As Accelerate's `prepare` does it: the model has new parameters, and they take the old ones' places in groups."""
+    muon = Muon(list(parameters(1).items()), **OPTIONS)
+    params = parameters()
+    muon.param_groups[0]["params"] = list(params.values())
+    train(muon, params, range(3))
+    assert equal(params, trained(range(3)))
+
+
+def test_parameters_may_be_on_the_meta_device_until_the_first_step() -> None:
+    model = nn.Sequential(nn.Linear(8, 12, bias=False, device="meta"))
+    muon = Muon(list(model.named_parameters()), **OPTIONS)
+    with pytest.raises(ValueError, match=r"0\.weight: on the meta device"):
+        muon.build()
+    model.to_empty(device="cpu")
+    muon.param_groups[0]["params"] = list(model.parameters())
+    assert muon.build().plan.matrices
+
+
+def test_a_group_may_be_added_until_the_first_step() -> None:
+    params = parameters()
+    first, second = params.items()
+    muon = Muon([first], **OPTIONS)
+    group = {"params": [second[1]], "param_names": [second[0]]}
+    muon.add_param_group(group)
+    train(muon, params, range(2))
+    assert equal(params, trained(range(2)))
+    with pytest.raises(ValueError, match="build a new optimizer with the new group"):
+        muon.add_param_group(group)
+
+
+def test_a_state_dict_from_before_the_first_step_is_loaded() -> None:
+    params = parameters()
+    saving = Muon(list(parameters().items()), lr=0.5, orthogonalize="reference")
+    muon = Muon(list(params.items()), **OPTIONS)
+    muon.load_state_dict(saving.state_dict())
+    assert muon.param_groups[0]["lr"] == 0.5
+    assert not muon.state
+
+
+def by_pickle(things: Any) -> Any:
+    return pickle.loads(pickle.dumps(things))
+
+
+def by_torch_save(things: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(things, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle, by_torch_save])
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any], rule: str) -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), rule=rule, **OPTIONS)
+    train(muon, params, range(2))
+    others, other = copied((params, muon))
+    train(muon, params, range(2, 4))
+    assert not equal(params, others)
+    train(other, others, range(2, 4))
+    assert equal(params, others)
+
+
+def test_a_thawed_parameter_is_an_error_until_rebuild() -> None:
+    params, reference = parameters(), parameters()
+    params["layers.1.w"].requires_grad_(False)
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    params["layers.1.w"].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"frozen when Muon was built .* rebuild\(\)"):
+        train(muon, params, range(2, 3))
+    muon.rebuild()
+    train(muon, params, range(2, 4))
+    first = {"layers.0.w": reference["layers.0.w"]}
+    separate = Muon(list(first.items()), **OPTIONS)
+    train(separate, first, range(2))
+    late = {"layers.1.w": reference["layers.1.w"]}
+    both = Muon(list((first | late).items()), **OPTIONS)
+    both.build()
+    both.state[first["layers.0.w"]]["momentum_buffer"].copy_(separate.state[first["layers.0.w"]]["momentum_buffer"])
+    train(both, reference, range(2, 4))
+    assert equal(params, reference)
+
+
+def test_a_model_converted_after_the_first_step_is_an_error_until_rebuild() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(8, 12, bias=False), "b": nn.Linear(12, 8, bias=False)})
+    params = dict(model.named_parameters())
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    averages = [muon.state[param]["momentum_buffer"].clone() for param in params.values()]
+    model.to(torch.bfloat16)
+    before = {name: param.clone() for name, param in params.items()}
+    with pytest.raises(ValueError, match=r"a.weight, b.weight: its dtype or its device changed .* rebuild\(\)"):
+        train(muon, params, range(2, 3))
+    assert all(torch.equal(before[name], param) for name, param in params.items())
+    muon.rebuild()
+    now = [muon.state[param]["momentum_buffer"] for param in params.values()]
+    assert all(torch.equal(first, second) for first, second in zip(averages, now, strict=True))
+    train(muon, params, range(2, 4))
+    assert all(not torch.equal(before[name], param) for name, param in params.items())
+
+
+def test_rebuild_keeps_momentum_of_replaced_parameters_by_name() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(2))
+    others = {name: nn.Parameter(param.detach().clone()) for name, param in params.items()}
+    muon.param_groups[0]["params"] = list(others.values())
+    with pytest.raises(ValueError, match=r"another tensor took its place .* rebuild\(\)"):
+        train(muon, others, range(2, 3))
+    muon.rebuild()
+    assert set(muon.state) == set(others.values()), "the old tensors are let go"
+    train(muon, others, range(2, 4))
+    assert equal(others, trained(range(4)))
+
+
+def test_rebuild_refuses_another_shape_and_changes_nothing() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(1))
+    kept = dict(muon.state)
+    muon.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"layers\.0\.w: resharded .* its momentum does not fit"):
+        muon.rebuild()
+    assert dict(muon.state) == kept
+
+
+@pytest.mark.parametrize(
+    ("param", "fault"),
+    [
+        (torch.ones(4, 6, dtype=torch.complex64), r"w: has dtype torch.complex64, and Muon trains real"),
+        (torch.ones(4), "w: Muon takes matrices"),
+    ],
+)
+def test_a_parameter_without_real_matrices_is_refused_at_construction(param: torch.Tensor, fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Muon([("w", nn.Parameter(param))])
+
+
+@pytest.mark.parametrize(
+    ("key", "fault"),
+    [
+        ("maximize", "^maximize is no key of a Muon group; it takes lr, momentum"),
+        ("learning_rate", "^learning_rate is no key of a Muon group"),
+        ("exchange", "^exchange holds for all parameters of a Muon; pass it to Muon"),
+    ],
+)
+def test_an_unknown_key_of_a_group_is_refused(key: str, fault: str) -> None:
+    group = {"params": [nn.Parameter(torch.ones(4, 6))], "param_names": ["w"], key: True}
+    with pytest.raises(ValueError, match=fault):
+        Muon([group])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "library"),
+    [("_is_flat_param", "FSDP1"), ("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed ZeRO")],
+)
+def test_flat_pieces_of_parameters_are_refused_by_their_library(attribute: str, library: str) -> None:
+    param = nn.Parameter(torch.ones(64))
+    setattr(param, attribute, True)
+    with pytest.raises(ValueError, match=rf"w: {library} keeps flat pieces .* fully_shard \(FSDP2\)"):
+        Muon([("w", param)])
+
+
+def test_a_group_with_fewer_names_than_parameters_is_refused() -> None:
+    """As ZeroRedundancyOptimizer makes it from a group with names."""
+    params = list(parameters().values())
+    with pytest.raises(ValueError, match=r"2 parameters and 1 names.*ZeroRedundancyOptimizer"):
+        Muon([{"params": params, "param_names": ["w"]}])
+
+
+def test_what_muon_is_not_meant_for_is_warned_of_once() -> None:
+    wide, thin = nn.Parameter(torch.ones(32, 32)), nn.Parameter(torch.ones(32, 4))
+    with pytest.warns(UserWarning, match=r"a side under 16|embedding") as found:
+        Muon([("embed_tokens.weight", wide), ("layers.0.w", thin)])
+    assert [str(warning.message).split(":")[0] for warning in found] == ["embed_tokens.weight", "layers.0.w (32x4)"]
+
+
+def test_a_closed_optimizer_is_refused() -> None:
+    params = parameters()
+    muon = Muon(list(params.items()), **OPTIONS)
+    train(muon, params, range(1))
+    muon.close()
+    with pytest.raises(ValueError, match="this Muon was closed"):
+        train(muon, params, range(1, 2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_default_device_does_not_matter(dtype: torch.dtype) -> None:
+    params, others = parameters(dtype=dtype), parameters(dtype=dtype)
+    train(Muon(list(params.items()), **OPTIONS), params, range(2))
+    muon = Muon(list(others.items()), **OPTIONS)
+    with torch.device("meta"):
+        muon.build()
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 + step)
+        for param in others.values():
+            param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+        with torch.device("meta"):
+            muon.step()
+    assert equal(params, others)

@@ -1,0 +1,250 @@
+"""Hybrid trains all parameters of a model as Muon and AdamW apart would, and is one torch.optim.Optimizer."""
+
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from titan_muon import Hybrid, Muon, Rule
+from titan_muon.adam import AdamW
+
+OPTIONS: dict[str, Any] = {"lr": 0.02, "muon": {"orthogonalize": "reference"}}
+MATRICES = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("up", "down")}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.relu(self.up(self.norm(x))))
+        return y
+
+
+class Decoder(nn.Module):
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed = nn.Embedding(24, 16)
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(16, 24, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+def train(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        for each in optimizer if isinstance(optimizer, list) else [optimizer]:
+            each.step()
+            each.zero_grad()
+
+
+def equal(first: nn.Module, second: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+
+
+def pair(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """The two optimizers that a user would build by hand."""
+    named = dict(model.named_parameters())
+    matrices = [(name, named[name]) for name in MATRICES if name in named]
+    others = [(name, param) for name, param in named.items() if name not in MATRICES]
+    return [Muon(sorted(matrices), lr=0.02, orthogonalize="reference"), AdamW(others, lr=0.02, weight_decay=0.1)]
+
+
+def test_every_parameter_is_trained_as_by_muon_and_adamw_apart() -> None:
+    model, reference = Decoder(), Decoder()
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    hybrid = Hybrid(model, **OPTIONS)
+    assert {a.fqn for a in hybrid.assignments if a.optimizer == "muon"} == MATRICES
+    train(model, hybrid, range(3))
+    train(reference, pair(reference), range(3))
+    assert equal(model, reference)
+    assert all(not torch.equal(before[name], param) for name, param in model.named_parameters())
+
+
+def test_groups_and_state_are_shared_with_the_parts() -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    assert [group["optimizer"] for group in hybrid.param_groups] == ["adamw", "muon"]
+    for group in hybrid.param_groups:
+        group["lr"] = 0.5
+    assert {g["lr"] for part in hybrid.optimizers.values() for g in part.param_groups} == {0.5}
+    assert not hybrid.state
+    train(model, hybrid, range(1))
+    assert set(hybrid.state) == set(model.parameters())
+    kinds = {name: set(hybrid.state[param]) for name, param in model.named_parameters()}
+    assert {name for name, keys in kinds.items() if keys == {"momentum_buffer"}} == MATRICES
+    assert {frozenset(keys) for name, keys in kinds.items() if name not in MATRICES} == {
+        frozenset(("step", "exp_avg", "exp_avg_sq"))
+    }
+
+
+def test_a_scheduler_reaches_both_parts() -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(hybrid, lambda step: 0.5**step)
+    train(model, hybrid, range(1))
+    scheduler.step()
+    assert hybrid.learning_rates() == {"adamw": 0.01, "muon": 0.01}
+
+
+def plainly(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
+    other.load_state_dict(hybrid.state_dict())
+
+
+def through_a_file(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
+    file = io.BytesIO()
+    torch.save(hybrid.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+
+
+def by_dcp(flat: bool) -> Callable[..., None]:
+    def load(hybrid: Hybrid, model: nn.Module, other: Hybrid, other_model: nn.Module) -> None:
+        options = StateDictOptions(flatten_optimizer_state_dict=flat)
+        state = copy.deepcopy(get_optimizer_state_dict(model, hybrid, options=options))
+        if flat:
+            assert "state.layers.0.up.weight.momentum_buffer" in state
+        set_optimizer_state_dict(other_model, other, state, options=options)
+
+    return load
+
+
+@pytest.mark.parametrize("load", [plainly, through_a_file, by_dcp(False), by_dcp(True)])
+def test_a_resume_is_bitwise(load: Callable[..., None]) -> None:
+    model, other = Decoder(), Decoder(1)
+    hybrid, resumed = Hybrid(model, **OPTIONS), Hybrid(other, **OPTIONS)
+    train(model, hybrid, range(3))
+    other.load_state_dict(model.state_dict())
+    load(hybrid, model, resumed, other)
+    assert set(resumed.state) == set(other.parameters())
+    train(model, hybrid, range(3, 5))
+    train(other, resumed, range(3, 5))
+    assert equal(model, other)
+
+
+def test_a_state_dict_of_other_assignments_is_refused() -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    train(model, hybrid, range(1))
+    other = Hybrid(model, rules=[Rule(match="*.up.weight", optimizer="adamw")], **OPTIONS)
+    with pytest.raises(ValueError, match=r"layers.0.up.weight: the state dict has it with muon, .* with adamw"):
+        other.load_state_dict(hybrid.state_dict())
+    with pytest.raises(ValueError, match="the state dict is of another optimizer"):
+        other.load_state_dict(torch.optim.SGD(model.parameters()).state_dict())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
+def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    train(model, hybrid, range(2))
+    other, copied_hybrid = copied((model, hybrid))
+    train(model, hybrid, range(2, 4))
+    assert not equal(model, other)
+    train(other, copied_hybrid, range(2, 4))
+    assert equal(model, other)
+
+
+def test_a_grad_scaler_that_finds_inf_has_neither_part_step() -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    train(model, hybrid, range(1))
+    before = copy.deepcopy(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(model(torch.zeros(1, 4, dtype=torch.long)).sum()).backward()
+    embedding = model.embed.weight.grad
+    assert embedding is not None
+    embedding[0, 0] = torch.inf
+    scaler.step(hybrid)
+    scaler.update()
+    assert equal(model, before)
+    assert scaler.get_scale() == 2.0
+
+
+def test_rules_come_before_defaults_and_have_options() -> None:
+    model = Decoder()
+    rules = [
+        Rule(match="layers.1.up.weight", optimizer="muon", options={"lr": 0.5}),
+        Rule(match="layers.0.*", optimizer="adamw"),
+    ]
+    hybrid = Hybrid(model, rules=rules, **OPTIONS)
+    lrs = {name: g["lr"] for g in hybrid.param_groups for name in g["param_names"] if g["optimizer"] == "muon"}
+    assert lrs == {"layers.1.up.weight": 0.5, "layers.1.down.weight": 0.02}
+
+
+@pytest.mark.parametrize(
+    ("options", "fault"),
+    [
+        ({"rules": [Rule(match="nothing", optimizer="muon")]}, r"^rules: 'nothing' takes no parameter"),
+        ({"rules": [Rule(match="*", optimizer="muno")]}, "'muno' is unknown; did you mean 'muon'"),
+        ({"rules": [Rule(match="*.up.weight", optimizer="adamw")], "defaults": False}, "^rules: no rule matches embed"),
+        ({"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]}, r"^rules\[0\].options.lrr "),
+        ({"muon": {"momentun": 0.9}}, "^momentun is no key"),
+        ({"muon": {"momentum": 2.0}}, "^momentum = 2.0 is not accepted"),
+        ({"adamw": {"state_dtype": "bfloat16", "betas": (0.9, 0.9999)}}, r"^adamw.betas = \[0.9, 0.9999\]"),
+    ],
+)
+def test_options_that_nothing_takes_are_refused(options: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ValueError, match=fault):
+        Hybrid(Decoder(), **options)
+
+
+def test_a_model_without_hidden_matrices_is_refused_with_its_roles() -> None:
+    model = Decoder()
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in MATRICES)
+    fault = r"Muon takes no parameter of this model \(1 embedding, .*1 head.*\); add a rule"
+    with pytest.raises(ValueError, match=fault):
+        Hybrid(model)
+
+
+def test_names_do_not_depend_on_wrappers() -> None:
+    model = Decoder()
+    hybrid = Hybrid(model, **OPTIONS)
+    compiled = Hybrid(torch.compile(Decoder()), **OPTIONS)
+    assert [g["param_names"] for g in compiled.param_groups] == [g["param_names"] for g in hybrid.param_groups]
+
+
+def test_a_group_cannot_be_added() -> None:
+    with pytest.raises(ValueError, match="Hybrid takes the parameters of its model"):
+        Hybrid(Decoder(), **OPTIONS).add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
+
+
+def test_what_looks_wrong_is_warned_of() -> None:
+    model = Decoder()
+    model.layers[0].up = nn.Linear(16, 8)
+    model.layers[0].down = nn.Linear(8, 16, bias=False)
+    with pytest.warns(UserWarning, match=r"matrices with a side under 16.*layers.*.up.weight \(8x16\)"):
+        Hybrid(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Hybrid(Decoder())
+
+
+def test_the_table_says_who_takes_what_and_why() -> None:
+    table = Hybrid(Decoder(), **OPTIONS).table()
+    rows = {line.split()[0]: line for line in table.splitlines()}
+    assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
+    assert " adamw " in rows["embed.weight"]
+    assert "looked up" in rows["embed.weight"]

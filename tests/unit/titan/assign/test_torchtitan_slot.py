@@ -1,0 +1,61 @@
+"""`HybridOptimizers.Config` in the optimizer slot of TorchTitan's own configuration, trained as its Trainer does."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from titan_muon.titan import HybridOptimizers
+
+
+def configured(**options: Any) -> Any:
+    """TorchTitan's own configuration of its debug Llama, with another optimizer."""
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    return dataclasses.replace(llama3_debugmodel(), optimizer=HybridOptimizers.Config(**options))
+
+
+def built(config: Any) -> tuple[nn.Module, Any, Any]:
+    """Model, optimizers and scheduler, as TorchTitan's Trainer builds them from a configuration."""
+    torch.manual_seed(0)
+    model = config.model_spec.model.build()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.02)
+    optimizers = config.optimizer.build(model_parts=[model])
+    scheduler = config.lr_scheduler.build(optimizers=optimizers, training_steps=config.training.steps)
+    return model, optimizers, scheduler
+
+
+def train(model: nn.Module, optimizers: Any, scheduler: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizers.step()
+        scheduler.step()
+
+
+def test_torchtitans_own_configuration_trains_every_parameter_and_resumes_with_the_same_bits() -> None:
+    tables = {"muon": {"lr": 0.02, "orthogonalize": "standard"}, "adamw": {"lr": 8e-4}}
+    config = configured(tables=tables)
+    model, optimizers, scheduler = built(config)
+    before = [param.detach().clone() for param in model.parameters()]
+    assert {a.optimizer for a in optimizers.assignments} == {"muon", "adamw"}
+    train(model, optimizers, scheduler, range(2))
+    assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    other, resumed, its_scheduler = built(config)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(
+        {key: torch.clone(v) if isinstance(v, torch.Tensor) else v for key, v in optimizers.state_dict().items()}
+    )
+    its_scheduler.load_state_dict(scheduler.state_dict())
+    train(model, optimizers, scheduler, range(2, 4))
+    train(other, resumed, its_scheduler, range(2, 4))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_an_unknown_option_in_the_slot_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"muon\.learning_rate"):
+        built(configured(tables={"muon": {"learning_rate": 0.02}}))

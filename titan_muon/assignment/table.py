@@ -1,0 +1,69 @@
+"""The parameter table: which optimizer takes which parameter, where it is placed, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..owned import is_owned
+from ..owned.param import holders
+from ..plan import Plan
+from ..plan.terms.types import MatrixStack
+from .doubts import family, matrix_shapes
+from .rules import Assignment
+
+
+@dataclass(frozen=True)
+class ParameterRow:
+    """A line of the parameter table."""
+
+    name: str
+    shape: str
+    optimizer: str
+    matrices: str
+    placement: str
+    reason: str
+
+
+HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement", "why")
+
+
+def parameter_table(
+    assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
+) -> str:
+    """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
+    blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
+    counts: Counter[ParameterRow] = Counter()
+    for a in assigned:
+        # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
+        name = a.fqn if full else family(a.fqn)
+        shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
+        counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
+    rows = [replace(row, name=f"{row.name}  ({n})" if n > 1 else row.name) for row, n in counts.items()]
+    lines = [astuple(row) for row in (HEADER, *rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:
+    if stack is None:
+        return "-"
+    counts = Counter(matrix_shapes(assignment.shape, stack))
+    return ", ".join(f"{count} of {rows}x{cols}" for (rows, cols), count in counts.items())
+
+
+def _placement(parameter: Tensor, full: bool) -> str:
+    if not isinstance(parameter, DTensor):
+        return "whole on each rank"
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [str(axis) for axis in range(mesh.ndim)]
+    axes = zip(parameter.placements, names, mesh.shape, strict=True)
+    parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
+    if is_owned(parameter):
+        # Owners differ from layer to layer: named without `full`, they would keep a line for each layer.
+        parts.insert(0, f"owned by rank {', '.join(map(str, holders(parameter)))}" if full else "owned")
+    return ", ".join(parts) if parts else "whole"

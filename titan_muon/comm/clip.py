@@ -1,0 +1,185 @@
+"""Gradient clipping over parameters on different device meshes: one all-reduce of two numbers a step.
+
+Each rank sums the squares of its local gradients. Each square is divided by the number of ranks with the same elements.
+So one sum over the world counts every element once: dense parameters on fsdp x tp, experts on ep x efsdp, plain
+tensors, owned parameters, and the stages of a pipeline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..tensors.mesh import without_groups
+
+EPS = 1e-6
+"""Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    stages: int = 1,
+) -> Tensor:
+    """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
+
+    Takes any mixture of plain tensors, DTensors on different meshes, and owned parameters, which torch's function
+    refuses. Plain tensors count as replicas on all ranks (of a pipeline stage), as under DistributedDataParallel. Every
+    rank of the default process group calls it.
+
+    Args:
+        parameters: parameters of this rank, or one. Those without a gradient count as zero.
+        max_norm: largest norm.
+        norm_type: p of the p-norm; `math.inf` for the largest absolute value.
+        error_if_nonfinite: raise RuntimeError for a norm that is not finite; the host waits for the device then.
+        foreach: taken for torch's signature; gradients are always scaled in few kernels.
+        stages: pipeline stages, each with parameters of its own.
+
+    Returns:
+        The norm before scaling, () float32 on the gradients' device, equal on all ranks.
+
+    Raises:
+        ValueError: for a norm_type that is not positive.
+        RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+    """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # A frozen parameter may still have a gradient, and counts then, as in torch.
+    trained = [parameter for parameter in given if parameter.requires_grad or parameter.grad is not None]
+    if not trained:
+        return torch.tensor(0.0)
+    clip = GradientClip(trained, trained, max_norm=max_norm, stage_ranks=_world_size() // stages, norm_type=norm_type)
+    norm = clip.norms(clip.gradients())[0]
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
+            "error_if_nonfinite = False to scale them by it anyway"
+        )
+    clip.scale(clip.gradients(), norm)
+    return norm.float()
+
+
+class GradientClip:
+    """Scales gradients down to a largest norm. Every rank of the default process group calls it at every step.
+
+    Args:
+        parameters: all parameters that this rank trains, of any dtype, as DTensors or plain tensors.
+        clipped: parameters among them whose gradients are scaled; the factor comes from their norm alone.
+        max_norm: largest norm of the clipped gradients, > 0.
+        stage_ranks: ranks that share these parameters (world size / pipeline stages).
+        norm_type: p of the p-norm.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        clipped: Iterable[Tensor],
+        *,
+        max_norm: float,
+        stage_ranks: int,
+        norm_type: float = 2.0,
+    ) -> None:
+        chosen = set(clipped)
+        self.parameters = [
+            parameter for parameter in parameters if parameter.requires_grad or parameter.grad is not None
+        ]
+        self.clipped = [parameter in chosen for parameter in self.parameters]
+        self.max_norm, self.norm_type = max_norm, norm_type
+        device = self.parameters[0].device
+        shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
+        # Weights on sums, instead of norms by mesh as in torch: those need a collective for each mesh. float64, because
+        # float32 loses the small tensors of a large model.
+        self._weights = torch.tensor(
+            [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
+            dtype=torch.float64,
+            device=device,
+        )
+        self._zero = torch.zeros((), dtype=torch.float32, device=device)
+
+    @torch.no_grad()
+    def __call__(self) -> Tensor:
+        """Scale the chosen gradients. Returns the norm of all gradients before it, a float64 scalar on the device.
+
+        Equal on every rank. Nothing waits for the device. A parameter without a gradient counts as zero.
+        """
+        gradients = self.gradients()
+        norm, clipped_norm = self.norms(gradients)
+        self.scale(gradients, clipped_norm)
+        return norm
+
+    def gradients(self) -> list[Tensor | None]:
+        """The local gradient of each parameter."""
+        return [None if p.grad is None else local_gradient(p) for p in self.parameters]
+
+    def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Two norms over all ranks, (2,) float64: of all gradients, and of the clipped ones."""
+        present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
+        norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
+        # A rank without a gradient adds zero and still joins the all-reduce: left out, the others would hang.
+        every = torch.stack(
+            [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
+        ).double()
+        if math.isinf(self.norm_type):
+            largest = torch.where(self._weights > 0, every, 0.0).amax(dim=1)
+            _reduce(largest, dist.ReduceOp.MAX)
+            return largest
+        sums = self._weights @ every.pow(self.norm_type)
+        _reduce(sums, dist.ReduceOp.SUM)
+        return sums.pow(1 / self.norm_type)
+
+    def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
+        """Scale the chosen gradients by max_norm / norm, if that is below 1."""
+        pairs = zip(gradients, self.clipped, strict=True)
+        scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
+        # Clamped on the device instead of tested here: an `if` on the norm would make the host wait for it.
+        if scaled:
+            torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
+
+
+def replica_count(parameter: Tensor, stage_ranks: int) -> int:
+    """Ranks that hold the same elements of `parameter`, itself counted.
+
+    `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage.
+    """
+    if not isinstance(parameter, DTensor):
+        return stage_ranks
+    mesh = parameter.device_mesh
+    replicas = 1
+    for axis, placement in enumerate(parameter.placements):
+        if placement.is_replicate():
+            replicas *= mesh.size(axis)
+    # A mesh smaller than the stage is repeated over the stage's other ranks. The mesh of an owned parameter is small
+    # because only its owners hold it, and they are all in it.
+    return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
+
+
+def local_gradient(parameter: Tensor) -> Tensor:
+    """The piece of a parameter's gradient that this rank holds; writing to it changes the gradient."""
+    gradient = parameter.grad
+    assert gradient is not None, "only parameters with a gradient are asked for it"
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor), "a distributed gradient belongs to a distributed parameter"
+    assert gradient.placements == parameter.placements, (
+        f"the gradient's placements {gradient.placements} differ from the parameter's {parameter.placements}"
+    )
+    return gradient.to_local()
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _reduce(values: Tensor, operation: dist.ReduceOp.RedOpType) -> None:
+    if _world_size() > 1:
+        dist.all_reduce(values, operation)

@@ -1,0 +1,339 @@
+"""One optimizer for a whole model: Muon for its matrices, AdamW for the other parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .assignment.doubts import doubts, split_lines
+from .assignment.groups import ParamGroup, built, decided
+from .assignment.roles import Seen, see
+from .assignment.rules import Assignment, Default, default_rules
+from .assignment.table import parameter_table
+from .muon import Muon
+from .options import Offload, OptionError, Rule
+from .tensors.names import canonical_fqn
+
+OPTIMIZER = "optimizer"
+"""Key of a parameter group: the name of the optimizer that updates the group."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The optimizers of a model, and the parameters of each.
+
+    Attributes:
+        assignments: the optimizer of each parameter of this process.
+        whole: the optimizer of each parameter of the whole model; pipeline ranks hold a part of them.
+        groups: parameter groups by optimizer.
+        optimizers: optimizers by name, each with the groups of `groups`.
+    """
+
+    assignments: tuple[Assignment, ...]
+    whole: tuple[Assignment, ...]
+    groups: Mapping[str, Sequence[ParamGroup]]
+    optimizers: Mapping[str, Optimizer]
+
+
+def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """Parameters that need a gradient, by canonical name."""
+    named = (pair for part in parts for pair in part.named_parameters())
+    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
+
+
+def parts_of(
+    modules: Sequence[nn.Module],
+    rules: Sequence[Rule],
+    defaults: Sequence[Default] | None,
+    tables: Mapping[str, Mapping[str, Any]],
+    *,
+    offload: Offload = "none",
+    model: Mapping[str, Seen] | None = None,
+) -> Parts:
+    """Assign every trained parameter to an optimizer, and make the optimizers.
+
+    Args:
+        modules: the model, or the parts of it that this process holds.
+        rules: rules in order; the first that matches a name decides.
+        defaults: for parameters without a matching rule; None if the rules decide for every parameter.
+        tables: options of each optimizer, by name.
+        offload: tensors that are on the host between steps.
+        model: all parameters of the model, where this process holds a pipeline stage alone.
+
+    Raises:
+        OptionError: for rules that take nothing or leave a parameter, an unknown optimizer, and refused options.
+        ValueError: for a split that matches no Muon parameter of the model.
+    """
+    parameters = trained_parameters(modules)
+    seen = see(modules, canonical_fqn) if model is None else model
+    is_stage = model is not None
+    decision = decided(seen, parameters, rules, defaults, tables, offload=offload, is_stage=is_stage)
+    optimizers = {
+        name: built(name, groups, {"offload": offload, **decision.tables.get(name, {})}, parameters)
+        for name, groups in decision.groups.items()
+    }
+    assignments = tuple(a for a in decision.whole if a.fqn in parameters)
+    return Parts(assignments, decision.whole, decision.groups, optimizers)
+
+
+class OfParts:
+    """Methods of an optimizer that consists of several: each reaches all of them, or the Muon among them."""
+
+    parts: Parts
+
+    @property
+    def assignments(self) -> tuple[Assignment, ...]:
+        """The optimizer of each parameter of this process, with the reason."""
+        return self.parts.assignments
+
+    @property
+    def _muons(self) -> list[Muon]:
+        return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
+
+    def parameters(self, name: str) -> list[Tensor]:
+        """Parameters of the optimizer with this name; empty if it has none."""
+        optimizer = self.parts.optimizers.get(name)
+        return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+
+    def learning_rates(self) -> dict[str, float]:
+        """The learning rate of each group now, by the group's tag."""
+        return {
+            group.tag: float(current["lr"])
+            for name, optimizer in self.parts.optimizers.items()
+            for group, current in zip(self.parts.groups[name], optimizer.param_groups, strict=True)
+        }
+
+    @contextmanager
+    def overlap(self) -> Iterator[None]:
+        """Context for the last backward before a step, as `Muon.overlap`."""
+        with ExitStack() as stack:
+            for muon in self._muons:
+                stack.enter_context(muon.overlap())
+            yield
+
+    def finish_step(self) -> None:
+        """Apply the updates that Muon's last step left to the next forward, as `Muon.finish_step`."""
+        for muon in self._muons:
+            muon.finish_step()
+
+    def check_last_step(self) -> None:
+        """Raise ValueError on all ranks for gradients that were missing or not finite in Muon's last step."""
+        for muon in self._muons:
+            muon.check_last_step()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Have the collectives of Muon's own process groups fail after `timeout`."""
+        for muon in self._muons:
+            muon.set_timeout(timeout)
+
+    def offload(self) -> None:
+        """Keep the states of all optimizers on the host from now on. Raises OptionError if one of them cannot."""
+        self._move("offload")
+
+    def reload(self) -> None:
+        """Keep the states of all optimizers on the device from now on. Raises OptionError if one of them cannot."""
+        self._move("reload")
+
+    def _move(self, method: str) -> None:
+        optimizers = self.parts.optimizers
+        if fixed := [name for name, optimizer in optimizers.items() if not hasattr(optimizer, method)]:
+            raise OptionError(f"{method}:", f"{', '.join(fixed)} cannot move its states")
+        for optimizer in optimizers.values():
+            getattr(optimizer, method)()
+
+
+class Hybrid(OfParts, Optimizer):
+    """Muon for the hidden matrices of a model and AdamW for its other parameters, as one torch.optim.Optimizer.
+
+    Roles of modules, names and shapes decide who takes a parameter: matrices and stacks of expert matrices go to Muon;
+    embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `rules` come before.
+    `assignments` has the decision for each parameter, and `table()` prints them.
+
+    Args:
+        model: the model, or its parts under pipeline parallelism.
+        lr: learning rate of both optimizers.
+        weight_decay: decoupled weight decay of both optimizers.
+        rules: rules in order; the first with a matching name decides.
+        defaults: whether roles, names and shapes decide where no rule matches. Without, the rules must match every
+            parameter.
+        router: optimizer of the routers of mixtures of experts.
+        muon: further keywords of `Muon`.
+        adamw: further keywords of `titan_muon.adam.AdamW`.
+        others: options of further registered optimizers that rules name.
+
+    Attributes:
+        optimizers: the parts by name, `"muon"` and `"adamw"`. They share groups and state with this optimizer.
+        assignments: the optimizer of each parameter, with the reason.
+
+    A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
+    `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
+    AdamW's. State dicts have torch's format.
+
+    Raises:
+        OptionError: for rules that take nothing or leave a parameter, if Muon would get no parameter, and for refused
+            options.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Iterable[nn.Module],
+        lr: float | Tensor = 1e-3,
+        *,
+        weight_decay: float = 0.1,
+        rules: Sequence[Rule] = (),
+        defaults: bool = True,
+        router: str = "adamw",
+        muon: Mapping[str, Any] | None = None,
+        adamw: Mapping[str, Any] | None = None,
+        others: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        modules = [model] if isinstance(model, nn.Module) else list(model)
+        shared = {"lr": lr, "weight_decay": weight_decay}
+        tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
+        self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
+        # By now all groups are made: Optimizer checks them and keeps the same dicts.
+        groups = []
+        for name, optimizer in self.parts.optimizers.items():
+            for group in optimizer.param_groups:
+                group[OPTIMIZER] = name
+                groups.append(group)
+        super().__init__(groups, {})
+        self._link()
+        splits = tables["muon"].get("split", ())
+        for line in (*split_lines(self.assignments, splits), *doubts(self.assignments, splits)):
+            warnings.warn(line.removeprefix("warning: "), stacklevel=2)
+
+    @property
+    def optimizers(self) -> Mapping[str, Optimizer]:
+        """The parts by name."""
+        return self.parts.optimizers
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler skips the whole step of an optimizer without the flag: right for both parts.
+        return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
+
+    def table(self, *, full: bool = False) -> str:
+        """The parameter table: name, shape, optimizer, matrices, placement and reason.
+
+        Args:
+            full: one line for each parameter; otherwise equal parameters of all layers share a line.
+        """
+        named = (
+            pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
+        )
+        return parameter_table(self.assignments, dict(named), None, full=full)
+
+    def build(self) -> Self:
+        """Plan Muon's step now instead of at the first step, as `Muon.build`."""
+        for muon in self._muons:
+            muon.build()
+        return self
+
+    def rebuild(self) -> None:
+        """Plan Muon's step again after parameters changed, as `Muon.rebuild`."""
+        for muon in self._muons:
+            muon.rebuild()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update all parameters once. Every rank calls it.
+
+        Args:
+            closure: computes the loss and the gradients anew, if given.
+
+        Returns:
+            The value that the closure returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.optimizers.values():
+            for name in ("grad_scale", "found_inf"):
+                # torch.amp.GradScaler sets both for the time of a step.
+                if hasattr(self, name):
+                    setattr(part, name, getattr(self, name))
+            try:
+                part.step()
+            finally:
+                for name in ("grad_scale", "found_inf"):
+                    if hasattr(part, name):
+                        delattr(part, name)
+        if len(self.state) != sum(len(part.state) for part in self.optimizers.values()):
+            self._link()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups in torch's format. All ranks call it together. Raises ValueError as `Muon.state_dict`."""
+        for part in self.optimizers.values():
+            # Each part finishes its transfers and checks its last step here.
+            part.state_dict()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load hyperparameters and state. All ranks call it together.
+
+        Raises:
+            ValueError: on every rank, before anything is loaded, for groups of other parameters or optimizers, and as
+                `Muon.load_state_dict`.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        saved = state_dict["param_groups"]
+        mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
+        theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
+        if mine != theirs:
+            raise ValueError(_difference(mine, theirs))
+        for name, part in self.optimizers.items():
+            groups = [group for group in saved if group[OPTIMIZER] == name]
+            keys = {key for group in groups for key in group["params"]}
+            state = {key: value for key, value in state_dict["state"].items() if key in keys}
+            part.load_state_dict({"state": state, "param_groups": groups})
+        self._link()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def close(self) -> None:
+        """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
+        for muon in self._muons:
+            muon.close()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after construction, because the model decides who takes a parameter."""
+        if not any(param_group is group for part in self.optimizers.values() for group in part.param_groups):
+            raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle holds: the parts, with groups and state that they share."""
+        return {**super().__getstate__(), "parts": self.parts}
+
+    def _link(self) -> None:
+        """Take the groups and the state of each parameter from the parts, which replace theirs when they load."""
+        self.param_groups[:] = [group for part in self.optimizers.values() for group in part.param_groups]
+        self.state.clear()
+        for part in self.optimizers.values():
+            self.state.update(part.state)
+
+
+def _difference(mine: Sequence[tuple[Any, Any]], theirs: Sequence[tuple[Any, Any]]) -> str:
+    """The message for groups of a state dict that are not this optimizer's."""
+    if any(name is None for name, _ in theirs):
+        return "the state dict is of another optimizer: its groups have no 'optimizer'; load one that Hybrid saved"
+    of_mine = {fqn: name for name, names in mine for fqn in names}
+    of_theirs = {fqn: name for name, names in theirs for fqn in names or ()}
+    for fqn, name in of_mine.items():
+        if of_theirs.get(fqn) != name:
+            other = of_theirs.get(fqn, "no optimizer")
+            return f"{fqn}: the state dict has it with {other}, and this Hybrid with {name}; give both the same rules"
+    return "the state dict has other parameters or groups than this Hybrid; give both the same model and rules"
