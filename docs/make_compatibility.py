@@ -26,7 +26,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.fsdp import fully_shard  # noqa: E402
-from torch.distributed.tensor import Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
@@ -101,7 +101,7 @@ class Weight(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer: a matrix for tensor parallelism to cut, and another matrix or a stack of experts."""
+    """A layer: a matrix, and another matrix or a stack of experts."""
 
     def __init__(self, *other: int) -> None:
         super().__init__()
@@ -138,10 +138,11 @@ class Layout:
         mesh = init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
         layer = model.layer
         if "tp" in self.axes:
-            _cut(layer.up, mesh["tp"], 1)
+            _place(layer.up, mesh["tp"], Shard(1))
+            _place(layer.other, mesh["tp"], Shard(0))
         sharding = mesh[tuple(name for name in self.axes if name.startswith("dp"))]
         if "ep" in self.axes:
-            _cut(layer.other, mesh["ep"], 0)
+            _place(layer.other, mesh["ep"], Shard(0))
             fully_shard(layer.other, mesh=mesh["efsdp"])
             sharding = mesh._flatten("dp_shard")
         owned = set[nn.Parameter]()
@@ -154,8 +155,8 @@ class Layout:
         return model
 
 
-def _cut(module: Weight, mesh: DeviceMesh, dim: int) -> None:
-    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [Shard(dim)]))
+def _place(module: Weight, mesh: DeviceMesh, placement: Placement) -> None:
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [placement]))
 
 
 ALONE = "one process"
@@ -193,7 +194,7 @@ def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
     """The error of Muon for a model and options; empty if Muon accepts the options."""
     options: dict[str, Any] = {"machine": SLOW, **dict(given)}
     try:
-        muon = Muon(model.named_parameters(), **options)
+        muon = Muon(model.named_parameters(), **options).build()
         if options.get("overlap") == "forward":
             apply_in_forward(model, muon)
     except ValueError as error:

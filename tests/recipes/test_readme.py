@@ -156,5 +156,5 @@ def test_the_library_example_runs() -> None:
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == [], (
         "trains the whole model"
     )
-    muon = names["optimizers"][0]
-    assert [p.fqn for p in muon.plan.parameters] == ["layers.0.weight", "layers.1.weight"]
+    parts = names["optimizer"].optimizers  # type: ignore[attr-defined]
+    assert [p.fqn for p in parts["muon"].plan.parameters] == ["layers.0.weight", "layers.1.weight"]
