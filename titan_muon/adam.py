@@ -1,4 +1,4 @@
-"""torch.optim's AdamW, batch by batch: its states may be on the host between steps, and in bfloat16."""
+"""torch.optim's AdamW in batches, optionally with states on the host and in bfloat16."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
 
 BATCH_BYTES = 2**26
-"""Most bytes that come to the device together, or of states that have copies in the parameters' dtype at one time."""
+"""Limit on the bytes of a transfer, or of states converted to the parameters' dtype."""
 
 VECTOR = 64
-"""Parts are cut at multiples of so many elements: the CPU's kernels compute the rest of a vector to other bits."""
+"""Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""States of a parameter's shape, by torch's names: the averages of gradients and of their squares."""
+"""torch's names of the averages of gradients and of squared gradients."""
 
 CHANGED: Mapping[Offload, tuple[str, ...]] = {
     "none": (),
     "state": ("average", "square_average"),
     "parameters": ("average", "square_average", "param"),
 }
-"""What a step takes from the host, of a Part, and sends back."""
+"""Fields of Elements that a step moves to the device and back."""
 
 READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters": ("grad",)}
-"""What it takes besides."""
+"""Fields of Elements that a step only moves to the device."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a parameter on this rank, their gradient, their two averages, and the count of its steps."""
+    """Elements of a parameter on this rank."""
 
     param: Tensor
     grad: Tensor
@@ -46,39 +46,39 @@ class Elements:
     step: Tensor
 
     def element_bytes(self, names: Iterable[str]) -> int:
-        """Bytes of an element in these of its tensors."""
         return sum(getattr(self, name).element_size() for name in names)
 
 
 @dataclass(frozen=True)
 class ElementBatch:
-    """Parts that are updated together: of one group, and of one dtype."""
+    """Parts with one group and one dtype, updated together."""
 
     group: Mapping[str, Any]
     parts: tuple[Elements, ...]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """One kind of tensor of all parts after the other."""
+        """The named tensors of all parts, by name."""
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """The same with other tensors, in the order of `tensors`."""
+        """The batch with replaced tensors, in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
 
 
 class AdamW(torch.optim.AdamW):
-    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), as torch.optim.AdamW bit for bit unless `state_dtype` is set.
+    """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
 
-    A step updates parts of bounded size. Elements are updated one by one, so parts have the same bits as a whole.
+    Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
 
     Args:
-        state_dtype: dtype of the averages: their parameter's, or bfloat16. The arithmetic is in the parameter's dtype.
-        offload: what is in pinned memory of the host: the averages (`state`), or also parameters and gradients
-            (`parameters`), which is taken unasked where FSDP's CPUOffloadPolicy keeps them there.
+        state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
+        offload: tensors in pinned host memory: the averages (`state`), or also parameters and gradients (`parameters`).
+            FSDP's CPUOffloadPolicy implies `parameters`.
 
-    The other keywords are torch's. Raises OptionError for a beta that bfloat16 is too coarse for.
+    Raises:
+        OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
     """
 
     _state_dtype: StateDtype = "parameter"
@@ -92,20 +92,20 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, as torch's does, unless it asks for what is not done in batches."""
+        """Add a group as torch.optim.AdamW. Raises OptionError for options without support."""
         group = {**self.defaults, **param_group}
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[name]:
-                raise OptionError(name, "= True is not accepted; take torch.optim's own optimizer for it")
+                raise OptionError(name, "= True is not accepted; use torch.optim.AdamW for this option")
         if self._state_dtype == "bfloat16" and max(group["betas"]) > SLOWEST_IN_BFLOAT16:
-            problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round the averages' steps away"
+            problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
         super().add_param_group(param_group)
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of all parameters that have a gradient. Returns what the closure returned."""
+        """Update all parameters with a gradient. Returns the result of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -128,7 +128,7 @@ class AdamW(torch.optim.AdamW):
             self._update(batch.with_tensors((*changed, *read), self._window.take()))
             self._window.give_back()
         self._window.end()
-        # Parameters of the host are read there without another word, by a checkpoint for one.
+        # The user may read parameters on the host after the step.
         if "param" in changed:
             self._window.synchronize()
 
@@ -147,7 +147,7 @@ class AdamW(torch.optim.AdamW):
             yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """The parts of a group's parameters, of at most BATCH_BYTES of the tensors `bounded` each."""
+        """The parts of a group's parameters, each with at most BATCH_BYTES in the fields `bounded`."""
         names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
         for fqn, parameter in zip(names, group["params"], strict=True):
             if parameter.grad is None:
@@ -160,20 +160,16 @@ class AdamW(torch.optim.AdamW):
     def _state_of(self, parameter: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         if not state:
-            # torch's own places of it: a fused kernel counts on its device.
+            # As in torch: the fused kernel needs the step count on the device.
             device = step_device(parameter) if group["fused"] else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
             for name in AVERAGES:
-                state[name] = self._new_average(parameter)
+                state[name] = new_state(parameter, dtype, self._offload)
         return state
-
-    def _new_average(self, parameter: Tensor) -> Tensor:
-        dtype = torch.bfloat16 if self._state_dtype == "bfloat16" else parameter.dtype
-        return new_state(parameter, dtype, self._offload)
 
     def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
-        # The arithmetic is the parameters', whatever the averages are stored in.
         wide = [state.to(parts[0].param.dtype) for state in states]
         adam(
             [part.param for part in parts],
@@ -199,15 +195,15 @@ class AdamW(torch.optim.AdamW):
             torch._foreach_copy_(states, wide)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; averages that are offloaded are there as tensors of the host."""
+        """As torch.optim.AdamW. Offloaded averages are host tensors."""
         self._synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch's does, with the averages in this optimizer's dtype and place."""
+        """As torch.optim.AdamW, but averages keep this optimizer's dtype and device."""
         self._synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
-        # torch's would bring all averages to the device at once, in the parameter's dtype.
+        # torch.optim.AdamW would move all averages to the device at once.
         super().load_state_dict({**state_dict, "state": {}})
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             for parameter, key in zip(group["params"], saved["params"], strict=True):
@@ -220,15 +216,15 @@ class AdamW(torch.optim.AdamW):
         if missing:
             raise ValueError(f"the state dict is of another optimizer: its states have no {', '.join(missing)}")
         for name, value in state.items():
-            # In place, since there may not be room for all of it twice.
+            # In place, to save memory.
             local(value).copy_(local(torch.as_tensor(saved[name])))
 
     def offload(self) -> None:
-        """Keep the averages on the host from now on: pinned, and brought to the device batch by batch in a step."""
+        """Move the averages to pinned host memory, from where steps stream batches."""
         self._move("state")
 
     def reload(self) -> None:
-        """Keep the averages on the device from now on."""
+        """Move the averages to the device."""
         self._move("none")
 
     def _move(self, to: Offload) -> None:
@@ -241,31 +237,33 @@ class AdamW(torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def _synchronize(self) -> None:
-        """Have the host wait for the averages that are on their way to it."""
+        """Block the host until all averages have arrived."""
         if self._window is not None:
             self._window.synchronize()
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
-    """A parameter in parts of at most BATCH_BYTES, at so many bytes for an element."""
+    """The parts of a parameter, of at most BATCH_BYTES each."""
     numel = whole.param.numel()
     size = max(VECTOR, BATCH_BYTES // element_bytes // VECTOR * VECTOR)
     if size >= numel:
         yield whole
         return
-    # view() for what is updated, since an update of a copy would be lost; the gradient is only read.
+    # view() never copies: an update of a copy would be lost.
     param, average, square = (tensor.view(-1) for tensor in (whole.param, whole.average, whole.square_average))
     grad = whole.grad.reshape(-1)
     for start in range(0, numel, size):
         part = slice(start, start + size)
-        # A step counts once: all parts but the last count in a copy.
+        # Only the last part advances the counter, the others a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
         yield Elements(param[part], grad[part], average[part], square[part], step)
 
 
 def _grad_of(fqn: str, parameter: Tensor) -> Tensor:
     grad = parameter.grad
-    assert grad is not None, f"{fqn}: without a gradient, it has no part"
+    assert grad is not None, f"{fqn}: a part without a gradient"
     if placement_key(grad) != placement_key(parameter):
-        raise ValueError(f"{fqn}: the gradient's mesh or placements differ from the parameter's; redistribute it")
+        raise ValueError(
+            f"{fqn}: the gradient's mesh or placements differ from the parameter's; redistribute the gradient"
+        )
     return local(grad)

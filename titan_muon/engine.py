@@ -13,7 +13,7 @@ from .comm.buffers import Buffers
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, FaultReport, fault_of
-from .features import features_of, needs_apart
+from .features import features_of, needs_exclusive_groups
 from .options import HYPERPARAMETERS, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
@@ -114,12 +114,12 @@ class Engine:
             if trained.group is not group:
                 group, changed = trained.group, iteration_changed(trained.group, iteration)
             average = state.get(trained.param, {}).get("momentum_buffer")
-            same_storage = storage.is_of(trained)
-            fault = fault_of(trained, given.get(trained.fqn), average, there=same_storage)
+            in_place = storage.is_of(trained)
+            fault = fault_of(trained, given.get(trained.fqn), average, in_place=in_place)
             faults.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
-            moved = moved or not same_storage or average is not trained.average
+            moved = moved or not in_place or average is not trained.average
         if faults and self.thawed(groups):
-            # The thawed parameter has no place in the report: the first planned one stands for it.
+            # A thawed parameter has no place in the report: the first planned parameter stands for it.
             faults[0] = Fault.THAWED
         for feature in self.features:
             faults = list(feature.faults(faults))
@@ -183,7 +183,7 @@ def engine_of(
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype])
-    exchange = Exchange(program, buffers, collectives, agreement, apart=needs_apart(options))
+    exchange = Exchange(program, buffers, collectives, agreement, exclusive=needs_exclusive_groups(options))
     report = FaultReport(len(params), buffers.device, agreement, replicated_plain(plan))
     arithmetic = arithmetic_of(params, plan, options)
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
@@ -211,8 +211,8 @@ def report_of(
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
     travelling, lines = collective_ranks(plan, geometries)
-    apart = travelling if needs_apart(options) else set()
-    buckets = tuple(sorted({*(travelling - apart), *teams, *lines}))
+    exclusive = travelling if needs_exclusive_groups(options) else set()
+    buckets = tuple(sorted({*(travelling - exclusive), *teams, *lines}))
     sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
     # Groups of mesh axes exist already. By rule, not by looking: all ranks of the world must make the same groups, also
     # the ranks outside of a mesh.
@@ -222,7 +222,7 @@ def report_of(
         ranks=tuple(sorted({rank for parameter in plan.parameters for rank in parameter.layout.mesh.ranks})),
         buckets=buckets,
         groups=tuple(sorted({*buckets, *sharing} - existing)),
-        apart=tuple(sorted(apart)),
+        exclusive=tuple(sorted(exclusive)),
         sharing=sharing,
         parts=tuple((name, digest_of(part)) for name, part in parts.items()),
     )

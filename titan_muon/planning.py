@@ -162,7 +162,7 @@ def check_storage(params: Sequence[TrainedParam], geometries: Geometries, option
     """Raise ValueError for storage of the parameters on this rank that is not as planned."""
     for index, trained in enumerate(params):
         where = storage_device(trained.param)
-        if options.offload == "parameters" and trained.here and where.type != "cpu":
+        if options.offload == "parameters" and trained.on_mesh and where.type != "cpu":
             raise ValueError(
                 f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"

@@ -1,9 +1,8 @@
-"""QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): heads whose attention logits grow too large are scaled down.
+"""QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): scales down attention heads with too large logits.
 
-Muon's updates have full rank, and the largest logit of a head can grow without bound. After a step, the rows of the
-query and key projections of a head whose largest logit of that step is over the threshold are scaled so that it would
-have been the threshold. Momentum is left as it is: it averages gradients, and scaling some of its rows would turn the
-next updates, of which Newton-Schulz keeps directions and no scale, away from those gradients.
+Under Muon the largest logit of a head can grow without bound. If the largest logit in a step is over the threshold,
+QK-clip scales the head's rows of the query and key projections after the step, so that the logit would have equalled
+the threshold. The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
 """
 
 from __future__ import annotations
@@ -22,14 +21,13 @@ from .tensors.dtensor import held_indices, local, storage_device
 
 @dataclass(frozen=True)
 class HeadRows:
-    """Consecutive rows of a projection, and what they are multiplied by when their head is clipped.
+    """Consecutive rows of a projection, and the factor on the rows of a clipped head.
 
-    With f = threshold / largest logit of a head, 1 where that is within the threshold: f ** alpha for `query`,
+    With f = threshold / largest logit (1 up to the threshold), the factor is f ** alpha for `query`,
     f ** (1 - alpha) for `key` with the smallest f of the query heads that share the key, f for `whole`, 1 for `none`.
 
     Attributes:
-        rows: how many.
-        head: which of the query heads that share a key head they belong to; 0 where each has its own.
+        head: index among the query heads of a key head; 0 without sharing.
     """
 
     rows: int
@@ -51,31 +49,30 @@ def key_rows(head_dim: int) -> tuple[HeadRows, ...]:
 
 
 def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
-    """The pattern of a fused projection: for each key head the `queries` query heads that share it, key and value."""
-    own = tuple(HeadRows(head_dim, "query", head) for head in range(queries))
-    return (*own, HeadRows(head_dim, "key"), HeadRows(head_dim, "none"))
+    """The pattern of a fused projection: for each key head `queries` query heads, then the key and the value."""
+    heads = tuple(HeadRows(head_dim, "query", head) for head in range(queries))
+    return (*heads, HeadRows(head_dim, "key"), HeadRows(head_dim, "none"))
 
 
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
     """The pattern of latent attention's query projection: for each head a part without positions, then the rotary part.
 
-    All heads share the rotary part of the key, which is never scaled, so that of the query takes the whole factor.
+    The query's rotary part takes the whole factor, because all heads share the rotary part of the key.
     """
     return (HeadRows(nope_dim, "query"), HeadRows(rope_dim, "whole"))
 
 
 def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
-    """The pattern of latent attention's projection to keys and values: for each head its key, then its value."""
+    """The pattern of latent attention's projection to keys and values: for each head the key, then the value."""
     return (HeadRows(nope_dim, "key"), HeadRows(value_dim, "none"))
 
 
 @dataclass(frozen=True)
 class HeadWeight:
-    """A weight, or bias, that makes queries or keys: a plain tensor or a DTensor, of any placement but partial.
+    """A weight or bias of the query or key projection, not a partial sum.
 
     Attributes:
-        fqn: its name.
-        tensor: its rows (dim 0) are `pattern`, again and again: once for each key head, or for each query head.
+        tensor: plain tensor or DTensor. Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
     """
 
     fqn: str
@@ -88,8 +85,8 @@ class AttentionLayer:
     """One layer's attention.
 
     Attributes:
-        heads: query heads of the whole layer, whatever of them this rank computes.
-        weights: of which this rank may hold all, some or no rows; none where another pipeline stage has the layer.
+        heads: query heads of the whole layer, over all ranks.
+        weights: with all, some or no rows on this rank; empty if another pipeline stage has the layer.
     """
 
     name: str
@@ -99,11 +96,11 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class LogitReport:
-    """What attention did in the steps since the last report, equal on every rank.
+    """The logits of the steps since the last report, equal on every rank.
 
     Attributes:
-        max_logit: the largest logit of each layer; a layer that nothing observed is absent.
-        heads_above_threshold: how often a head was, summed over heads and steps.
+        max_logit: the largest logit of each observed layer.
+        heads_above_threshold: number of heads above the threshold, summed over steps.
     """
 
     max_logit: dict[str, float]
@@ -113,21 +110,20 @@ class LogitReport:
 class QKClip:
     """Observes the largest attention logit of each head, and clips the heads above the threshold after a step.
 
-    In each step: `observe` in every forward pass, `start_reduce` before the optimizer's step (or not at all), `apply`
-    after it. Neither waits for the device.
+    Call `observe` in every forward pass, optionally `start_reduce` before the optimizer's step, and `apply` after the
+    optimizer's step. These methods do not block the host.
 
     Args:
-        layers: every layer of the model, the same on all ranks but for `weights`.
-        threshold: largest logit, > 0, that is let be; Kimi K2 was trained with 100.
-        alpha: share of the factor that queries take, in [0, 1]; keys take the rest.
-        clips: whether weights are scaled; if not, logits are observed and reported alone.
-        device: device of the logits; by default that of the first weight.
-        group: ranks that together have seen all tokens and all heads of a step, the default group if None.
+        layers: every layer of the model, equal on all ranks except for `weights`.
+        threshold: largest accepted logit, > 0; Kimi K2 was trained with 100.
+        alpha: share of the factor for queries, in [0, 1]; the rest is for keys.
+        clips: whether to scale weights, or only observe and report logits.
+        device: device of the logits; by default the device of the first weight.
+        group: ranks with all tokens and heads of a step; None for the default group.
 
     Raises:
-        ValueError: at construction, for a layer given twice, a weight whose rows its pattern does not fill, and one
-            that is placed as a partial sum or is not stored as its placement says; in the first step, for a layer here
-            that nothing has observed.
+        ValueError: at construction, for a repeated layer, a pattern that does not fit the rows, a partial sum, or local
+            storage that contradicts the placement; in the first step, for an unobserved layer on this rank.
     """
 
     def __init__(
@@ -149,7 +145,7 @@ class QKClip:
         weights = [weight for layer in self.layers for weight in layer.weights]
         if device is None:
             device = storage_device(weights[0].tensor) if weights else torch.device("cpu")
-        # One buffer for all layers, so that one collective reduces them.
+        # One buffer for one collective.
         self._logits = torch.full((heads,), -torch.inf, device=device)
         self._largest = self._logits.clone()
         self._above = torch.zeros((), dtype=torch.int64, device=device)
@@ -160,16 +156,15 @@ class QKClip:
         self._rows = rows if rows is not None and rows.weights else None
 
     def observe(self, name: str, logits_max: Tensor, first_head: int = 0) -> None:
-        """Take in the largest logits that one forward pass of layer `name` has seen, shape (heads,).
+        """Record the largest logits of layer `name` in one forward pass, shape (heads,).
 
-        Several passes count by their largest: micro-batches, and forwards that are computed again. A rank that
-        computes some of the heads gives theirs, from `first_head` on.
+        Combines several passes of a step by the maximum. A rank with only some heads passes `first_head`.
         """
         view = self.logits(name, first_head, len(logits_max))
         view.copy_(torch.maximum(view, logits_max.detach()))
 
     def logits(self, name: str, first_head: int, count: int) -> Tensor:
-        """The buffer of `count` heads of layer `name`, for an attention that keeps its maxima there by itself."""
+        """The buffer of `count` heads of layer `name`, for attention code that updates the maxima in place."""
         if name not in self._places:
             raise ValueError(f"{name!r} is none of the layers: {', '.join(self._places)}")
         start, heads = self._places[name]
@@ -180,9 +175,9 @@ class QKClip:
 
     @torch.no_grad()
     def start_reduce(self) -> None:
-        """Begin the maximum over ranks. Every rank of the group calls it, once all forwards of a step are done."""
-        # Not while backward runs: what activation checkpointing computes again is observed again.
-        assert not self._reduced, "the step before was not applied"
+        """Start the maximum over ranks. Every rank of the group calls this after the last backward of a step."""
+        # After backward, because activation checkpointing recomputes logits.
+        assert not self._reduced, "the last step was not applied"
         unseen = [layer.name for layer in self.layers if layer.weights and layer.name not in self._observed]
         if unseen:
             raise ValueError(f"{', '.join(unseen)}: nothing has observed these layers; call observe in their forward")
@@ -191,15 +186,15 @@ class QKClip:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Scale the weights by what was reduced, and begin the next step. Every rank calls it, after its optimizer."""
+        """Scale the weights and begin the next step. Every rank calls this after the optimizer's step."""
         if not self._reduced:
             self.start_reduce()
         if self._pending is not None:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # Multiplied always, by 1 where nothing is clipped: an `if` would have the host wait for the device.
-            # A logit that is not finite clips nothing: its factor, 0 or NaN, would spoil a head for good.
+            # Multiply unclipped heads by 1, because a condition would block the host. Non-finite logits would destroy
+            # the head.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -207,16 +202,16 @@ class QKClip:
         self._pending, self._reduced = None, False
 
     def report(self) -> LogitReport:
-        """What happened since the last report. Waits for the device."""
+        """The report since the last call. Waits for the device."""
         values, above = self._largest.tolist(), int(self._above.item())
         self._largest.fill_(-torch.inf)
         self._above.zero_()
-        found = {name: max(values[start : start + heads]) for name, (start, heads) in self._places.items()}
-        return LogitReport({name: value for name, value in found.items() if value != -torch.inf}, above)
+        largest = {name: max(values[start : start + heads]) for name, (start, heads) in self._places.items()}
+        return LogitReport({name: value for name, value in largest.items() if value != -torch.inf}, above)
 
 
 def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Where each layer's heads are among all heads: the first, and how many."""
+    """By layer, the index of the first head among all heads, and the number of heads."""
     start, names = 0, set()
     for layer in layers:
         if layer.name in names:
@@ -227,10 +222,10 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 
 
 class _ScaledRows:
-    """The rows that this rank holds of all weights, and which factor of a table multiplies each."""
+    """The rows of all weights on this rank, with an index into a table of factors for each row."""
 
-    # The table, anew in each step: 1, then for each query head its power alpha, and its factor as it is, then for each
-    # key head of each weight. One gather of it serves every row of every weight.
+    # The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
+    # each key head.
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
         self.weights: list[HeadWeight] = []
@@ -242,19 +237,19 @@ class _ScaledRows:
                 group, repeats = _group_size(layer, weight)
                 pattern = _entries(weight, start, group, repeats, heads, 1 + 2 * heads + len(sharing))
                 sharing += [[start + repeat * group + head for head in range(group)] for repeat in range(repeats)]
-                held = _held_rows(weight)
-                if len(held):
+                rows = _held_rows(weight)
+                if len(rows):
                     self.weights.append(weight)
-                    entries.append(pattern[held])
+                    entries.append(pattern[rows])
         device = storage_device(self.weights[0].tensor) if self.weights else torch.device("cpu")
         self._sizes = [len(entry) for entry in entries]
         self._entries = torch.cat(entries).to(device) if entries else torch.empty(0)
         widest = max((len(group) for group in sharing), default=0)
-        # Shorter groups repeat a head, which changes no minimum.
+        # Repeating a head does not change the minimum.
         self._sharing = torch.tensor([group + group[:1] * (widest - len(group)) for group in sharing], device=device)
 
     def scale(self, factors: Tensor, alpha: float) -> None:
-        """Multiply the rows held here; `factors` has one for each query head."""
+        """Multiply the rows. `factors`: (query heads,)."""
         # Weights may be on the host while logits are on the device.
         factors = factors.to(self._entries.device)
         keys = factors[self._sharing].amin(1)
@@ -266,20 +261,20 @@ class _ScaledRows:
 
 
 def _group_size(layer: AttentionLayer, weight: HeadWeight) -> tuple[int, int]:
-    """Query heads that share a repeat of the weight's pattern, and the number of repeats."""
+    """The number of query heads in a repeat of the weight's pattern, and the number of repeats."""
     height, rows = sum(part.rows for part in weight.pattern), len(weight.tensor)
     repeats = rows // height
     if rows % height or repeats == 0 or layer.heads % repeats:
-        what = f"{height} rows for each, or each few, of {layer.heads} heads"
-        raise ValueError(f"{weight.fqn}: its {rows} rows are not {what}; correct its pattern or the layer's heads")
+        problem = f"{rows} rows are no repeats of {height} rows for {layer.heads} heads"
+        raise ValueError(f"{weight.fqn}: {problem}; correct the pattern or the layer's heads")
     group = layer.heads // repeats
     if any(part.head >= group for part in weight.pattern):
-        raise ValueError(f"{weight.fqn}: its pattern has rows of more than the {group} heads that share a repeat of it")
+        raise ValueError(f"{weight.fqn}: the pattern has more than the {group} heads of a repeat; correct the pattern")
     return group, repeats
 
 
 def _entries(weight: HeadWeight, start: int, group: int, repeats: int, heads: int, keys: int) -> Tensor:
-    """For each row of the whole weight its entry of the table; `keys` is that of the weight's first key head."""
+    """The table index of each row of the whole weight. `keys`: index of the weight's first key head."""
     numbers = torch.arange(repeats, device="cpu")
     first = {
         "none": torch.zeros_like(numbers),
@@ -292,13 +287,13 @@ def _entries(weight: HeadWeight, start: int, group: int, repeats: int, heads: in
 
 
 def _held_rows(weight: HeadWeight) -> Tensor:
-    """Indices of the rows whose elements this rank stores, in the order of its storage."""
+    """Indices of the rows on this rank, in storage order."""
     rows, *others = held_indices(weight.tensor)
     stored = local(weight.tensor)
     if stored.numel() == 0:
         return rows[:0]
     shape = tuple(map(len, (rows, *others)))
-    # DTensor's own spec is wrong for some uneven shards: rows of other heads would be scaled.
+    # DTensor's placements are wrong for some uneven shards.
     if tuple(stored.shape) != shape:
         raise ValueError(f"{weight.fqn}: stores {tuple(stored.shape)} here, but its placements say {shape}")
     return rows

@@ -1,7 +1,7 @@
-"""Optimizers, placements, exchanges and models by the names that a recipe uses; other packages can add theirs.
+"""Registries of optimizers, placements, exchanges and models by the names in recipes.
 
-A package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements`,
-`titan_muon.exchanges` or `titan_muon.models`, found when the name is first asked for, or by calling `register`.
+Another package adds a name by an entry point in the group `titan_muon.optimizers`, `titan_muon.placements`,
+`titan_muon.exchanges` or `titan_muon.models`, loaded at the first use of the name, or by calling `register`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name.
-
-    Args:
-        key: the recipe key that takes these names, for messages.
-        group: the group of entry points that add to it.
-    """
+    """Values by name. `key`: recipe key of the names, for messages. `group`: group of entry points."""
 
     def __init__(self, key: str, group: str) -> None:
         self.key = key
@@ -31,13 +26,12 @@ class Registry(Generic[T]):
         self._values: dict[str, T] = {}
 
     def register(self, name: str, value: T) -> None:
-        """Add a value. Raises ValueError if the name is taken."""
         if name in self._values:
             raise ValueError(f"{self.key}: {name!r} is registered already; choose another name")
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """The value of a name. Raises ValueError naming the known names if there is none."""
+        """The value of a name. Raises ValueError for an unknown name."""
         if name in self._values:
             return self._values[name]
         entries = tuple(entry_points(group=self.group, name=name))
@@ -49,14 +43,13 @@ class Registry(Generic[T]):
         raise ValueError(unknown_name(self.key, name, self.names()))
 
     def names(self) -> tuple[str, ...]:
-        """All known names, those of installed packages included."""
         return tuple(sorted({*self._values, *(entry.name for entry in entry_points(group=self.group))}))
 
 
 def unknown_name(key: str, name: str, known: Sequence[str]) -> str:
-    """The message for a name that is none of those a recipe key takes."""
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    """The error message for an unknown name in a recipe key."""
+    matches = difflib.get_close_matches(name, known, 1)
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
     return f"{key} = {name!r} is unknown; {hint}choose from: {', '.join(known)}"
 
 
@@ -65,10 +58,9 @@ class OptimizerEntry:
     """How to build an optimizer.
 
     Attributes:
-        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and, by keyword,
-            the options in `shared`; returns a torch.optim.Optimizer, whose `defaults` are the hyperparameters that it
-            knows.
-        shared: options that hold for the whole optimizer and not for a group of its own.
+        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the keywords in
+            `shared`; returns a torch.optim.Optimizer with all of its hyperparameters in `defaults`.
+        shared: options of the whole optimizer, which cannot differ between groups.
     """
 
     build: Callable[..., Any]
@@ -76,16 +68,16 @@ class OptimizerEntry:
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-"""The ones of this package are registered by `assignment/groups.py`."""
+"""`assignment/groups.py` registers this package's optimizers."""
 
 
 @dataclass(frozen=True)
 class ExchangeEntry:
-    """Which collective assembles a sharded matrix.
+    """A collective to assemble sharded matrices.
 
     Attributes:
-        pattern: how it is planned: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
-        collectives: called without arguments; returns the `exchange.Collectives` that carry the buffers.
+        pattern: for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
+        collectives: called without arguments; returns a `comm.collectives.Collectives`.
     """
 
     pattern: str
@@ -93,7 +85,7 @@ class ExchangeEntry:
 
 
 def _collectives() -> Any:
-    from .comm.exchange import Collectives
+    from .comm.collectives import Collectives
 
     return Collectives()
 
@@ -104,7 +96,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """The exchange of a name. Raises OptionError naming the known ones if there is none."""
+    """The exchange of a name. Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:
@@ -115,7 +107,7 @@ Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
-"""A placement changes how a model is parallelized: it is given a parallelize_fn and the recipe, and returns another."""
+"""A placement takes a parallelize_fn and the recipe, and returns a changed parallelize_fn."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 
@@ -124,8 +116,8 @@ class ModelFamily:
     """Models of one architecture, by flavor.
 
     Attributes:
-        flavors: called without arguments; returns the names that `model.flavor` takes.
-        build: called with a flavor and a vocabulary size, None for its own; returns a new TorchTitan ModelSpec.
+        flavors: called without arguments; returns the accepted names of `model.flavor`.
+        build: called with a flavor and a vocabulary size (None: the default); returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]
@@ -136,5 +128,5 @@ models: Registry[ModelFamily] = Registry("model.name", "titan_muon.models")
 
 
 def shared_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `options` that hold for the whole optimizer `name`."""
+    """The `options` of the whole optimizer `name`."""
     return {key: value for key, value in options.items() if key in optimizers.get(name).shared}

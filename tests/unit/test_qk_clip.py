@@ -133,15 +133,15 @@ def test_a_layer_that_nothing_observes_is_an_error_in_the_first_step() -> None:
         (lambda: QKClip([AttentionLayer("a", 2), AttentionLayer("a", 2)]), "a: given twice"),
         (
             lambda: QKClip([AttentionLayer("a", 3, (HeadWeight("wq", torch.ones(8, 2), query_rows(4)),))]),
-            "wq: its 8 rows are not 4 rows for each, or each few, of 3 heads",
+            "wq: 8 rows are no repeats of 4 rows for 3 heads",
         ),
         (
             lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("wq", torch.ones(9, 2), query_rows(4)),))]),
-            "wq: its 9 rows are not 4 rows",
+            "wq: 9 rows are no repeats of 4 rows",
         ),
         (
             lambda: QKClip([AttentionLayer("a", 2, (HeadWeight("w", torch.ones(8, 2), (HeadRows(4, "query", 1),)),))]),
-            "w: its pattern has rows of more than the 1 heads",
+            "w: the pattern has more than the 1 heads",
         ),
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("b", torch.ones(2)), "'b' is none of the layers: a"),
         (lambda: QKClip([AttentionLayer("a", 2)]).observe("a", torch.ones(3)), "a: has 2 heads, and not 3 from 0 on"),

@@ -1,4 +1,4 @@
-"""What ranks compare before the first step, the process groups they make, and what they tell each other in a step."""
+"""Agreement of all ranks on a plan before the first step, and the process groups of a step."""
 
 from __future__ import annotations
 
@@ -18,38 +18,34 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PlanReport:
-    """What ranks compare before a step is possible: equal on all ranks that made the same plan.
+    """Summary of a rank's plan, equal for equal plans.
 
     Attributes:
-        ranks: global ranks that the plan's parameters rest on; empty on a rank that trains none.
-        buckets: ranks of each collective, of whole buckets and among the owners of a matrix's slices.
-        groups: those of all sets of ranks here for which a process group has to be made.
-        apart: ranks of each collective that goes over a process group which nothing else uses, made in any case.
-        sharing: ranks that must do the same in every step, as disjoint sets.
-        parts: digests of the plan and of its causes, by name, so that a difference is named.
+        ranks: holders of the plan's parameters; empty on a rank without parameters.
+        buckets: ranks of each collective of a bucket, and of each team of slices.
+        groups: sets of ranks that need a new process group.
+        exclusive: ranks of each collective with a process group for buckets only.
+        sharing: disjoint sets of ranks that must take the same steps.
+        parts: digests of the plan and of its causes by name, so that an error names the difference.
     """
 
     ranks: Ranks = ()
     buckets: tuple[Ranks, ...] = ()
     groups: tuple[Ranks, ...] = ()
-    apart: tuple[Ranks, ...] = ()
+    exclusive: tuple[Ranks, ...] = ()
     sharing: tuple[Ranks, ...] = ()
     parts: tuple[tuple[str, str], ...] = ()
 
     def digest(self) -> bytes:
-        """SHA-256 of the report."""
         return _digest(self)
 
 
 class Agreement:
-    """All ranks of the default process group, comparing plans before anything is exchanged.
-
-    Every rank of the world takes part, whether it trains matrices or not: process groups are made by all ranks, and a
-    pipeline stage with the embedding alone would otherwise leave the others waiting.
+    """Collective checks and process groups over all ranks of the world, with or without matrices.
 
     Attributes:
         rank: this rank of the default process group; 0 without one.
-        peers: process group of the ranks that must do the same in every step as this one, or None if there are none.
+        peers: process group of the ranks with the same steps as this rank; None without a peer.
     """
 
     def __init__(self) -> None:
@@ -57,83 +53,81 @@ class Agreement:
         self._size = dist.get_world_size() if dist.is_initialized() else 1
         self._known: dict[Ranks, dist.ProcessGroup] = {}
         self._groups: dict[Ranks, dist.ProcessGroup] = {}
-        self._apart: dict[Ranks, dist.ProcessGroup] = {}
-        self._made: list[dist.ProcessGroup] = []
+        self._exclusive: dict[Ranks, dist.ProcessGroup] = {}
+        self._new_groups: list[dist.ProcessGroup] = []
         self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
-        """Compare reports, make all process groups and use each once.
+        """Compare reports, then make all process groups except `known` and use each group once.
 
-        `known` are the process groups of this rank's meshes, which no report asks to make. Raises ValueError on every
-        rank for plans that differ.
+        Raises ValueError on every rank if plans differ.
         """
-        digests, reports = self._exchanged(report)
+        digests, reports = self._exchange(report)
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # Meshes differ between ranks, and between plans. A group of a mesh never stands for one that all ranks make.
+        # Meshes differ between ranks and between plans. A mesh's group never replaces a group that all ranks make.
         self._known = dict(known)
-        for ranks in sorted({ranks for each in reports.values() for ranks in each.groups}):
+        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
             if ranks not in self._groups:
-                self._groups[ranks] = self._made_group(ranks, device)
-        for ranks in sorted({ranks for each in reports.values() for ranks in each.apart}):
-            if ranks not in self._apart:
-                self._apart[ranks] = self._made_group(ranks, device)
+                self._groups[ranks] = self._new_group(ranks, device)
+        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
+            if ranks not in self._exclusive:
+                self._exclusive[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
-        self._warm_up([self.group_apart(ranks) for ranks in report.apart if self.rank in ranks], device)
+        self._warm_up([self.exclusive_group(ranks) for ranks in report.exclusive if self.rank in ranks], device)
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
     def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys that every rank of the world has, with one value. All ranks call it together."""
-        _, others = self._exchanged(dict(sorted(values.items())))
+        """The keys with the same value on every rank of the world. All ranks call this together."""
+        _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
-            key for key, value in values.items() if all(key in each and each[key] == value for each in others.values())
+            key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
         )
 
-    def _exchanged(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        """The digest of what every rank reports, by its text, and one report for each digest."""
+    def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
+        """The digests of all ranks' reports, and a report for each digest."""
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
-        # Digests, not reports: those of 1,024 ranks would be megabytes on each of them. Ranks that planned the same
-        # have equal reports, so the lowest of them speaks for all; there are as many as pipeline stages.
+        # 1,024 reports would take megabytes on every rank. So the lowest rank with each digest broadcasts a report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
-        # The fake process group of dry runs fills no outputs: there every rank is like this one.
-        every = [mine.clone() for _ in range(self._size)]
-        dist.all_gather(every, mine)
-        digests = [bytes(each.tolist()) for each in every]
-        first = {each: rank for rank, each in reversed(list(enumerate(digests)))}
+        # The fake process group of dry runs leaves outputs unchanged, hence the clones.
+        gathered = [mine.clone() for _ in range(self._size)]
+        dist.all_gather(gathered, mine)
+        digests = [bytes(tensor.tolist()) for tensor in gathered]
+        first = {other: rank for rank, other in reversed(list(enumerate(digests)))}
         reports = {digest: report}
-        for each, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
-            said = [report if rank == self.rank else None]
-            dist.broadcast_object_list(said, src=rank, device=_device())
-            assert said[0] is not None, f"rank {rank} reported nothing"
-            reports[each] = said[0]
+        for other, rank in sorted(first.items(), key=lambda item: item[1]) if len(first) > 1 else ():
+            message = [report if rank == self.rank else None]
+            dist.broadcast_object_list(message, src=rank, device=_device())
+            assert message[0] is not None, f"rank {rank} reported nothing"
+            reports[other] = message[0]
         return digests, reports
 
-    def together(self, made: Callable[[], T]) -> T:
-        """The result of `made` on this rank.
+    def together(self, build: Callable[[], T]) -> T:
+        """The result of `build` on this rank.
 
         Raises:
-            ValueError: on every rank of the world, if `made` raises a ValueError on any.
-            RuntimeError: on every other rank, if `made` raises another error on a rank. The rank with the error, such
+            ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
+            RuntimeError: on all other ranks, if `build` raises another error on a rank. The rank with the error, such
                 as an OutOfMemoryError, raises the error itself.
         """
         results: list[T] = []
         fault: Exception | None = None
         try:
-            results.append(made())
+            results.append(build())
         except Exception as error:
             fault = error
         self._raise_together(fault)
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise an error on every rank of the world if there is a fault on any: the fault of the lowest rank."""
-        # A rank that raised by itself would leave the others waiting for it in the next collective.
+        """Raise the fault of the lowest rank with a fault on every rank of the world."""
+        # If only one rank raised, the other ranks would hang in the next collective.
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -153,25 +147,23 @@ class Agreement:
         raise (ValueError if is_refusal else RuntimeError)(f"{text} (on rank {rank})") from fault
 
     def any_rank(self, value: bool) -> bool:
-        """Whether `value` is true on any rank of the world."""
         if self._size == 1:
             return value
-        found = torch.tensor([int(value)], device=_device())
-        dist.all_reduce(found, dist.ReduceOp.MAX)
-        return bool(found.item())
+        flag = torch.tensor([int(value)], device=_device())
+        dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these global ranks, one of those in the reports or of a mesh axis."""
+        """The process group of these ranks, from the reports or a mesh axis."""
         if len(ranks) == self._size:
             return _world()
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
 
-    def group_apart(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these global ranks that nothing but buckets uses."""
-        return self._apart[ranks]
+    def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
+        return self._exclusive[ranks]
 
     def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
-        """The largest of each code over the peers. The host waits for all of them, and for the device."""
+        """The element-wise maximum over the peers. The host waits for all peers and for the device."""
         if self.peers is None:
             return list(codes)
         tensor = torch.tensor(codes, dtype=torch.int32, device=_device())
@@ -179,34 +171,31 @@ class Agreement:
         return [int(code) for code in tensor.tolist()]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Begin to put the largest of each element over the peers into a tensor; None if there is no peer."""
+        """Start an in-place maximum over the peers; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have collectives of the groups made here fail after `timeout`; those of meshes are their owner's."""
+        """Set the time-out of the process groups made by this object, but not of meshes."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-        for group in self._made:
+        for group in self._new_groups:
             setter(timeout, group)
 
     def close(self) -> None:
-        """Destroy the groups made here, on all ranks at the same point of the program."""
-        for group in self._made if dist.is_initialized() else ():
+        """Destroy the process groups made by this object, on all ranks at the same point."""
+        for group in self._new_groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
-        self._made.clear()
+        self._new_groups.clear()
 
-    def _made_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-        # Every rank makes every group, in one order, members or not. Were a group made by its members alone, torch
-        # would name it by a count of groups that differs between ranks, and they would wait for each other forever.
+    def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
+        # Every rank makes every group, because PyTorch names groups by a counter: different counts would deadlock.
         group = dist.new_group(list(ranks), timeout=world_timeout(device.type))
         if self.rank in ranks:
-            self._made.append(group)
+            self._new_groups.append(group)
         return group
 
     def _warm_up(self, used: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-        """Open the connections of the groups that this rank uses, in one order on all of their members."""
-        # NCCL opens them in the first collective. There they cost seconds of the first step, and a network that cannot
-        # open them would be found after the first forward and backward, by a time-out.
+        # NCCL opens connections in the first collective. A broken network should fail before the first step.
         for group in used:
             sent = torch.zeros(dist.get_world_size(group), device=device)
             dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
@@ -223,23 +212,23 @@ def digest_of(part: object) -> str:
 
 
 def check_reports(digests: Sequence[bytes], reports: Mapping[bytes, PlanReport]) -> None:
-    """Raise ValueError if ranks of the same parameters planned different steps, or if no rank has any parameter."""
-    # Only ranks that hold the same parameters must agree: pipeline stages and towers on disjoint meshes plan apart.
+    """Raise ValueError for different plans of the same parameters, and without any parameter."""
+    # Pipeline stages, and towers on disjoint meshes, may have different plans.
     for digest in dict.fromkeys(digests):
-        others = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
-        empty = [peer for peer in others if not reports[digests[peer]].ranks]
+        differing = [peer for peer in reports[digest].ranks if peer < len(digests) and digests[peer] != digest]
+        empty = [peer for peer in differing if not reports[digests[peer]].ranks]
         if empty:
             raise ValueError(
                 f"Muon has no parameter to train on ranks {empty}, which hold parameters that rank "
-                f"{digests.index(digest)} trains: it was given none there, or all of them are frozen"
+                f"{digests.index(digest)} trains: pass the parameters to Muon there, and do not freeze them"
             )
-        if others:
+        if differing:
             raise ValueError(
-                f"ranks {others} planned another Muon step than rank {digests.index(digest)}: "
-                f"{_difference(reports[digest], reports[digests[others[0]]])}"
+                f"ranks {differing} planned another Muon step than rank {digests.index(digest)}: "
+                f"{_difference(reports[digest], reports[digests[differing[0]]])}"
             )
     if not any(report.ranks for report in reports.values()):
-        raise ValueError("Muon has no parameter to train: it was given none, or all of them are frozen")
+        raise ValueError("Muon has no parameter to train: pass parameters that are not frozen")
 
 
 CAUSES: Mapping[str, str] = {
@@ -250,7 +239,7 @@ CAUSES: Mapping[str, str] = {
     "plan": "parameters, hyperparameters and options are equal, and the planned costs differ; give every rank the same "
     "machine.file, the same kernels (ns_kernel) and the same versions of titan_muon and PyTorch",
 }
-"""What to tell the user, by the first part of two reports that differs."""
+"""Error text by the first part of two reports that differs."""
 
 
 def _difference(report: PlanReport, other: PlanReport) -> str:
@@ -260,15 +249,15 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The time-out of the default process group, which a new group does not take over by itself.
+    """The time-out of the default process group, for new groups.
 
-    With one backend for each type of device, the time-out of `device` counts.
+    With a backend for each type of device, the time-out of the backend of `device`.
     """
     for kind in dict.fromkeys((device, "cpu", "cuda")):
         try:
             options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
-            # A backend without options (the fake one), or none for this type of device.
+            # The fake backend has no options. A device type may have no backend.
             continue
         timeout = getattr(options, "_timeout", None)
         return timeout if isinstance(timeout, timedelta) else None
@@ -276,7 +265,7 @@ def world_timeout(device: str = "cpu") -> timedelta | None:
 
 
 def start_max(tensor: Tensor, group: dist.ProcessGroup | None) -> dist.Work | None:
-    """Begin to put the largest of each element over a group's ranks, by default all, into a tensor; None if alone."""
+    """Start an in-place maximum over a group (default: all); None for a single rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return None
     return dist.all_reduce(tensor, dist.ReduceOp.MAX, group=group, async_op=True)
@@ -289,5 +278,5 @@ def _world() -> dist.ProcessGroup:
 
 
 def _device() -> torch.device:
-    """Where tensors are that the default process group carries."""
+    """Device for collectives of the default process group."""
     return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The buffers of a step: where the pieces of each bucket are packed, and the memory that only a step takes."""
+"""The exchange buffers of a step, and memory that is allocated only during a step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,7 @@ from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """Memory that a step takes and gives back, so that forward and backward can use it. Views of it stay valid.
-
-    Args:
-        tensors: tensors that fill their storages, alone or together.
-    """
+    """Memory of `tensors` that only a step allocates. Views stay valid. Tensors may share a storage."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._sizes: dict[torch.UntypedStorage, int] = {}
@@ -29,16 +25,16 @@ class StepMemory:
         self.free()
 
     def take(self) -> None:
-        """Allocate the memory on the current stream, unless it is allocated. Its contents are undefined."""
-        # Resizing a storage to its own size would move it, and collectives in flight would write to the old place.
+        """Allocate the memory on the current stream unless it is allocated. The contents are undefined."""
+        # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
                 storage.resize_(size)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Hold the memory while views are made, because PyTorch makes no view of a part of an empty storage."""
-        # Memory that a backward is sending from stays, because a step also makes views of replaced storage.
+        """Allocate the memory for making views, because PyTorch makes no views of an empty storage."""
+        # A gather in backward may be reading memory that was allocated before.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -46,14 +42,14 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Give the memory back. The current stream has waited for its uses on other streams."""
+        """Free the memory. The current stream must have waited for uses on other streams."""
         for storage in self._sizes:
             storage.resize_(0)
 
 
 @dataclass(frozen=True)
 class BufferPiece:
-    """A piece of a matrix, see [Note: pieces]: its 2D view in a buffer, and its rectangles."""
+    """A piece of a matrix, see [Note: pieces], as a 2D view in a buffer."""
 
     matrix: int
     view: Tensor
@@ -65,10 +61,10 @@ class BufferSet:
     """The set of flat buffers of one bucket in flight.
 
     Attributes:
-        home: pieces that this rank stores.
-        inbox: pieces received for the matrices that this rank owns.
+        home: stored pieces.
+        inbox: pieces received for the matrices of this owner.
         outbox: results to send back.
-        shared: every piece that this rank stores, as replicas share results.
+        shared: results of all stored pieces, after the spread among replicas.
     """
 
     home: Tensor
@@ -83,13 +79,13 @@ class BufferSet:
 
 @dataclass(frozen=True)
 class BucketBuffers:
-    """Where the pieces of one bucket are in the buffers of its slot, on this rank.
+    """This rank's pieces of one bucket, as views of a buffer set.
 
     Attributes:
-        stored: every piece that this rank stores, where its result arrives.
-        packed: by matrix, the view to fill with the piece that leaves this rank.
-        repeated: (target, source) views of a piece that goes to several ranks.
-        sources: by matrix, the gathered pieces.
+        stored: every stored piece; the result arrives in the view.
+        packed: by matrix, the view to fill with the piece to send.
+        repeated: (target, source) views of pieces for several ranks.
+        sources: gathered pieces by matrix.
         targets: by matrix, the views to fill with orthogonalized pieces.
         cleared: buffer to set to zero before the targets are filled, or None.
     """
@@ -103,7 +99,7 @@ class BucketBuffers:
 
 
 def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
-    """The views of one bucket in a slot's buffers."""
+    """The views of one bucket in a buffer set."""
     gathering, returning = run.gathering, run.returning
     stored = _pieces(run.stored, buffer_set.home if run.spreading is None else buffer_set.shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
@@ -115,7 +111,7 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
     places = [
         (piece.view, packed.setdefault(piece.matrix, piece.view)) for piece in _pieces(gathering.home, buffer_set.home)
     ]
-    # A reduce-scatter sums results, so matrices of other owners must contribute zeros.
+    # A reduce-scatter sums results, so matrices of other owners need zeros.
     summed = returning is not None and returning.collective is Collective.REDUCE_SCATTER
     return BucketBuffers(
         stored,
@@ -130,14 +126,14 @@ def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> Buck
 def _by_matrix(
     run: BucketProgram, phase: Phase, buffer: Tensor, home: Tensor, rank: int
 ) -> dict[int, tuple[BufferPiece, ...]]:
-    """The pieces of each matrix at its owner. In an all-to-all, the owner's own pieces stay in its home buffer."""
-    kept = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
-    found: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
-    for piece in (*_pieces(phase.owned, buffer), *_pieces(kept, home)):
-        # An all-gather also brings the pieces of matrices that others orthogonalize.
-        if piece.matrix in found:
-            found[piece.matrix].append(piece)
-    return {matrix: tuple(pieces) for matrix, pieces in found.items()}
+    """The pieces of this owner's matrices. In an all-to-all, the owner's own pieces stay in the home buffer."""
+    own = [parcel for parcel in phase.home if phase.collective is Collective.ALL_TO_ALL and parcel.peer == rank]
+    by_matrix: dict[int, list[BufferPiece]] = {matrix: [] for matrix in run.matrices}
+    for piece in (*_pieces(phase.owned, buffer), *_pieces(own, home)):
+        # An all-gather also brings pieces for another owner.
+        if piece.matrix in by_matrix:
+            by_matrix[piece.matrix].append(piece)
+    return {matrix: tuple(pieces) for matrix, pieces in by_matrix.items()}
 
 
 def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...]:
@@ -148,17 +144,11 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Buffers:
-    """The flat buffers of a program on this rank, with views of every piece in them. Only a step takes their memory.
-
-    Args:
-        program: this rank's part of the plan.
-        device: device that holds the buffers.
-        dtype: dtype of the elements in transit.
+    """The flat buffers of a program on this rank, with views of every piece.
 
     Attributes:
-        slots: by bucket, its set of buffers; empty for a local bucket, whose shards are packed into the workspace.
-        buckets: by bucket, where its pieces are; None for a local bucket.
-        memory: memory of all buffers.
+        buffer_sets: by bucket; empty for a local bucket, because local matrices skip the buffers.
+        buckets: the views of each bucket; None for a local bucket.
     """
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype) -> None:
@@ -171,30 +161,29 @@ class Buffers:
 
     @property
     def tensors(self) -> Iterator[Tensor]:
-        """All buffers, some of them several times."""
         for buffer_set in self.buffer_sets:
             yield from (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """The buffers of each bucket; buckets of different rounds share them. A local bucket has none."""
+    """The buffer set of each bucket. Buckets of different rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):
         if place is not None:
             sharing.setdefault(place, []).append(run)
-    made = {place: _buffer_set(runs, device, dtype) for place, runs in sharing.items()}
-    nothing = BufferSet(*(torch.empty(0, device=device, dtype=dtype) for _ in range(4)))
-    return tuple(nothing if place is None else made[place] for place in places)
+    sets = {place: _buffer_set(runs, device, dtype) for place, runs in sharing.items()}
+    empty = BufferSet(*(torch.empty(0, device=device, dtype=dtype) for _ in range(4)))
+    return tuple(empty if place is None else sets[place] for place in places)
 
 
 def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
-    """Buffers large enough for each of these buckets, which take turns in them."""
+    """Buffers large enough for each of these buckets."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
-    # Where a bucket returns the way it came, its results overwrite what was received: no second buffer.
-    apart = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
-    outbox = torch.empty(max(apart), device=device, dtype=dtype) if apart else inbox
-    most = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
-    shared = torch.empty(most, device=device, dtype=dtype)
+    # If the return mirrors the gather, results overwrite the received pieces: no second buffer.
+    outgoing = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
+    outbox = torch.empty(max(outgoing), device=device, dtype=dtype) if outgoing else inbox
+    largest = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
+    shared = torch.empty(largest, device=device, dtype=dtype)
     return BufferSet(torch.empty(home, device=device, dtype=dtype), inbox, outbox, shared)

@@ -1,8 +1,8 @@
-"""Gradient clipping over parameters on different device meshes: one all-reduce of two numbers a step.
+"""Gradient clipping over parameters on different device meshes: one all-reduce of two numbers in each step.
 
-Each rank sums the squares of its local gradients. Each square is divided by the number of ranks with the same elements.
-So one sum over the world counts every element once: dense parameters on fsdp x tp, experts on ep x efsdp, plain
-tensors, owned parameters, and the stages of a pipeline.
+Each rank sums the squares of local gradients, divided by the number of ranks with the same elements. So one sum over
+the world counts every element once: dense parameters on fsdp x tp, experts on ep x efsdp, plain tensors, owned
+parameters, and pipeline stages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from ..tensors.mesh import without_groups
 
 EPS = 1e-6
-"""Added to the norm that divides, as in torch.nn.utils.clip_grad_norm_."""
+"""Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
 
 
 def clip_grad_norm_(
@@ -32,17 +32,17 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
-    Takes any mixture of plain tensors, DTensors on different meshes, and owned parameters, which torch's function
-    refuses. Plain tensors count as replicas on all ranks (of a pipeline stage), as under DistributedDataParallel. Every
-    rank of the default process group calls it.
+    Unlike torch's function, accepts any mixture of plain tensors, DTensors on different meshes, and owned parameters.
+    Plain tensors count as replicas on all ranks of a pipeline stage, as under DistributedDataParallel. Every rank of
+    the default process group calls this.
 
     Args:
-        parameters: parameters of this rank, or one. Those without a gradient count as zero.
+        parameters: parameters of this rank. A missing gradient counts as zero.
         max_norm: largest norm.
         norm_type: p of the p-norm; `math.inf` for the largest absolute value.
-        error_if_nonfinite: raise RuntimeError for a norm that is not finite; the host waits for the device then.
-        foreach: taken for torch's signature; gradients are always scaled in few kernels.
-        stages: pipeline stages, each with parameters of its own.
+        error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
+        foreach: ignored; exists for torch's signature.
+        stages: pipeline stages with separate parameters.
 
     Returns:
         The norm before scaling, () float32 on the gradients' device, equal on all ranks.
@@ -53,9 +53,9 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
-    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    # A frozen parameter may still have a gradient, and counts then, as in torch.
-    trained = [parameter for parameter in given if parameter.requires_grad or parameter.grad is not None]
+    all_parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    # As in torch, a frozen parameter with a gradient counts.
+    trained = [parameter for parameter in all_parameters if parameter.requires_grad or parameter.grad is not None]
     if not trained:
         return torch.tensor(0.0)
     clip = GradientClip(trained, trained, max_norm=max_norm, stage_ranks=_world_size() // stages, norm_type=norm_type)
@@ -70,11 +70,11 @@ def clip_grad_norm_(
 
 
 class GradientClip:
-    """Scales gradients down to a largest norm. Every rank of the default process group calls it at every step.
+    """Scales gradients down to a largest norm. Every rank of the default process group calls this in every step.
 
     Args:
-        parameters: all parameters that this rank trains, of any dtype, as DTensors or plain tensors.
-        clipped: parameters among them whose gradients are scaled; the factor comes from their norm alone.
+        parameters: all parameters of this rank, of any dtype, as DTensors or plain tensors.
+        clipped: parameters to scale. Only their norm determines the factor.
         max_norm: largest norm of the clipped gradients, > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
         norm_type: p of the p-norm.
@@ -97,8 +97,7 @@ class GradientClip:
         self.max_norm, self.norm_type = max_norm, norm_type
         device = self.parameters[0].device
         shares = [1 / replica_count(p, stage_ranks) for p in self.parameters]
-        # Weights on sums, instead of norms by mesh as in torch: those need a collective for each mesh. float64, because
-        # float32 loses the small tensors of a large model.
+        # Weighted sums need one collective, unlike torch's norms by mesh. float32 would lose small tensors.
         self._weights = torch.tensor(
             [shares, [share * is_clipped for share, is_clipped in zip(shares, self.clipped, strict=True)]],
             dtype=torch.float64,
@@ -108,9 +107,9 @@ class GradientClip:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Scale the chosen gradients. Returns the norm of all gradients before it, a float64 scalar on the device.
+        """Scale the clipped gradients. Returns the norm of all gradients before scaling, () float64 on the device.
 
-        Equal on every rank. Nothing waits for the device. A parameter without a gradient counts as zero.
+        The norm is equal on every rank. The host does not wait. A missing gradient counts as zero.
         """
         gradients = self.gradients()
         norm, clipped_norm = self.norms(gradients)
@@ -122,34 +121,34 @@ class GradientClip:
         return [None if p.grad is None else local_gradient(p) for p in self.parameters]
 
     def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """Two norms over all ranks, (2,) float64: of all gradients, and of the clipped ones."""
+        """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        # A rank without a gradient adds zero and still joins the all-reduce: left out, the others would hang.
-        every = torch.stack(
+        # A rank without a gradient still joins the all-reduce, because the other ranks would hang.
+        local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
         if math.isinf(self.norm_type):
-            largest = torch.where(self._weights > 0, every, 0.0).amax(dim=1)
+            largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
             _reduce(largest, dist.ReduceOp.MAX)
             return largest
-        sums = self._weights @ every.pow(self.norm_type)
+        sums = self._weights @ local_norms.pow(self.norm_type)
         _reduce(sums, dist.ReduceOp.SUM)
         return sums.pow(1 / self.norm_type)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
-        """Scale the chosen gradients by max_norm / norm, if that is below 1."""
+        """Scale the clipped gradients by min(1, max_norm / norm)."""
         pairs = zip(gradients, self.clipped, strict=True)
         scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
-        # Clamped on the device instead of tested here: an `if` on the norm would make the host wait for it.
+        # A clamp on the device, because a condition on the norm would block the host.
         if scaled:
             torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
 
 
 def replica_count(parameter: Tensor, stage_ranks: int) -> int:
-    """Ranks that hold the same elements of `parameter`, itself counted.
+    """The number of ranks with the same elements of `parameter`, including this rank.
 
-    `stage_ranks` is the number of ranks that have this parameter at all: the world, or one pipeline stage.
+    `stage_ranks`: number of ranks in the world, or in a pipeline stage.
     """
     if not isinstance(parameter, DTensor):
         return stage_ranks
@@ -158,13 +157,12 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    # A mesh smaller than the stage is repeated over the stage's other ranks. The mesh of an owned parameter is small
-    # because only its owners hold it, and they are all in it.
+    # A mesh smaller than the stage is repeated over further ranks of the stage, except the mesh of an owned parameter.
     return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 
 def local_gradient(parameter: Tensor) -> Tensor:
-    """The piece of a parameter's gradient that this rank holds; writing to it changes the gradient."""
+    """This rank's piece of a parameter's gradient, as a view."""
     gradient = parameter.grad
     assert gradient is not None, "only parameters with a gradient are asked for it"
     if not isinstance(gradient, DTensor):

@@ -1,4 +1,4 @@
-"""The collectives of exchanges and of gradients, and a count of the bytes that they send."""
+"""The collectives of exchanges and gradients, with a count of the bytes sent."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-# PyTorch 2.13 renamed these; the old names warn from then on.
+# PyTorch 2.13 renamed two functions, and the old names warn.
 _gather_equal = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass
 class Traffic:
-    """Traffic of this rank since construction: collectives launched, and bytes sent to other ranks."""
+    """Number of collectives launched by this rank, and bytes sent to other ranks."""
 
     calls: int = 0
     bytes_sent: int = 0
 
     def add(self, sent: int) -> None:
-        """Count one collective."""
         self.calls += 1
         self.bytes_sent += sent
 
@@ -30,10 +29,10 @@ Splits = Sequence[int]
 
 
 class Collectives:
-    """The collectives of exchanges and of owned gradients. A package may register a subclass with another transport.
+    """Transport of exchanges and of owned gradients. A package may register a subclass.
 
-    Buffers are flat, on one device and of one dtype. Splits are elements for each rank of the group, in its order.
-    Every method starts its collective and returns what there is to wait for.
+    Buffers are flat, on one device and of one dtype. Splits count the elements of each rank of the group, in order.
+    Methods start a collective and return the handles to wait for.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,7 @@ class Collectives:
     def all_to_all(
         self, output: Tensor, output_splits: Splits, input: Tensor, input_splits: Splits, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Send the parts of `input` to the ranks of the group, and fill `output` with their parts."""
+        """Send part i of `input` to rank i of the group, and fill `output` with the received parts."""
         received, sent = sum(output_splits), sum(input_splits)
         self.traffic.add(sent * input.element_size())
         work = dist.all_to_all_single(
@@ -51,7 +50,7 @@ class Collectives:
         return [work]
 
     def all_gather(self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Fill `output` with the inputs of all ranks, this one's included; `splits` may differ."""
+        """Fill `output` with the inputs of all ranks, of `splits` elements."""
         sent = input.numel() * input.element_size() * (len(splits) - 1)
         if len(set(splits)) == 1:
             self.traffic.add(sent)
@@ -60,7 +59,7 @@ class Collectives:
         if input.is_cuda:
             self.traffic.add(sent)
             return [dist.all_gather(parts, input, group=group, async_op=True)]
-        # gloo's all-gather takes equal parts only, so each rank broadcasts its own; an empty part needs no broadcast.
+        # gloo's all-gather takes only equal parts, so each rank broadcasts its part.
         me = dist.get_rank(group)
         parts[me].copy_(input)
         works = []
@@ -73,7 +72,7 @@ class Collectives:
     def reduce_scatter(
         self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup
     ) -> list[dist.Work]:
-        """Fill `output` with the sum over all ranks of this rank's part of `input`."""
+        """Fill `output` with this rank's part of the sum of `input` over all ranks."""
         self.traffic.add((sum(splits) - splits[dist.get_rank(group)]) * input.element_size())
         if len(set(splits)) == 1:
             return [_scatter_equal(output, input[: sum(splits)], group=group, async_op=True)]
@@ -81,7 +80,7 @@ class Collectives:
         return [dist.reduce_scatter(output, parts, group=group, async_op=True)]
 
     def all_reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Fill `tensor` with its sum over all ranks. The count has the bytes of a ring, and one call."""
+        """Replace `tensor` by the sum over all ranks. The traffic counts the bytes of a ring all-reduce."""
         ranks = dist.get_world_size(group)
         self.traffic.add(2 * (ranks - 1) * tensor.nbytes // ranks)
         return [dist.all_reduce(tensor, group=group, async_op=True)]
@@ -94,16 +93,16 @@ def finish(works: Iterable[dist.Work]) -> None:
 
 
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
-    """Copy a tensor from the global ranks `old`, which hold it, to the ranks `new`, in the dtype of `target`.
+    """Copy a tensor from the global ranks `old` to the ranks `new`, in the dtype of `target`.
 
-    Ranks of `old` and `new` call it in one order. The host waits.
+    The ranks of `old` and `new` call this in the same order. The host waits.
     """
-    here = dist.get_rank() if dist.is_initialized() else 0
+    this_rank = dist.get_rank() if dist.is_initialized() else 0
     for rank in new:
         if rank in old:
-            if rank == here:
+            if rank == this_rank:
                 target.copy_(source)
-        elif here == old[0]:
+        elif this_rank == old[0]:
             dist.send(source.to(target.dtype), rank)
-        elif here == rank:
+        elif this_rank == rank:
             dist.recv(target, old[0])

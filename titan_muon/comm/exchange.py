@@ -1,7 +1,6 @@
-"""Buffers and collectives that assemble sharded matrices at their owners and bring the results back.
+"""Collectives that gather sharded matrices at the owners and return the results.
 
-Every collective is asynchronous: `wait` blocks the host on gloo, and only the current stream on NCCL, whose own stream
-carries the transfer. Buffers and their views are made once and used by every step.
+Every collective is asynchronous. `wait` blocks the host on gloo, and only the current stream on NCCL.
 """
 
 from __future__ import annotations
@@ -20,21 +19,13 @@ from .collectives import Collectives, Traffic, finish
 
 
 class Exchange:
-    """Runs the collectives of a program. A local bucket has none.
-
-    Args:
-        program: this rank's part of the plan.
-        buffers: buffers of the program.
-        collectives: transport of the buffers.
-        agreement: owner of the process groups.
-        apart: whether gathers and returns have their own process groups.
-    """
+    """Runs the collectives of a program. `exclusive`: whether gathers and returns have their own process groups."""
 
     def __init__(
-        self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, apart: bool
+        self, program: Program, buffers: Buffers, collectives: Collectives, agreement: Agreement, *, exclusive: bool
     ) -> None:
         self._runs, self._buffer_sets, self.collectives = program.buckets, buffers.buffer_sets, collectives
-        group = agreement.group_apart if apart else agreement.group
+        group = agreement.exclusive_group if exclusive else agreement.group
         self._groups = {
             phase.group: group(phase.group) for run in self._runs for phase in run.phases[:2] if phase.travels
         }
@@ -46,18 +37,17 @@ class Exchange:
 
     @property
     def traffic(self) -> Traffic:
-        """The traffic of this rank."""
         return self.collectives.traffic
 
     def gather(self, index: int) -> None:
-        """Start to send the pieces in the home buffer to the owners of their matrices."""
+        """Start to send the packed pieces to the owners."""
         phase = self._runs[index].gathering
         if not phase.travels:
             return
         buffer_set = self._buffer_sets[index]
         group = self._groups[phase.group]
         if phase.collective is Collective.ALL_TO_ALL:
-            # Pieces of matrices that this rank owns come first in the home buffer, and never travel.
+            # The first pieces in the home buffer belong to this owner and never travel.
             sent = buffer_set.home[phase.kept :]
             works = self.collectives.all_to_all(buffer_set.inbox, phase.owned_splits, sent, phase.home_splits, group)
         else:
@@ -67,7 +57,7 @@ class Exchange:
         self._pending[index] = works
 
     def return_results(self, index: int) -> None:
-        """Start to send the orthogonalized pieces back to every rank that stores them."""
+        """Start to send the orthogonalized pieces back to the holders."""
         run = self._runs[index]
         if not any(phase.travels for phase in run.phases[1:]):
             return
@@ -91,7 +81,7 @@ class Exchange:
         return self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
 
     def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
-        # On a separate stream that waits for the return, so that the computing stream goes on with the next round.
+        # A separate stream waits for the return, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             finish(before)
@@ -101,5 +91,4 @@ class Exchange:
             )
 
     def wait(self, index: int) -> None:
-        """Wait for the last collective of bucket number `index` of the program."""
         finish(self._pending.pop(index, []))

@@ -1,4 +1,4 @@
-"""Options that wrap the stages of a step. Deleting an option takes its file and its lines here."""
+"""Options that wrap the stages of a step. To delete an option, delete a file and the lines below."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ..plan.terms.types import Plan
 from ..step.feature import Feature
 from ..step.stages import RankStages
 
-# An option imports the file of its feature, so that a step without the option runs none of the code.
+# Imports are local, so that a step without an option runs none of the option's code.
 
 
 def features_of(
     options: MuonOptions, rank: RankStages, agreement: Agreement, previous: Sequence[Feature] = ()
 ) -> Iterator[Feature]:
-    """The features of these options. A feature wraps the stages of the features before it.
+    """The features of these options, innermost first.
 
-    `previous` are the features of a replaced engine, because hooks of a model may refer to them.
+    `previous` are the features of a replaced engine. Hooks of a model may refer to the previous LateApplies.
     """
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
@@ -38,18 +38,18 @@ def features_of(
         yield HostOffload(options.offload)
 
 
-def needs_apart(options: MuonOptions) -> bool:
-    """Whether gathers and returns need their own process groups, because backward launches them beside FSDP's."""
+def needs_exclusive_groups(options: MuonOptions) -> bool:
+    """Whether gathers and returns need their own process groups, see [Note: gathers in backward]."""
     return options.overlap == "backward"
 
 
 def check_features(options: MuonOptions, plan: Plan, owned: Sequence[str]) -> None:
-    """Raise OptionError if a feature cannot run the plan. `owned`: names of parameters under owned placement."""
+    """Raise OptionError if a feature cannot run the plan. `owned`: names of the owned parameters."""
     if options.overlap != "none" and owned and not plan.buckets:
         raise OptionError(
             "overlap",
             f"= {options.overlap!r} has nothing to {'gather' if options.overlap == 'backward' else 'return'} in "
-            f"{options.overlap}: owned parameters are whole where they are orthogonalized ({', '.join(owned[:5])}), "
+            f"{options.overlap}: the owner of an owned parameter stores the whole matrix ({', '.join(owned[:5])}), "
             "and no other matrix travels; set 'none'",
         )
     if options.overlap == "backward":

@@ -1,15 +1,14 @@
-"""Gathers that start in backward: a bucket travels as soon as its gradients are reduced, in the order of the plan."""
+"""`overlap="backward"`: a bucket is gathered in backward, as soon as its gradients are reduced."""
 
 # [Note: gathers in backward]
-# - All ranks launch the gathers of a group in the plan's order. A ready bucket waits for the buckets before it, and the
-#   step launches the gathers that backward has not launched. Backward launches only the gathers that open a step, so
-#   that no other collective of the buckets comes in between on any rank.
-# - These gathers have their own process groups, because ranks launch them in different orders relative to FSDP's
-#   collectives and the step's own checks.
-# - Backward does not change the momentum. It packs the momentum as the step will compute it. So a failed backward
-#   leaves no trace, and the step gives the same numbers whether a bucket travelled early or not.
+# - All ranks launch gathers in the plan's order. A ready bucket waits for earlier buckets, and the step launches the
+#   remaining gathers. Backward launches only the gathers at the start of a step, before any return.
+# - These gathers have their own process groups, because their order relative to FSDP's collectives differs between
+#   ranks.
+# - Backward packs the input of Newton-Schulz without advancing the momentum. So a failed backward changes nothing, and
+#   an early gather does not change the bits of a step.
 # - Abandoned gathers must still complete, because launch counts differ between ranks. Every rank launches the remaining
-#   gathers and waits, before the buffers are used again.
+#   gathers and waits before the next use of the buffers.
 
 from __future__ import annotations
 
@@ -42,23 +41,21 @@ class Packed(NamedTuple):
 
     @classmethod
     def of(cls, trained: TrainedParam) -> Packed:
-        """The inputs as they are now, of a parameter with a gradient."""
-        assert trained.param.grad is not None, "a parameter is packed once it has a gradient"
+        assert trained.param.grad is not None, "a parameter is packed after its gradient is ready"
         grad = trained.param.grad
-        # The version of the DTensor, not of the local tensor: FSDP reduces the gradients of a module into one tensor.
-        # Their local parts share a version, and clipping another optimizer's gradients would count as a change.
+        # Not the version of the local gradient, which all gradients of an FSDP module share: clipping another
+        # optimizer's gradients would count as a change.
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
-    def is_of(self, trained: TrainedParam) -> bool:
-        """Whether the inputs are still the same."""
+    def is_current(self, trained: TrainedParam) -> bool:
         if trained.param.grad is None:
             return False
-        now = Packed.of(trained)
-        return now.grad is self.grad and now[1:] == self[1:]
+        current = Packed.of(trained)
+        return current.grad is self.grad and current[1:] == self[1:]
 
 
 def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
-    """The norms of the gradients' first rows, (count,) float32; None if one is missing."""
+    """The norms of the gradients' first rows, (count,) float32; None if a gradient is missing."""
     rows = [grad[:1] for index in parameters if (grad := stored[index]) is not None]
     if not rows or len(rows) < len(parameters):
         return None
@@ -68,43 +65,39 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
 class EarlyGathers(Feature):
     """The gathers of the first rounds, launched in the backward before the step.
 
-    Args:
-        rank: stages of this rank.
-
     Attributes:
-        needed: for each of the first gathers, the parameters whose shards this rank packs for it, ascending.
+        needed: for each of the first gathers, the parameters with a shard on this rank, ascending.
     """
 
     def __init__(self, rank: RankStages) -> None:
         self.first = rank.program.first_gathers
         self.needed = [sorted(rank.parameters_of(bucket)) for bucket in self.first]
         self._numbers = [torch.tensor(needed, device=rank.device, dtype=torch.int64) for needed in self.needed]
-        # By the place of a bucket: the first rows of its gradients when they were packed.
+        # By place in `first`: `_first_rows` of the packed gradients.
         self._rows: dict[int, Tensor | None] = {}
         self._launched = 0
         self._packed: dict[int, Packed] = {}
         self._changed: set[int] = set()
-        # Whether a backward was entered for the next step, and whether its gathers are to be discarded.
+        # Whether backward was entered since the last step, and whether to discard its gathers.
         self._entered = self._abandoned = False
         self.module: Any = torch.get_device_module(rank.device)
-        # On the stream of the gradients, packing would delay the next gradients that FSDP reduces.
+        # On the gradients' stream, packing would delay the next reduction.
         self._stream = self.module.Stream()
         self._rank = rank
 
     @staticmethod
     def check(plan: Plan) -> None:
-        """Raise OptionError for gradients without a hook that fires after their reduction."""
+        """Raise OptionError for plain tensors, which have no hook after the reduction of gradients."""
         plain = [plan.parameters[index].fqn for index in replicated_plain(plan)]
         if plain:
             raise OptionError(
                 "overlap",
-                f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose gradients "
-                "DistributedDataParallel reduces when their hooks have run; shard the model by fully_shard, or set "
-                "'none'",
+                f"= 'backward' takes DTensors, and {', '.join(plain[:5])} are plain tensors, whose hooks run before "
+                "DistributedDataParallel reduces the gradients; shard the model by fully_shard, or set 'none'",
             )
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Skip the packing and the gather of the buckets that backward has launched."""
+        """Skip the packing and the gather of buckets launched in backward."""
         self._rank = rank
 
         def advance(bucket: int, step: Step) -> None:
@@ -112,8 +105,8 @@ class EarlyGathers(Feature):
                 stages.advance(bucket, step)
                 return
             self._compare(self.first.index(bucket), step)
-            # Nothing is packed, not even the NaN of a missing gradient, because the send buffer is in use.
-            rank.advance_parts([replace(each, packed=()) for each in rank.runs[bucket].advances], step)
+            # Pack nothing, not even NaN for a missing gradient, because the send buffer is in use.
+            rank.advance_parts([replace(call, packed=()) for call in rank.runs[bucket].advances], step)
             rank.release(bucket, step)
 
         def gather(bucket: int, step: Step) -> None:
@@ -124,7 +117,7 @@ class EarlyGathers(Feature):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Launch gathers in this backward. If it raises, they are discarded. All ranks enter it together."""
+        """Launch gathers in this backward, and discard them after an exception. All ranks enter this together."""
         self.flush(discard=True)
         if not self.first:
             yield
@@ -140,20 +133,19 @@ class EarlyGathers(Feature):
                 yield
                 self._abandoned = False
             finally:
-                # After this point gradients may be freed, and packing may still read their memory.
+                # The user may now free gradients that packing still reads.
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
-        """The place among the first gathers of the next one to launch; None if all are launched."""
+        """The place in `first` of the next gather to launch; None if all are launched."""
         return self._launched if self._launched < len(self.first) else None
 
     def launch(self, step: Step, packed: dict[int, Packed]) -> None:
-        """Launch the next gather, of these gradients."""
         bucket, rank = self.first[self._launched], self._rank
         self._stream.wait_stream(self.module.current_stream())
         with self.module.stream(self._stream):
-            for each in rank.runs[bucket].advances:
-                for advance in rank.with_gradients(each, step):
+            for call in rank.runs[bucket].advances:
+                for advance in rank.with_gradients(call, step):
                     if advance.packed:
                         grads = rank.source.grads(advance, step)
                         rank.rule.pack(advance.averages, grads, advance.packed, advance.group)
@@ -161,22 +153,22 @@ class EarlyGathers(Feature):
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Keep the record of the first bucket, so that the step detects a change made between two buckets.
+        # Keep the record of the first bucket, so that the step detects a change between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
-        """Note that the gradient of a parameter has changed: too late if its shards were packed already."""
+        """Record a change of a gradient after packing."""
         if index in self._packed:
             self._changed.add(index)
 
     def begin(self, computing: Any) -> None:
-        """Take the buffers, as memory of the stream that computes."""
+        """Allocate the buffers on the computing stream."""
         with self.module.stream(computing):
             self._rank.buffers.memory.take()
         self._stream.wait_stream(computing)
 
     def ready(self) -> None:
-        """Complete gathers that were launched for nothing. All ranks call it at the same point of the program."""
+        """Complete abandoned gathers. All ranks call this together."""
         if not self._abandoned:
             return
         rank = self._rank
@@ -189,47 +181,45 @@ class EarlyGathers(Feature):
         self.after()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Discard the launched gathers if the step raises for faults, which are the same on all ranks."""
+        """Mark the gathers as abandoned, in case the step raises."""
         self._abandoned = self._abandoned or self._entered
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, drop the gathers that backward has launched."""
+        """With `discard`, drop the gathers launched in backward."""
         if discard:
             self._abandoned = self._entered
             self.ready()
 
-    def faults(self, found: Sequence[Fault]) -> Sequence[Fault]:
-        """Add a fault for each gradient that differs from what was packed."""
+    def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
+        """Replace the fault of each parameter whose inputs differ from the packed inputs."""
         params = self._rank.params
-        changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_of(params[i])}
-        # The records keep gradients alive, which the step may release.
+        changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_current(params[i])}
+        # The records would keep released gradients alive.
         self._packed = {}
-        return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(found)]
+        return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(faults)]
 
     def after(self) -> None:
-        """Forget the backward of this step."""
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}
         self._entered = self._abandoned = False
 
     @property
     def report(self) -> FaultReport:
-        """Faults of the step before."""
         return self._rank.report
 
     def _is_launched(self, bucket: int) -> bool:
         return bucket in self.first[: self._launched]
 
     def _compare(self, place: int, step: Step) -> None:
-        """Note on the device which gradients were scaled since they were packed."""
-        # Neither foreach calls nor FSDP, when it adds to a DTensor, change its version. Clipping scales all rows alike,
-        # so one row is enough.
+        """Report gradients that were scaled after packing, on the device."""
+        # Foreach calls and FSDP's accumulation do not change a DTensor's version. One row is enough, because clipping
+        # scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
             self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
 
 
 class _Backward:
-    """One backward: which gradients are complete, and the gathers launched for them."""
+    """Launches gathers in one backward."""
 
     def __init__(self, early: EarlyGathers, rank: RankStages) -> None:
         self._early, self._rank = early, rank
@@ -245,9 +235,9 @@ class _Backward:
         self._early.accumulated(index)
         trained = self._rank.params[index]
         assert trained.param.grad is not None, "the hook runs once the gradient is accumulated"
-        there = self._rank.storage[index].is_of(trained) and placement_key(trained.param.grad) == trained.key
-        # The step decides what to do about a gradient or a storage that is not as planned.
-        if self._off or not there:
+        as_planned = self._rank.storage[index].is_of(trained) and placement_key(trained.param.grad) == trained.key
+        # The step reports a fault.
+        if self._off or not as_planned:
             return
         for missing in self._missing:
             missing.discard(index)
@@ -255,10 +245,9 @@ class _Backward:
             self._launch(self._early.needed[place])
 
     def _begin(self) -> None:
-        # Not before the first gradient: the host would wait for the step before, and the buffers would take memory
-        # while the activations of the whole model do.
+        # Earlier, reading the report would wait for the last step, and the buffers would add to the peak memory.
         self._begun = True
-        # After a fault the step heals the momentum first, or raises.
+        # After a fault the step raises, or heals the momentum before packing.
         self._off = any(self._early.report.read())
         if not self._off:
             self._early.begin(self._computing)

@@ -1,4 +1,4 @@
-"""Momentum, gradients and weights on the host, which a step brings to the device bucket by bucket."""
+"""`offload`: a step streams momentum, gradients and weights from the host to the device by bucket."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from ..tensors.storage import Storage
 
 Stage = Literal["advance", "apply"]
 Name = Literal["param", "average", "grad"]
-"""A tensor of a parameter."""
+"""Kind of a tensor."""
 Key = tuple[Name, int, int]
-"""Which tensor, of which parameter, from which row on."""
+"""Kind of tensor, parameter, first row."""
 
 
 @dataclass(frozen=True)
 class HostTensors:
-    """The tensors that a stage brings from the host: changed ones, which go back, and ones that it only reads."""
+    """Kinds of tensors that a stage fetches from the host. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -43,52 +43,44 @@ HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
 
 @dataclass(frozen=True)
 class StageUse:
-    """A stage of one bucket, and the rows that it uses."""
+    """The rows that a stage of one bucket uses."""
 
     stage: Stage
     rows: tuple[Rectangle, ...]
 
 
 class OnHost(OnDevice):
-    """The tensors of a call while some are on the host: the device holds two transfers at a time.
-
-    Args:
-        stages: rows that are used together, in the order of the step.
-        storage: storage of each parameter and of its momentum.
-        offload: kind of tensors on the host.
-        window: device memory that the transfers pass through.
-    """
+    """The tensors of a call if some are on the host. `stages` are in the order of the step."""
 
     def __init__(
         self, stages: Iterable[StageUse], storage: Sequence[Storage], offload: Offload, window: Window
     ) -> None:
-        self._taken, self._storage, self.window = HOST_TENSORS[offload], storage, window
-        self._stages = tuple(each for each in stages if each.stage in self._taken)
-        self._names = {name for taken in self._taken.values() for name in (*taken.changed, *taken.read)}
+        self._kinds, self._storage, self.window = HOST_TENSORS[offload], storage, window
+        self._stages = tuple(use for use in stages if use.stage in self._kinds)
+        self._names = {name for kinds in self._kinds.values() for name in (*kinds.changed, *kinds.read)}
         self._waiting: list[list[Key]] = []
-        self._here: Mapping[Key, Tensor] = {}
+        self._fetched: Mapping[Key, Tensor] = {}
 
     def begin(self, step: Step) -> None:
-        """Start a step: bring the first two transfers."""
         self._waiting, transfers = [], []
-        for each in self._stages:
-            taken = self._taken[each.stage]
-            changed, read = (self._rows(names, each.rows, step) for names in (taken.changed, taken.read))
+        for use in self._stages:
+            kinds = self._kinds[use.stage]
+            changed, read = (self._rows(names, use.rows, step) for names in (kinds.changed, kinds.read))
             self._waiting.append([*changed, *read])
             transfers.append(Transfer(list(changed.values()), list(read.values())))
         self.window.begin(transfers)
 
     def _rows(self, names: Iterable[Name], rows: Iterable[Rectangle], step: Step) -> dict[Key, Tensor]:
-        """The rows of these tensors that this step uses."""
+        """The tensors that this step uses, by key."""
         return {
-            (name, part.parameter, part.start): used
+            (name, part.parameter, part.start): tensor
             for name in names
             for part in rows
-            if (used := self._used(name, part, step)) is not None
+            if (tensor := self._tensor(name, part, step)) is not None
         }
 
-    def _used(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
-        """A part of a tensor; None for an excluded parameter. A parameter without a gradient is still decayed."""
+    def _tensor(self, name: Name, part: Rectangle, step: Step) -> Tensor | None:
+        """The rows of a tensor; None if unused. The step decays a parameter without a gradient unless excluded."""
         stored, grad = self._storage[part.parameter], step.grads[part.parameter]
         if name == "param":
             return None if part.parameter in step.excluded else part.of(stored.param)
@@ -97,54 +89,45 @@ class OnHost(OnDevice):
         return part.of(grad) if name == "grad" else part.of_average(stored)
 
     @contextmanager
-    def there(self, stage: Stage) -> Iterator[None]:
-        """Hold the next transfer on the device, then send back the tensors that the stage has changed."""
-        if stage not in self._taken:
+    def on_device(self, stage: Stage) -> Iterator[None]:
+        """Hold the next transfer on the device, then send back the changed tensors."""
+        if stage not in self._kinds:
             yield
             return
-        self._here = dict(zip(self._waiting.pop(0), self.window.take(), strict=True))
+        self._fetched = dict(zip(self._waiting.pop(0), self.window.take(), strict=True))
         yield
-        self._here = {}
+        self._fetched = {}
         self.window.give_back()
 
     def averages(self, advance: Advance) -> Tensors:
-        """The momentum of the parts, in the current transfer."""
-        return [self._brought("average", part) for part in advance.parts]
+        return [self._view("average", part) for part in advance.parts]
 
     def grads(self, advance: Advance, step: Step) -> Tensors:
-        """The gradients of the parts, in the current transfer if gradients are on the host."""
         if "grad" not in self._names:
             return super().grads(advance, step)
-        return [self._brought("grad", part) for part in advance.parts]
+        return [self._view("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
-        """The parts of the parameters, in the current transfer if parameters are on the host."""
         if "param" not in self._names:
             return super().params(apply)
-        return [self._brought("param", part) for part in apply.parts]
+        return [self._view("param", part) for part in apply.parts]
 
-    def _brought(self, name: Name, part: Rectangle) -> Tensor:
-        rows = self._here[name, part.parameter, part.start]
+    def _view(self, name: Name, part: Rectangle) -> Tensor:
+        rows = self._fetched[name, part.parameter, part.start]
         return rows[:, part.place[1]] if isinstance(part.place, tuple) else rows
 
     def end(self) -> None:
-        """Send back the last transfer."""
         self.window.end()
-        # A checkpoint, for example, reads parameters on the host without any further call.
+        # The user may read parameters on the host at any time after the step.
         if "param" in self._names:
             self.window.synchronize()
 
     def synchronize(self) -> None:
-        """Wait until the last transfer is on the host."""
         self.window.synchronize()
 
 
 class HostOffload(Feature):
-    """Brings what a stage uses to the device before the stage, and sends back what the stage has changed.
-
-    Args:
-        offload: kind of tensors on the host.
-    """
+    """Fetches the tensors of a stage to the device before the stage, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -152,35 +135,31 @@ class HostOffload(Feature):
 
     @property
     def source(self) -> OnHost:
-        """The tensors on the host."""
         assert self._source is not None, "stages are wrapped before the first step"
         return self._source
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Bring the tensors of `advance` and `apply`, and give them to the calls."""
         self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
         rank.source = source
 
         def advance(bucket: int, step: Step) -> None:
-            with source.there("advance"):
+            with source.on_device("advance"):
                 stages.advance(bucket, step)
 
         def apply(bucket: int, step: Step) -> None:
-            with source.there("apply"):
+            with source.on_device("apply"):
                 stages.apply(bucket, step)
 
         return stages._replace(advance=advance, apply=apply)
 
     def before(self, step: Step) -> None:
-        """Bring the first transfers."""
         self.source.begin(step)
 
     def after(self) -> None:
-        """Send back the last transfer."""
         self.source.end()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Have the momentum on the host before it is healed."""
+        """Wait for the momentum on the host, because the engine may repair it next."""
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
@@ -190,7 +169,7 @@ class HostOffload(Feature):
 
 
 def stage_uses(rank: RankStages) -> Iterator[StageUse]:
-    """The rows that each stage uses, in the order of the step."""
+    """The rows of each stage, in the order of the step."""
     for act, bucket in rank.program.acts:
         if act is Act.GATHER:
             yield StageUse("advance", rows_of(rank.runs[bucket].advances))
@@ -199,7 +178,7 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
-    """The row ranges that some calls use. Rectangles side by side share one range."""
-    # Whole rows are contiguous. A copy of a narrower rectangle from the host would block.
+    """The row ranges of these calls. Rectangles side by side share one range."""
+    # Whole rows are contiguous. A copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

@@ -1,10 +1,10 @@
-"""Steps under a GradScaler: scaled gradients, and steps without any change."""
+"""Steps under torch.amp.GradScaler, with scaled gradients, or skipped without a change."""
 
-# [Note: a step that is skipped]
-# - GradScaler omits the step of an optimizer without support for it. If one rank omitted Muon's step, the other ranks
-#   would wait for its shards. So Muon always steps, and a skipped step changes nothing.
-# - The decision to skip stays on the device, so that the host does not wait. The computation is the same either way.
-# - If the scalers of ranks disagree, the next step is an error on all ranks, as after any other fault.
+# [Note: skipped steps]
+# - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
+#   and a skipped step changes no tensor.
+# - The decision stays on the device, so that the host does not wait.
+# - If the scalers of ranks disagree, the next step raises on all ranks, as after any fault.
 
 from __future__ import annotations
 
@@ -24,46 +24,38 @@ from ..step.update import Tensors
 
 
 class GradScaling(Feature):
-    """One step under torch.amp.GradScaler, which sets `found_inf` and `grad_scale` on the optimizer for its time.
-
-    Args:
-        optimizer: the optimizer that GradScaler steps.
-        rank: stages of this rank.
-    """
+    """One step under GradScaler, which sets `found_inf` and `grad_scale` on the optimizer during the step."""
 
     def __init__(self, optimizer: Optimizer, rank: RankStages) -> None:
         device, self._rank = rank.device, rank
-        found: Any = optimizer.found_inf  # type: ignore[attr-defined]
+        found_inf: Any = optimizer.found_inf  # type: ignore[attr-defined]
         scale: Any = getattr(optimizer, "grad_scale", None)
-        # GradScaler gives a number where it has seen no gradient.
-        self.skipped = torch.as_tensor(found, device=device).reshape(()) > 0
-        # In double precision, as GradScaler.unscale_ inverts. None if gradients were unscaled already.
+        # A number, not a tensor, if GradScaler has seen no gradient.
+        self.skipped = torch.as_tensor(found_inf, device=device).reshape(()) > 0
+        # In double precision, as in GradScaler.unscale_. None if gradients were unscaled already.
         self.inverse = None if scale is None else scale.to(device).reshape(()).double().reciprocal().float()
 
     @staticmethod
     def check(options: MuonOptions) -> None:
-        """Raise OptionError for options that cannot follow a scale, or cannot take a step back."""
+        """Raise OptionError for options without support for a gradient scale or a skipped step."""
         if options.overlap == "backward":
             raise OptionError("overlap", "= 'backward' would send gradients with a GradScaler's scale; set 'none'")
         if options.overlap == "forward":
-            raise OptionError("overlap", "= 'forward' cannot take back what a GradScaler skips; set 'none'")
+            raise OptionError("overlap", "= 'forward' cannot undo a step that a GradScaler skips; set 'none'")
 
     def before(self, step: Step) -> None:
-        """Note whether this rank skips the step, and scale the arithmetic."""
         self._rank.report.add_skipped(self.skipped)
         self._plain, self._rank.rule = self._rank.rule, ScaledRule(self._rank.rule, self.inverse, self.skipped)
 
     def after(self) -> None:
-        """Restore the arithmetic."""
         self._rank.rule = self._plain
 
 
 class ScaledRule:
-    """A rule whose gradients carry a scale, and whose step may be skipped.
+    """A rule for scaled gradients and skipped steps.
 
     Args:
-        rule: the rule.
-        inverse: () float32 factor on the gradients, or None.
+        inverse: () float32 factor on the gradients; None for 1.
         skipped: () bool, on the device: whether the step changes nothing.
     """
 
@@ -72,25 +64,24 @@ class ScaledRule:
         self.states = rule.states
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance by the unscaled gradients. In a skipped step the averages stand for the gradients, and so stay."""
+        """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""
         unscaled = grads if self._inverse is None else torch._foreach_mul(grads, self._inverse)
-        kept = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
-        self._rule.advance(averages, kept, packed, group)
+        inputs = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
+        self._rule.advance(averages, inputs, packed, group)
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Not used: no gather starts before a step under a GradScaler."""
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Finish the matrices. In a skipped step the states stay."""
+        """Finish the matrices. A skipped step restores the states."""
         before = {name: state.clone() for name, state in states.items()}
         self._rule.finish(whole, states, group, transposed=transposed)
         for name, state in states.items():
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """Apply the updates, and take the change back if the step is skipped."""
+        """Apply the updates. A skipped step restores the parameters."""
         before = [param.clone() for param in params]
         self._rule.apply(params, updates, group, scale, scratch)
-        for param, kept in zip(params, before, strict=True):
-            param.copy_(torch.where(self._skipped, kept, param))
+        for param, old in zip(params, before, strict=True):
+            param.copy_(torch.where(self._skipped, old, param))

@@ -1,4 +1,4 @@
-"""Matrices that several ranks orthogonalize together, each a slice."""
+"""Sliced matrices: several owners orthogonalize a matrix together, one slice each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..step.stages import BucketRun, RankStages, Stages
 
 @dataclass(frozen=True)
 class SliceBatch(Batch):
-    """One slice of a matrix, (1, rows, cols). `slice` has the team of the other slices."""
+    """One slice of a matrix, (1, rows, cols). `slice` has the team of owners."""
 
     slice: Slice
 
@@ -35,22 +35,19 @@ class SliceTeam:
     """The owners of the slices of a matrix, for `orthogonalize.sliced`.
 
     Args:
-        ranks: owners, in the order of the slices, ascending.
+        ranks: owners in the order of the slices, ascending.
         rank: this rank.
-        collectives: transport.
-        group: process group of the ranks.
     """
 
-    # Teams overlap, and a waiting team blocks its ranks. No team waits forever, because every rank meets its teams in
-    # one order: the turns of the program, then the buckets of a round, then the numbers of the matrices (`batches`).
-    # The first waiting team in that order has only ranks without an earlier wait, so it proceeds.
+    # Teams share ranks, but cannot deadlock, because every rank runs its teams in the same order: turns of the program,
+    # buckets of a round, numbers of matrices.
 
     def __init__(self, ranks: tuple[int, ...], rank: int, collectives: Collectives, group: dist.ProcessGroup) -> None:
         self.place, self._size = ranks.index(rank), len(ranks)
         self._collectives, self._group = collectives, group
 
     def summed(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the sum of `whole` (rows, cols) over the team: rows / k of them."""
+        """This rank's rows / k rows of the sum of `whole` (rows, cols) over the k ranks of the team."""
         part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
         splits = [part.numel()] * self._size
         finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
@@ -65,12 +62,7 @@ class SliceTeam:
 
 
 class Slices(Feature):
-    """Orthogonalizes slices with their teams.
-
-    Args:
-        rank: stages of this rank.
-        agreement: owner of the process groups.
-    """
+    """Orthogonalizes slices in teams."""
 
     def __init__(self, rank: RankStages, agreement: Agreement) -> None:
         program = rank.program
@@ -80,17 +72,17 @@ class Slices(Feature):
         }
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Give each slice its team."""
         rank.runs = tuple(self._with_teams(run, rank) for run in rank.runs)
         return stages
 
     def _with_teams(self, run: BucketRun, rank: RankStages) -> BucketRun:
         runs = []
-        for each in run.batches:
-            batch, cut = each.batch, rank.plan.matrices[each.batch.matrices[0]].slice
+        for batch_run in run.batches:
+            batch = batch_run.batch
+            cut = rank.plan.matrices[batch.matrices[0]].slice
             if cut is not None:
-                of = Slice(self.teams[batch.matrices[0]], cut.cuts_rows)
+                team_slice = Slice(self.teams[batch.matrices[0]], cut.cuts_rows)
                 fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
-                each = replace(each, batch=SliceBatch(*fields, of))
-            runs.append(each)
+                batch_run = replace(batch_run, batch=SliceBatch(*fields, team_slice))
+            runs.append(batch_run)
         return replace(run, batches=tuple(runs))

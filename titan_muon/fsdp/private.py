@@ -1,7 +1,4 @@
-"""The private parts of FSDP2 that updates in forward need.
-
-`tests/unit/fsdp/test_fsdp_private.py` fails on a version of PyTorch where one of them is gone or does something else.
-"""
+"""Private parts of FSDP2 for updates in forward. `tests/unit/fsdp/test_fsdp_private.py` checks each PyTorch version."""
 
 from __future__ import annotations
 
@@ -14,46 +11,43 @@ from torch.distributed.tensor import DTensor
 
 
 class GatheredGroup:
-    """Parameters of a module that FSDP2 all-gathers together."""
+    """One FSDP2 parameter group: the parameters in one all-gather."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
 
     @property
     def name(self) -> str:
-        """The module's name, once a forward has told FSDP2."""
+        """The module's name. FSDP2 knows the name after the first forward."""
         return self._group._module_fqn or "the root module"
 
     def params(self) -> list[DTensor]:
-        """Its sharded parameters."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     @property
     def is_gathered(self) -> bool:
-        """Whether its parameters have been read to be all-gathered, and are not resharded since."""
+        """Whether an all-gather has read the parameters, without a reshard since."""
         return bool(self._group.is_unsharded) or self._group._all_gather_result is not None
 
     def computing_stream(self) -> Any:
-        """The stream on which the module computes."""
         return torch.get_device_module(self._group.device).current_stream()
 
     def reading_stream(self) -> Any:
-        """The stream on which a forward reads the sharded parameters."""
+        """The stream on which forward reads the sharded parameters."""
         group, comm = self._group, self._group.comm_ctx
-        # Of one rank nothing is gathered: what waits for the all-gather copies the shard. And until the root's first
-        # forward there is no stream but the computing one, which all others wait for then.
-        cut = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
-        if not cut or not hasattr(comm, "all_gather_copy_in_stream"):
+        # FSDP2 copies a single shard on the computing stream, and creates further streams in the root's first forward.
+        sharded = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1
+        if not sharded or not hasattr(comm, "all_gather_copy_in_stream"):
             return self.computing_stream()
         return comm.get_all_gather_streams(group.unshard_async_op, TrainingState.FORWARD)[0]
 
 
 def own_groups(module: FSDPModule) -> list[GatheredGroup]:
-    """What the forward of a module all-gathers of its own."""
+    """The parameter groups of a module."""
     return [GatheredGroup(group) for group in module._get_fsdp_state()._fsdp_param_groups]
 
 
 def prefetched_groups(module: FSDPModule) -> list[GatheredGroup]:
-    """What the forward of a module all-gathers for others, by `set_modules_to_forward_prefetch`."""
+    """The groups that a module's forward prefetches, by `set_modules_to_forward_prefetch`."""
     states = module._get_fsdp_state()._states_to_forward_prefetch
     return [GatheredGroup(group) for state in states for group in state._fsdp_param_groups]

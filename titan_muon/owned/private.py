@@ -31,7 +31,8 @@ class OwnerMesh(MeshWithoutGroups):
 
     refusal = (
         "an owned parameter is neither sharded nor gathered by PyTorch: give fully_shard what own() returned as "
-        "ignored_params, and read whole parameters with titan_muon.owned.gather"
+        "ignored_params, read whole parameters with titan_muon.owned.gather, and load a full state dict with "
+        "titan_muon.owned.load_full_state_dict"
     )
 
     def __init__(

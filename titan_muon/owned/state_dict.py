@@ -6,6 +6,7 @@ parameters and entries of state dicts it is refused there.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..plan.terms.layout import chunk
-from ..tensors.dtensor import local
+from ..tensors.dtensor import held_indices, local
 from .param import Inner, holders, is_owned
 from .param_group import OwnedParamGroup
 from .private import OwnerMesh
@@ -70,6 +71,39 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     return {
         name: gather(value).cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
     }
+
+
+@torch.no_grad()
+def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Load whole tensors, as from a checkpoint of an unsharded model, into owned, sharded and plain parameters.
+
+    Nothing is communicated: every rank has the whole tensors, on any device, and copies its own piece.
+
+    Args:
+        model: a model with owned parameters.
+        state_dict: whole tensors with the names of `model.state_dict()`. `full_state_dict` makes one.
+
+    Raises:
+        ValueError: for missing or unknown names, and for a tensor of another shape; nothing is loaded then.
+    """
+    current = model.state_dict()
+    missing, unknown = current.keys() - state_dict.keys(), state_dict.keys() - current.keys()
+    if missing or unknown:
+        raise ValueError(
+            f"the state dict lacks {sorted(missing)[:5]} and has {sorted(unknown)[:5]} besides; load one of this model"
+        )
+    tensors = {name: value for name, value in current.items() if isinstance(value, Tensor)}
+    for name, value in tensors.items():
+        if state_dict[name].shape != value.shape:
+            raise ValueError(f"{name}: has shape {tuple(value.shape)}, and {tuple(state_dict[name].shape)} was given")
+    for name, value in tensors.items():
+        piece = state_dict[name]
+        if local(value).numel() == 0:
+            continue
+        for dim, indices in enumerate(held_indices(value)):
+            if len(indices) < piece.size(dim):
+                piece = piece.index_select(dim, indices.to(piece.device))
+        local(value).copy_(piece)
 
 
 def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:

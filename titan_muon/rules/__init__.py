@@ -1,4 +1,4 @@
-"""The update rules of the engine. Deleting a rule takes its file and its lines here."""
+"""The update rules of the engine. To delete a rule, delete a file and the lines below."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .muon import MuonRule
 
 
 def rule_of(options: MuonOptions) -> Rule:
-    """The rule that the options name."""
+    """The rule of the options."""
     if options.rule == "normuon":
         from .normuon import NorMuonRule
 
@@ -20,18 +20,17 @@ def rule_of(options: MuonOptions) -> Rule:
 
 
 def check_rule(options: MuonOptions, plan: Plan) -> None:
-    """Raise OptionError if the rule reads whole matrices and the plan slices them."""
-    parts = sliced_names(plan)
-    if rule_of(options).states and (parts or options.tensor_parallel in ("duplicated", "blockwise")):
+    """Raise OptionError if the rule needs whole matrices and the plan slices matrices."""
+    sliced = sliced_names(plan)
+    if rule_of(options).states and (sliced or options.tensor_parallel in ("duplicated", "blockwise")):
         raise OptionError(
             "rule",
-            f"= {options.rule!r} reads whole matrices at one owner each{parts}; set split_over = 1 and "
-            "tensor_parallel = 'owner'",
+            f"= {options.rule!r} needs whole matrices{sliced}; set split_over = 1 and tensor_parallel = 'owner'",
         )
 
 
 def sliced_names(plan: Plan) -> str:
-    """The names of the first parameters whose matrices are sliced, for a message; empty if there are none."""
+    """The names of the first five parameters with sliced matrices, for a message; empty without any."""
     sliced: Iterable[int] = {matrix.parameter for matrix in plan.matrices if matrix.slice is not None}
     names = [plan.parameters[index].fqn for index in sorted(sliced)][:5]
-    return f", and these are sliced: {', '.join(names)}" if names else ""
+    return f", and these parameters are sliced: {', '.join(names)}" if names else ""

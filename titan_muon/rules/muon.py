@@ -13,10 +13,10 @@ from ..step.update import Tensors
 
 
 class MuonRule:
-    """An exponential moving average of gradients, orthogonalized, and decoupled weight decay.
+    """Orthogonalized exponential moving average of gradients, with decoupled weight decay.
 
     Args:
-        cautious: whether weights decay only where the update moves them towards zero, see `update.decay_cautiously`.
+        cautious: whether weight decay is cautious, see `update.decay_cautiously`.
     """
 
     states: tuple[StateSpec, ...] = ()
@@ -25,15 +25,14 @@ class MuonRule:
         self._cautious = cautious
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance the momentum, and pack its blend with the gradient (`nesterov`) or the momentum itself."""
+        """Advance the momentum, and pack the momentum or the blend with the gradient (`nesterov`)."""
         update.momentum(averages, grads, packed, group["momentum"], group["nesterov"])
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Pack what `advance` will pack."""
         update.pack_ahead(averages, grads, packed, group["momentum"], group["nesterov"])
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Nothing: the orthogonalized matrix is the update."""
+        """Do nothing: the orthogonalized matrix is the update."""
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
         """param <- (1 - lr weight_decay) param - lr scale update. The decay may be cautious."""

@@ -17,10 +17,10 @@ SECOND_MOMENT = "second_moment"
 class NorMuonRule(MuonRule):
     """Divides each row of the orthogonalized matrix by a running root mean square of that row.
 
-    The second moment v of a matrix has one float32 number a row (an output neuron), on the matrix's owner:
+    The second moment v, on the matrix's owner, has one float32 number for each row (an output neuron):
     v <- beta2 v + (1 - beta2) mean(O * O over the inputs), O <- O / (sqrt(v) + eps). Then O is scaled to the Frobenius
-    norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `lr_scale` means what it means for Muon; with
-    "match_rms_adamw" the update is the paper's.
+    norm of an orthogonal matrix, sqrt(min(rows, cols)), so that `lr_scale` works as for Muon. With
+    lr_scale = "match_rms_adamw" the update equals the paper's.
 
     Args:
         beta2: decay of the second moment.
@@ -39,7 +39,7 @@ class NorMuonRule(MuonRule):
         wide = whole.float()
         inputs = 1 if transposed else 2
         squares = wide.square().mean(dim=inputs)
-        # A matrix of zeros got no update: a gradient was missing or not finite. It leaves the moment as it was.
+        # A zero matrix comes from a missing or non-finite gradient and must not change the moment.
         updated = squares.sum(dim=1, keepdim=True) > 0
         moments.copy_(torch.where(updated, torch.lerp(moments, squares, 1 - self._beta2), moments))
         wide.div_(moments.sqrt().add_(eps).unsqueeze(inputs))

@@ -1,1 +1,1 @@
-"""Momentum: where it is stored, how it is moved to the host, and how it is saved."""
+"""Storage of momentum and rule states on the device or the host, and in state dicts."""

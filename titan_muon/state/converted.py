@@ -15,13 +15,14 @@ from .groups import rows_of
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
 """Optimizers whose state dicts `converted` reads.
 
-`torch` is torch.optim.Muon, `torchtitan` its DistMuon, `keller_jordan` the Muon of github.com/KellerJordan/Muon: their
-momentum is the average m <- momentum m + (1 - momentum) g, as here. `dion` is the Muon of github.com/microsoft/dion and
-`dmuon` the package of that name: theirs is the sum m <- momentum m + g, which is 1 / (1 - momentum) times as large.
+`torch` is torch.optim.Muon, `torchtitan` is DistMuon, `keller_jordan` is the Muon of github.com/KellerJordan/Muon. The
+momentum of these is the average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of
+github.com/microsoft/dion, `dmuon` is the package dmuon. The momentum of these is the sum m <- momentum m + g, larger by
+a factor of 1 / (1 - momentum).
 """
 
 SUMS = ("dion", "dmuon")
-"""Sources that keep the sum of gradients."""
+"""Sources with the sum of gradients."""
 
 SCALES: Mapping[str, Mapping[Any, str]] = {
     "adjust_lr_fn": {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"},
@@ -35,52 +36,51 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 
     Args:
         state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`.
-        source: the optimizer that made it.
-        hyperparameters: hyperparameters of Muon for all groups. They replace those of the source, which are taken
-            where both have them. Others are `options.Hyperparameters`' defaults, but for `lr_scale`, which is
-            "original" unless the source says otherwise.
+        source: the optimizer of the state dict.
+        hyperparameters: hyperparameters of Muon for all groups, which replace the source's. Missing hyperparameters
+            have the defaults of `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
     Returns:
-        `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Tensors that need
-        no scaling are the source's own.
+        `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors are
+        not copied.
 
     Raises:
-        OptionError: for an unknown source, and for a value of the source that Muon has no name for.
+        OptionError: for an unknown source, and for a value without an equivalent in Muon.
         ValueError: for a parameter without momentum.
     """
     if source not in get_args(Source):
         raise OptionError("source", f"= {source!r} is not one of {', '.join(get_args(Source))}")
     groups, state = [], {}
     for group in state_dict["param_groups"]:
-        made = {**_hyperparameters(group), **hyperparameters}
-        kept = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
-        groups.append({**made, **kept})
+        values = {**_hyperparameters(group), **hyperparameters}
+        copied = {key: group[key] for key in ("params", "param_names", "initial_lr") if key in group}
+        groups.append({**values, **copied})
         for key in group["params"]:
             of_source = state_dict["state"].get(key, {})
             average = of_source.get("momentum_buffer", of_source.get("momentum"))
             if not isinstance(average, Tensor):
                 raise ValueError(f"parameter {key!r}: the state dict has no momentum_buffer; save one after a step")
-            scale = 1 - float(made["momentum"]) if source in SUMS else 1
+            scale = 1 - float(values["momentum"]) if source in SUMS else 1
             state[key] = {"momentum_buffer": average if scale == 1 else average * scale}
     return {"state": state, "param_groups": groups}
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Muon's hyperparameters from a group of another optimizer."""
-    made = {field.name: field.default for field in fields(Hyperparameters)}
-    made["lr_scale"] = "original"
-    made |= {key: group[key] for key in HYPERPARAMETERS if key in group}
-    made["ns_coefficients"] = rows_of(made["ns_coefficients"])
+    values = {field.name: field.default for field in fields(Hyperparameters)}
+    values["lr_scale"] = "original"
+    values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
+    values["ns_coefficients"] = rows_of(values["ns_coefficients"])
     if "mu" in group:
-        made["momentum"] = group["mu"]
+        values["momentum"] = group["mu"]
     if "epsilon" in group:
-        made["eps"] = group["epsilon"]
+        values["eps"] = group["epsilon"]
     for key, scales in SCALES.items():
         if key in group:
             if group[key] not in scales:
                 raise OptionError(key, f"= {group[key]!r} has no lr_scale here; pass lr_scale=... to converted")
-            made["lr_scale"] = scales[group[key]]
-    return made
+            values["lr_scale"] = scales[group[key]]
+    return values
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
@@ -89,7 +89,7 @@ def is_torchs(state_dict: Mapping[str, Any]) -> bool:
 
 
 def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict for `torch.optim.Muon.load_state_dict`, from one of Muon.
+    """A state dict for `torch.optim.Muon.load_state_dict`, from a state dict of Muon.
 
     Raises:
         OptionError: for hyperparameters that torch.optim.Muon lacks: a `lr_scale` of "spectral", and coefficients that
@@ -102,7 +102,7 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             raise OptionError("ns_coefficients", "differ between steps, and torch.optim.Muon repeats one (a, b, c)")
         if group["lr_scale"] not in ("original", "match_rms_adamw"):
             raise OptionError("lr_scale", f"= {group['lr_scale']!r} is none of torch.optim.Muon's adjust_lr_fn")
-        theirs = {key: value for key, value in group.items() if key not in ("lr_scale", "step", "optimizer")}
-        groups.append({**theirs, "ns_coefficients": steps[0], "adjust_lr_fn": group["lr_scale"]})
+        converted_group = {key: value for key, value in group.items() if key not in ("lr_scale", "step", "optimizer")}
+        groups.append({**converted_group, "ns_coefficients": steps[0], "adjust_lr_fn": group["lr_scale"]})
     state = {key: {"momentum_buffer": value["momentum_buffer"]} for key, value in state_dict["state"].items()}
     return {"state": state, "param_groups": groups}

@@ -1,4 +1,4 @@
-"""The hyperparameters of parameter groups: their checks, and the Newton-Schulz iteration they name."""
+"""Checks of parameter groups, and the Newton-Schulz iteration of a group."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from ..tensors.storage import STEP
 from .host import resolved
 
 KEYS = frozenset((*HYPERPARAMETERS, "params", "param_names", "initial_lr", "optimizer", STEP))
-"""Keys of a group when it is given to Muon. Schedulers add keys of their own later."""
+"""Keys of a new group. Schedulers add further keys later."""
 
 
 def iteration_of(group: Mapping[str, Any]) -> Iteration:
-    """The Newton-Schulz iteration of a parameter group. Raises ValueError for coefficients that are none."""
+    """The Newton-Schulz iteration of a parameter group. Raises ValueError for invalid coefficients."""
     return iteration(group["ns_coefficients"], group["ns_steps"], group["eps"])
 
 
 def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
-    """Whether a group's Newton-Schulz iteration is no longer the planned one."""
+    """Whether a group's Newton-Schulz iteration differs from the planned iteration."""
     try:
         return iteration_of(group) != planned
     except ValueError:
@@ -35,7 +35,7 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
 
 
 def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:
-    """The options as the parameters in these groups have them. Raises ValueError as `check_group`."""
+    """The options, with the `offload` of these groups' parameters. Raises ValueError as `check_group`."""
     for group in groups:
         check_group(group)
     parameters = [parameter for group in groups for parameter in group["params"]]
@@ -43,7 +43,7 @@ def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOp
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Raise ValueError unless a group has names and hyperparameters in range."""
+    """Raise ValueError if a group has no names, or a hyperparameter is out of range."""
     if "param_names" not in group:
         raise ValueError(
             "Muon needs the names of its parameters: pass model.named_parameters() or (name, parameter) pairs"
@@ -60,34 +60,32 @@ def check_lr(lr: object) -> None:
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:
-    """A group as Muon takes it, from a user's: with names, and with torch.optim.Muon's spellings translated.
+    """The user's group with names, and with translated spellings of torch.optim.Muon.
 
     Args:
-        group: the user's group.
-        others: groups before it.
-        alone: whether this is the only process. Parameters without names are then named `number.index`, because no
-            other rank has to agree on the names.
+        others: earlier groups.
+        alone: whether this is the only process, where parameters without names get names `number.index`.
     """
-    made = dict(group)
-    if isinstance(made["params"], Tensor):
-        made["params"] = [made["params"]]
-    params = made["params"] = list(made["params"])
+    result = dict(group)
+    if isinstance(result["params"], Tensor):
+        result["params"] = [result["params"]]
+    params = result["params"] = list(result["params"])
     pairs = bool(params) and not isinstance(params[0], Tensor)
     if pairs:
-        made["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
-    elif "param_names" in made:
-        made["param_names"] = [canonical_fqn(name) for name in made["param_names"]]
+        result["params"] = [(canonical_fqn(name), parameter) for name, parameter in params]
+    elif "param_names" in result:
+        result["param_names"] = [canonical_fqn(name) for name in result["param_names"]]
     numbered = all(other["param_names"] == _numbers(i, other["params"]) for i, other in enumerate(others))
-    if not pairs and "param_names" not in made:
+    if not pairs and "param_names" not in result:
         if alone and numbered:
-            made["param_names"] = _numbers(len(others), params)
+            result["param_names"] = _numbers(len(others), params)
     elif others and alone and numbered:
         raise ValueError("this group has names, and the groups before it have none; give every parameter its name")
-    if "adjust_lr_fn" in made:
-        made["lr_scale"] = lr_scale_of(made.pop("adjust_lr_fn"))
-    if "ns_coefficients" in made:
-        made["ns_coefficients"] = rows_of(made["ns_coefficients"])
-    return made
+    if "adjust_lr_fn" in result:
+        result["lr_scale"] = lr_scale_of(result.pop("adjust_lr_fn"))
+    if "ns_coefficients" in result:
+        result["ns_coefficients"] = rows_of(result["ns_coefficients"])
+    return result
 
 
 def _numbers(group: int, params: Sequence[Tensor]) -> list[str]:
@@ -103,7 +101,7 @@ def lr_scale_of(adjust_lr_fn: str | None) -> str:
 
 
 def rows_of(ns_coefficients: Any) -> Any:
-    """Coefficients as a name or as rows; torch.optim.Muon's one (a, b, c) becomes one row."""
+    """Coefficients as a name or as rows. A single (a, b, c), as in torch.optim.Muon, becomes a row."""
     flat = isinstance(ns_coefficients, Sequence) and not isinstance(ns_coefficients, str)
     if flat and len(ns_coefficients) == 3 and all(isinstance(number, int | float) for number in ns_coefficients):
         return [list(ns_coefficients)]
@@ -111,7 +109,7 @@ def rows_of(ns_coefficients: Any) -> Any:
 
 
 def check_params(group: Mapping[str, Any], splits: Sequence[Split]) -> None:
-    """Raise ValueError for a new group that Muon cannot train: unknown keys, and parameters that hold no matrices."""
+    """Raise ValueError for unknown keys in a new group, and for parameters without matrices."""
     check_group(group)
     for key in group.keys() - KEYS:
         if key in {field.name for field in fields(MuonOptions)}:
@@ -143,7 +141,7 @@ THINNEST = 16
 
 
 def doubts_of(group: Mapping[str, Any]) -> Iterator[str]:
-    """Warnings about parameters that Muon is not meant for."""
+    """Warnings about parameters for another optimizer."""
     trained = [pair for pair in zip(group["param_names"], group["params"], strict=True) if pair[1].requires_grad]
     looked_up = [fqn for fqn, _ in trained if any(fnmatchcase(fqn, pattern) for pattern in LOOKED_UP)]
     if looked_up:

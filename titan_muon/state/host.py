@@ -1,7 +1,4 @@
-"""Tensors that live on the host, and the window of the device in which they take turns in a step.
-
-Device memory holds two transfers at one time, never all of them: one is used while the next comes and the last goes.
-"""
+"""Offload of tensors to the host: a step streams them through a small window of device memory."""
 
 from __future__ import annotations
 
@@ -17,46 +14,40 @@ from ..plan.terms.types import Parameter, Plan
 from ..tensors.dtensor import local, step_device, storage_device
 
 TRANSFERS_AT_ONCE = 2
-"""Transfers that the device holds at one time."""
+"""Transfers in device memory: one in use while the next arrives or the last leaves."""
 
 ALIGNMENT = 64
-"""Bytes at whose multiples tensors begin in a slot: their dtypes differ, and kernels read several elements at once."""
+"""Alignment in bytes of tensors in a slot, for different dtypes and vectorized kernels."""
 
-# [Note: a transfer and its slot]
-# - A transfer is what is used together: the momentum of a bucket, for one. They come in the order of the step, so the
-#   one after next takes the slot of the one that has just been used.
-# - Slots are memory of the computing stream, which may still read what was there before: the arriving stream waits for
-#   it at the beginning. It also waits, through it, for what the last step sent back to the host.
-# - A transfer goes back once the computing stream is done with it, and the next one takes its slot once it has gone.
-# - The computing stream waits for all that leaves at the end. Then the slots are freed, and what it allocates next may
-#   be their memory.
+# [Note: transfers and slots]
+# - A transfer holds host tensors that are used together, for example the momentum of a bucket. Transfers alternate
+#   between the slots, which are device buffers.
+# - Slots are allocated on the computing stream. So the arriving stream first waits for earlier uses of the memory, and
+#   for the last step's transfers to the host.
+# - A transfer leaves after the computing stream has used the tensors. Then a later transfer reuses the slot.
+# - At the end the computing stream waits for all transfers, because later allocations may reuse the slots.
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """Contiguous tensors of the host that come to the device together. Those that are `changed` there go back."""
+    """Contiguous host tensors that move to the device together. The `changed` tensors move back."""
 
     changed: Sequence[Tensor]
     read: Sequence[Tensor] = ()
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """All of them, those that are changed first."""
         return [*self.changed, *self.read]
 
     @property
     def bytes(self) -> int:
-        """What they take on the device."""
         return sum(slot_bytes(tensor) for tensor in self.tensors)
 
 
 class Window:
-    """Device memory through which tensors of the host pass in a step, transfer by transfer, on streams of their own.
+    """Device memory for host tensors in a step, see [Note: transfers and slots].
 
-    On the CPU the streams do nothing, and the same copies are made in the same order.
-
-    Args:
-        device: device on which the transfers are used.
+    On a CPU device the same copies run in the same order.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,13 +55,13 @@ class Window:
         self._module: Any = torch.get_device_module(device)
         self._arriving, self._leaving = self._module.Stream(), self._module.Stream()
         self._transfers: dict[int, Transfer] = {}
-        self._here: dict[int, tuple[list[Tensor], Any]] = {}
+        self._arrived: dict[int, tuple[list[Tensor], Any]] = {}
         self._used = 0
         self.slots: tuple[Tensor, ...] = ()
 
     def begin(self, transfers: Sequence[Transfer]) -> None:
-        """Start a step that uses these transfers in this order. The first ones come."""
-        # An exception in the step before may have left it open.
+        """Start a step with these transfers in this order."""
+        # An exception in the last step may have left the window open.
         self.end()
         self._transfers, self._used = dict(enumerate(transfers)), 0
         size = max((transfer.bytes for transfer in transfers), default=0)
@@ -81,34 +72,34 @@ class Window:
             self._fetch(number)
 
     def take(self) -> list[Tensor]:
-        """The tensors of the next transfer, on the device. What is computed with them waits until they are there."""
-        here, arrived = self._here[self._used]
-        self._current.wait_event(arrived)
-        return here
+        """The tensors of the next transfer. The computing stream waits for the arrival."""
+        tensors, event = self._arrived[self._used]
+        self._current.wait_event(event)
+        return tensors
 
     def give_back(self) -> None:
-        """Send what changed of the transfer that was taken last to the host, and have another one come in its place."""
-        (here, _), transfer = self._here.pop(self._used), self._transfers.pop(self._used)
+        """Send the changed tensors to the host, and fetch a later transfer into the slot."""
+        (tensors, _), transfer = self._arrived.pop(self._used), self._transfers.pop(self._used)
         self._leaving.wait_stream(self._current)
         with self._module.stream(self._leaving):
-            for host, there in zip(transfer.changed, here, strict=False):
-                host.copy_(there, non_blocking=True)
-        coming = self._used + len(self.slots)
+            for host, on_device in zip(transfer.changed, tensors, strict=False):
+                host.copy_(on_device, non_blocking=True)
+        later = self._used + len(self.slots)
         self._used += 1
-        if coming in self._transfers:
+        if later in self._transfers:
             self._arriving.wait_stream(self._leaving)
-            self._fetch(coming)
+            self._fetch(later)
 
     def end(self) -> None:
-        """Free the window, behind what is still on its way to the host."""
+        """Free the slots after the transfers to the host."""
         self._current.wait_stream(self._leaving)
         self._current.wait_stream(self._arriving)
-        self._here.clear()
+        self._arrived.clear()
         self._transfers.clear()
         self.slots = ()
 
     def synchronize(self) -> None:
-        """Have the host wait until all that left is there, before it reads it."""
+        """Block the host until all transfers to the host are complete."""
         self._module.synchronize()
 
     @property
@@ -118,19 +109,19 @@ class Window:
     def _fetch(self, number: int) -> None:
         transfer, slot = self._transfers[number], self.slots[number % len(self.slots)]
         with self._module.stream(self._arriving):
-            here = list(carved(slot, transfer.tensors))
-            for there, host in zip(here, transfer.tensors, strict=True):
-                there.copy_(host, non_blocking=True)
-        self._here[number] = here, self._arriving.record_event()
+            tensors = list(carved(slot, transfer.tensors))
+            for on_device, host in zip(tensors, transfer.tensors, strict=True):
+                on_device.copy_(host, non_blocking=True)
+        self._arrived[number] = tensors, self._arriving.record_event()
 
 
 def slot_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor up to where the next one may begin."""
+    """Bytes of a tensor in a slot, with alignment."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Parts of a slot with the shapes and dtypes of some tensors, one after the other."""
+    """Consecutive views of a slot with the shapes and dtypes of the tensors."""
     start = 0
     for tensor in tensors:
         yield slot[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -138,47 +129,46 @@ def carved(slot: Tensor, tensors: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def resolved(chosen: Offload, parameters: Iterable[Tensor]) -> Offload:
-    """What is on the host: what was chosen, or parameters too where FSDP's CPUOffloadPolicy keeps them."""
-    apart = any(storage_device(parameter).type != step_device(parameter).type for parameter in parameters)
-    return "parameters" if apart else chosen
+    """The chosen offload, or "parameters" if FSDP's CPUOffloadPolicy keeps a parameter on the host."""
+    offloaded = any(storage_device(parameter).type != step_device(parameter).type for parameter in parameters)
+    return "parameters" if offloaded else chosen
 
 
 def moves(now: Offload, to: Offload) -> bool:
-    """Whether states have to be moved. Raises ValueError for those of parameters that are on the host themselves."""
+    """Whether states have to move. Raises ValueError for a reload with parameters on the host."""
     if now == "parameters" and to == "none":
-        raise ValueError("reload: the parameters are on the host (CPUOffloadPolicy), and their states stay with them")
+        raise ValueError("reload: the parameters are on the host (CPUOffloadPolicy), and so must be the states")
     return now not in (to, "parameters")
 
 
 def host_bytes(size: int, device: str) -> int:
-    """What a tensor of `size` bytes takes on the host: pinned for a GPU, which PyTorch allocates in powers of two."""
+    """Host memory for a tensor of `size` bytes. PyTorch pins memory for a GPU in powers of two."""
     return 1 << (size - 1).bit_length() if size > 0 and device != "cpu" else size
 
 
 def new_state(parameter: Tensor, dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A state of zeros, placed as its parameter is, so that a checkpoint reshards both alike; pinned on the host."""
-    # Made where it stays: all states at once may be more than the device has room for.
+    """A state of zeros, placed like the parameter; pinned if on the host."""
+    # Directly on the host, because all states may not fit on the device.
     if offload == "none":
         return torch.zeros_like(parameter, dtype=dtype)
     return torch.zeros_like(parameter, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
 
 
 def state_like(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, offload: Offload) -> Tensor:
-    """A plain tensor of zeros on the device, or the host, that `new_state` would be on."""
+    """A plain tensor of zeros, on the same device as `new_state` would return."""
     if offload == "none":
         return torch.zeros(shape, dtype=dtype, device=storage_device(parameter))
     return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=_pins(parameter))
 
 
 def _pins(parameter: Tensor) -> bool:
-    # Only from pinned memory does a copy run beside the host, and pinned memory takes a device to pin it for.
+    # Copies are asynchronous only from pinned memory, and pinning needs an accelerator.
     return step_device(parameter).type != "cpu"
 
 
 def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None:
-    """Raise OptionError if one of these parameters cannot be where the options say."""
-    # What comes from the host are whole rows, and goes back as it came. Of interleaved matrices two transfers would
-    # have the same rows, and the one that goes back last would undo what the other did to them.
+    """Raise OptionError if one of these parameters cannot be offloaded."""
+    # Transfers move whole rows. Two transfers with interleaved matrices would share rows and overwrite each other.
     shared = next((parameter.fqn for parameter in parameters if parameter.stack.interleaved), None)
     if options.offload != "none" and shared is not None:
         raise OptionError(
@@ -188,14 +178,14 @@ def check_offload(parameters: Iterable[Parameter], options: MuonOptions) -> None
 
 
 def with_offload(plan: Plan, options: MuonOptions, to: Offload) -> MuonOptions:
-    """The options of a plan with its momentum elsewhere. Raises OptionError if it cannot be there."""
+    """The options with `offload` = `to`. Raises OptionError as `check_offload`."""
     moved = replace(options, offload=to)
     check_offload(plan.parameters, moved)
     return moved
 
 
 def moved_state(state: Tensor, parameter: Tensor, offload: Offload) -> Tensor:
-    """A copy of a state on the host, or where its parameter is."""
+    """A copy of a state, on the host or on the device of the parameter."""
     moved = new_state(parameter, state.dtype, offload)
     local(moved).copy_(local(state))
     return moved

@@ -1,4 +1,4 @@
-"""The momentum of a parameter: where it is, and how it is made, moved and checked."""
+"""The momentum of a parameter: creation, moves between keepers, and checks."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .host import new_state, state_like
 
 
 def check_not_owned(parameters: Mapping[str, Tensor], options: MuonOptions) -> None:
-    """Raise OptionError for the momentum of owned placement, which is on its owner alone as it is."""
+    """Raise OptionError for `state="owner"` with owned placement."""
     for fqn, parameter in parameters.items() if options.state == "owner" else ():
         if without_groups(parameter):
-            said = f"{fqn} is owned, and its momentum is on its owner alone already"
-            raise OptionError("state", f'= "owner": {said}; set "replicated"')
+            problem = f"{fqn} is owned, and its momentum is on its owner alone already"
+            raise OptionError("state", f'= "owner": {problem}; set "replicated"')
 
 
 def with_states(
@@ -33,19 +33,19 @@ def with_states(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> tuple[TrainedParam, ...]:
-    """The parameters with their momentum, which is made and put into the optimizer's `state` where there is none."""
-    found = []
+    """The parameters with their momentum. A missing momentum is created in the optimizer's `state`."""
+    complete = []
     for trained, parameter in zip(params, planned, strict=True):
         if trained.average is None:
             average = new_average(trained.param, parameter, options)
             state[trained.param]["momentum_buffer"] = average
             trained = with_average(trained, average)
-        found.append(trained)
-    return tuple(found)
+        complete.append(trained)
+    return tuple(complete)
 
 
 def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> Tensor:
-    """Momentum of zeros: placed as the parameter is, or as one copy of it on the ranks that keep it."""
+    """Momentum of zeros: placed like the parameter, or like one replica on the keepers (`planned.state_ranks`)."""
     dtype = DTYPES[options.state_dtype]
     if not planned.state_ranks:
         return new_state(parameter, dtype, options.offload)
@@ -53,7 +53,7 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
     kind = parameter.device.type
     if isinstance(parameter, DTensor):
         kind, axes = parameter.device_mesh.device_type, parameter.device_mesh.mesh.shape
-        cut = [(size, each) for size, each in zip(axes, parameter.placements, strict=True) if each != Replicate()]
+        cut = [(size, p) for size, p in zip(axes, parameter.placements, strict=True) if p != Replicate()]
     ranks = torch.tensor(planned.state_ranks, device="cpu")
     mesh = StateMesh(kind, ranks.view([size for size, _ in cut] or [-1]))
     placements = [placement for _, placement in cut] or [Shard(0)]
@@ -62,11 +62,11 @@ def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> 
     if coordinate is not None and not cut:
         start, stop = chunk(shape[0], len(ranks), coordinate[0])
         shape[0] = stop - start
-    held = state_like(parameter, shape, dtype, options.offload)
+    stored = state_like(parameter, shape, dtype, options.offload)
     size, stride = parameter.shape, parameter.stride()
-    average = DTensor.from_local(held, mesh, placements, run_check=False, shape=size, stride=stride)
+    average = DTensor.from_local(stored, mesh, placements, run_check=False, shape=size, stride=stride)
     if coordinate is None:
-        # PyTorch's own would give an empty tensor, without a word.
+        # PyTorch's methods would return an empty tensor.
         for read in ("full_tensor", "redistribute"):
             setattr(average, read, _refuse)
     return average
@@ -78,14 +78,14 @@ def moved(
     state: Mapping[Tensor, dict[str, Any]],
     options: MuonOptions,
 ) -> list[TrainedParam]:
-    """The parameters with their momentum where `options` have it, which is put into the optimizer's `state`."""
-    found = []
+    """The parameters with copies of the momentum, placed by `options`, also in the optimizer's `state`."""
+    moved_params = []
     for trained, parameter in zip(params, planned, strict=True):
         average = new_average(trained.param, parameter, options)
         local(average).copy_(local(trained.momentum))
         state[trained.param]["momentum_buffer"] = average
-        found.append(with_average(trained, average))
-    return found
+        moved_params.append(with_average(trained, average))
+    return moved_params
 
 
 def followed(
@@ -94,23 +94,16 @@ def followed(
     trained: Mapping[str, TrainedParam],
     offload: Offload,
 ) -> Iterator[tuple[Tensor, Tensor, dict[str, Any]]]:
-    """(planned parameter, parameter now, state) of each parameter of the plan that is still in the groups.
+    """(planned parameter, current parameter, state) of each planned parameter in the optimizer's groups.
 
-    Args:
-        groups: the optimizer's parameter groups.
-        state: the optimizer's state.
-        trained: by name, the parameters of the plan.
-        offload: tensors that are on the host.
-
-    Raises:
-        ValueError: for a parameter with another mesh, other placements, or another shape than in the plan.
+    `trained` are the planned parameters by name. Raises ValueError for a parameter with a new mesh, placement or shape.
     """
     for group in groups:
         for fqn, parameter in zip(group["param_names"], group["params"], strict=True):
             planned = trained.get(fqn)
             if planned is None:
                 continue
-            kept = dict(state.get(parameter) or state[planned.param])
+            values = dict(state.get(parameter) or state[planned.param])
             if placement_key(parameter) != planned.key:
                 raise ValueError(
                     f"{fqn}: resharded since Muon was built, and its momentum does not fit; build a new optimizer, and "
@@ -118,8 +111,8 @@ def followed(
                 )
             if offload == "none":
                 device = storage_device(parameter)
-                kept = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in kept.items()}
-            yield planned.param, parameter, kept
+                values = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in values.items()}
+            yield planned.param, parameter, values
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -127,7 +120,7 @@ def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def kept_by(trained: TrainedParam) -> tuple[int, ...]:
-    """The ranks that keep a parameter's momentum, if these are not all that have the parameter."""
+    """The keepers of a parameter's momentum; empty if every holder of the parameter is a keeper."""
     average = trained.average
     if isinstance(average, DTensor) and isinstance(average.device_mesh, StateMesh):
         return tuple(average.device_mesh.mesh.flatten().tolist())
@@ -135,16 +128,16 @@ def kept_by(trained: TrainedParam) -> tuple[int, ...]:
 
 
 def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
-    """Whether a saved momentum can be copied to where this rank's is: it is placed alike, or as the parameter."""
+    """Whether a saved momentum is placed like the current momentum or the parameter."""
     return placement_key(saved) in (placement_key(average), placement_key(parameter))
 
 
 def copy_average(saved: Tensor, average: Tensor, parameter: Tensor) -> None:
-    """Copy a saved momentum, or the part of it that is kept here."""
-    kept, source = local(average), local(saved)
-    if kept.numel() == 0:
+    """Copy the part of a saved momentum that this rank keeps."""
+    target, source = local(average), local(saved)
+    if target.numel() == 0:
         return
-    if kept.shape != source.shape:
+    if target.shape != source.shape:
         first = int(held_indices(average)[0][0] - held_indices(parameter)[0][0])
-        source = source.narrow(0, first, kept.size(0))
-    kept.copy_(source)
+        source = source.narrow(0, first, target.size(0))
+    target.copy_(source)

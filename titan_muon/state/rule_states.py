@@ -1,4 +1,4 @@
-"""The states of a rule besides the momentum: one tensor a matrix, on the ranks that orthogonalize the matrix."""
+"""States of a rule besides the momentum: one tensor for each matrix, on the ranks that orthogonalize the matrix."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from ..tensors.storage import TrainedParam, placement_key
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state that a matrix's owner keeps: float32, one number for each output of the matrix.
+    """A state on the owner of a matrix: float32, one number for each output, zero at the start.
 
-    The optimizer's state has it as `name.i` for matrix i of a parameter. It starts at zero.
+    The key in the optimizer's state is `name.i` for matrix i of a parameter.
     """
 
     name: str
 
 
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
-"""By matrix and name, this rank's states as plain tensors."""
+"""This rank's states as plain tensors, by matrix and name."""
 
 
 def with_rule_states(
@@ -40,53 +40,51 @@ def with_rule_states(
     specs: Sequence[StateSpec],
     state: Mapping[Tensor, dict[str, Any]],
 ) -> MatrixStates:
-    """The states of the plan's matrices, from the optimizer's `state`, where missing ones are made.
+    """The states of the plan's matrices, created or moved from another plan's ranks in the optimizer's `state`.
 
-    Every rank of a parameter has the same keys. A DTensor on the ranks that orthogonalize the matrix holds the numbers,
-    so that torch.distributed.checkpoint saves them once and loads them to any other owner. The states of another plan
-    move to the ranks of this plan. All ranks of the parameters call this together.
+    All holders of the parameters call this together and have the same keys. A state is a DTensor on the ranks that
+    orthogonalize the matrix, so that torch.distributed.checkpoint can load the state to another owner.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    states: dict[int, dict[str, Tensor]] = {}
     if not specs:
-        return found
+        return states
     for number, ranks in enumerate(workers(plan, geometries)):
         matrix = plan.matrices[number]
-        param, every = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
+        param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
             key = f"{spec.name}.{matrix.index}"
-            kept = state[param].get(key)
-            made = _zeros(param, plan.out_in(number)[0], ranks, every)
-            # Optimizer.load_state_dict rounds the states of frozen parameters to the dtype of their weights.
-            if kept is None or _place(kept) != _place(made):
-                if kept is not None:
-                    move(local(kept), local(made), _holders(kept, every), _holders(made, every))
-                kept = state[param][key] = made
-            found.setdefault(number, {})[spec.name] = local(kept)
-    return found
+            old = state[param].get(key)
+            new = _zeros(param, plan.out_in(number)[0], ranks, holders)
+            # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
+            if old is None or _place(old) != _place(new):
+                if old is not None:
+                    move(local(old), local(new), _keepers(old, holders), _keepers(new, holders))
+                old = state[param][key] = new
+            states.setdefault(number, {})[spec.name] = local(old)
+    return states
 
 
-def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], every: tuple[int, ...]) -> Tensor:
-    """A state of zeros on `ranks`. `every` are the ranks of the parameter."""
+def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
     device = step_device(param)
-    if not isinstance(param, DTensor) and ranks == tuple(sorted(every)):
+    if not isinstance(param, DTensor) and ranks == tuple(sorted(holders)):
         return torch.zeros(outputs, dtype=torch.float32, device=device)
-    # Replicas of a plain tensor too: only the owner's state advances, and a checkpoint would save that of any rank.
+    # A DTensor for replicated plain tensors too, because checkpoints must save the owner's state.
     mesh = StateMesh(device.type, torch.tensor(ranks, device="cpu"))
-    here = outputs if mesh.get_coordinate() is not None else 0
-    held = torch.zeros(here, dtype=torch.float32, device=device)
+    stored = outputs if mesh.get_coordinate() is not None else 0
+    zeros = torch.zeros(stored, dtype=torch.float32, device=device)
     size = torch.Size((outputs,))
-    made = DTensor.from_local(held, mesh, [Replicate()], run_check=False, shape=size, stride=(1,))
-    if not here:
+    state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=size, stride=(1,))
+    if not stored:
         # PyTorch's methods would return an empty tensor.
         for read in ("full_tensor", "redistribute"):
-            setattr(made, read, _refuse)
-    return made
+            setattr(state, read, _refuse)
+    return state
 
 
 def _refuse(*args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        "a state of muon.rule is only on the ranks that orthogonalize its matrix, and this is none of them; save and "
-        "load it with torch.distributed.checkpoint, which brings it to the ranks that need it"
+        "this rank has no part of a state of muon.rule, which is only on the ranks that orthogonalize the matrix; save "
+        "and load the state with torch.distributed.checkpoint, which moves states between ranks"
     )
 
 
@@ -94,8 +92,8 @@ def _place(state: Tensor) -> object:
     return state.dtype, local(state).device, placement_key(state)
 
 
-def _holders(state: Tensor, every: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(state.device_mesh.mesh.flatten().tolist()) if isinstance(state, DTensor) else every
+def _keepers(state: Tensor, holders: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(state.device_mesh.mesh.flatten().tolist()) if isinstance(state, DTensor) else holders
 
 
 def saved_rule_states(
@@ -103,26 +101,20 @@ def saved_rule_states(
     current: Mapping[Tensor, Mapping[str, Any]],
     saved: Mapping[Tensor, Mapping[str, Any]],
 ) -> list[tuple[Tensor, Tensor]]:
-    """(current, saved) local tensors of each state of the rule.
+    """(current, saved) local tensors of each rule state; `current` and `saved` are optimizer states by parameter.
 
-    Args:
-        params: trained parameters.
-        current: by parameter, the optimizer's state.
-        saved: by parameter, the state that is loaded.
-
-    Raises:
-        ValueError: naming the first state that is missing or is kept on other ranks.
+    Raises ValueError naming the first state that is missing from `saved`, or is placed differently.
     """
-    found = []
+    pairs = []
     for trained in params:
-        for key, kept in current[trained.param].items():
+        for key, old in current[trained.param].items():
             if key == "momentum_buffer":
                 continue
-            given = saved[trained.param].get(key)
-            if given is None or placement_key(given) != placement_key(kept):
+            loaded = saved[trained.param].get(key)
+            if loaded is None or placement_key(loaded) != placement_key(old):
                 raise ValueError(
                     f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
                     "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
                 )
-            found.append((local(kept), local(given)))
-    return found
+            pairs.append((local(old), local(loaded)))
+    return pairs

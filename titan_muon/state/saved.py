@@ -1,4 +1,4 @@
-"""What a state dict has of Muon's parameters, checked before anything of it is loaded."""
+"""Checks of the momentum in a state dict before loading."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .momentum import fits
 
 @dataclass(frozen=True)
 class SavedAverage:
-    """A trained parameter with its momentum in a state dict, which has it under `key`."""
+    """A trained parameter, and the momentum under `key` in a state dict."""
 
     key: Any
     param: Tensor
@@ -23,7 +23,7 @@ class SavedAverage:
 
 
 def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError for the groups of a state dict of another optimizer, or of other parameters."""
+    """Raise ValueError for groups with different hyperparameters or parameters."""
     if len(saved) != len(groups):
         raise ValueError(f"the state dict has {len(saved)} parameter groups, and this Muon {len(groups)}")
     for group, saved_group in zip(groups, saved, strict=True):
@@ -41,10 +41,10 @@ def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapp
 def saved_averages(
     groups: Sequence[Mapping[str, Any]], state_dict: Mapping[str, Any], current: Mapping[Tensor, Tensor]
 ) -> Iterator[SavedAverage]:
-    """The momentum of each trained parameter of an optimizer's groups, which has it in `current` now.
+    """The saved momentum of each trained parameter. `current` is the optimizer's momentum by parameter.
 
-    Raises ValueError for a state dict of another optimizer or of other parameters, and for a momentum that is missing
-    or has another mesh or other placements than its parameter and the current one.
+    Raises ValueError for a state dict of different parameters or of an optimizer with different hyperparameters, and
+    for a momentum that is missing or fits neither the current momentum nor the parameter.
     """
     check_saved_groups(groups, state_dict["param_groups"])
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
@@ -54,7 +54,7 @@ def saved_averages(
             average = state_dict["state"].get(key, {}).get("momentum_buffer")
             if average is None or not fits(average, current[parameter], parameter):
                 raise ValueError(
-                    f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; what another "
-                    "layout or muon.state has saved is loaded with torch.distributed.checkpoint"
+                    f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; load the "
+                    "state of another layout or muon.state with torch.distributed.checkpoint"
                 )
             yield SavedAverage(key, parameter, average)

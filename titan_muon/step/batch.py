@@ -1,4 +1,4 @@
-"""Batches of matrices on this rank, with the copies that assemble them and split their results."""
+"""Batches of matrices on this rank, and the copies into and out of a batch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ class Batch:
 
     Attributes:
         matrices: indices in the plan.
-        whole: (count, rows, cols) tensor of the assembled matrices, and then of the results. All batches of a rank
-            share one memory.
-        parameters: (count,) indices of the parameters, on the device.
-        iteration: Newton-Schulz iteration.
-        method: algorithm of the iteration.
+        whole: (count, rows, cols) assembled matrices, then the results. All batches of a rank share this memory.
+        parameters: (count,) parameter indices, on the device.
     """
 
     matrices: tuple[int, ...]
@@ -31,11 +28,10 @@ class Batch:
     method: Method
 
     def norms(self) -> Tensor:
-        """The Frobenius norm of each matrix, (count,)."""
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:
-        """Replace each matrix U S Vᵀ by approximately U Vᵀ. `norms`: the Frobenius norms of the matrices."""
+        """Replace each matrix U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole)
 
 
@@ -49,8 +45,8 @@ def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
     )
 
 
-def parting(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """The copies of orthogonalized matrices into the pieces that go back."""
+def splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
+    """The copies of orthogonalized matrices into the pieces to return."""
     return Copies.of(
         (target.view[span.piece], batch.whole[place][span.whole])
         for place, matrix in enumerate(batch.matrices)

@@ -11,10 +11,10 @@ from .stages import RankStages, Stages
 
 
 class Feature:
-    """An option that changes how stages run. The default of every method does nothing.
+    """An option that changes how stages run. By default every method does nothing.
 
-    The engine calls, in this order: `wrap` when it is built; then in each step `ready` and `faults` before anything
-    changes, `before` and `after` around the stages. `told`, `flush` and `backward` run between steps.
+    The engine calls `wrap` at construction. Each step calls `ready` and `faults` before any tensor changes, then
+    `before` and `after` around the stages. `told`, `flush` and `backward` run between steps.
 
     Attributes:
         holds_buffers: whether the buffers are in use after the step.
@@ -23,29 +23,29 @@ class Feature:
     holds_buffers = False
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """The stages with this feature. Called again when parameters or momentum have moved."""
+        """The stages with this feature. Called again after parameters or momentum have moved."""
         return stages
 
     def ready(self) -> None:
-        """Prepare a step. Raises ValueError, on all ranks alike, if no step can be taken now."""
+        """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
-    def faults(self, found: Sequence[Fault]) -> Sequence[Fault]:
-        """The faults of a step by parameter, with those that the feature finds on this rank."""
-        return found
+    def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
+        """The faults of a step by parameter, after adding this feature's faults on this rank."""
+        return faults
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Learn the faults, at least one, that all ranks have been told of."""
+        """React to faults, at least one, equal on all ranks."""
 
     def before(self, step: Step) -> None:
-        """Start a step. The buffers have memory."""
+        """Start a step. The buffers are allocated."""
 
     def after(self) -> None:
         """End a step."""
 
     def flush(self, *, discard: bool = False) -> None:
-        """Finish what a step has left, before weights or momentum are read or replaced.
+        """Finish the work of a step, before weights or momentum are read or replaced.
 
-        With `discard`, work for a step that will not come is dropped; all ranks call it together.
+        `discard` also drops work for the next step; all ranks call this together.
         """
 
     def backward(self) -> AbstractContextManager[None]:

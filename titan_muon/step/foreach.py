@@ -1,4 +1,4 @@
-"""The foreach calls of a step on the storage of this rank, on views that are made once."""
+"""The foreach calls of a step on this rank's storage, with views that are made once."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from .rule import Rule
 from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
-"""Most bytes of a parameter that one call processes. A call may allocate as many."""
+"""Limit on parameter bytes in a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The same on a CPU, so that its nearest cache still has the bytes for the next operation."""
+"""The limit on a CPU, so that the tensors stay in the L1 cache."""
 
 
 def call_bytes(device: str) -> int:
-    """Most bytes of a parameter that one call processes on a type of device."""
+    """The limit on parameter bytes in a call, by device type."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
 class Rectangle(NamedTuple):
-    """A rectangle of a parameter's storage: `place` in its (rows, cols) view, None for all of it."""
+    """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view."""
 
-    # Only rows, where columns are whole: every step makes the view of a gradient, and this view takes half the time.
+    # A single slice if all columns are included, because indexing by one slice takes half the time.
     parameter: int
     place: tuple[slice, slice] | slice | None
 
@@ -42,30 +42,28 @@ class Rectangle(NamedTuple):
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may have only some rows of the parameter."""
+        """The rectangle of the momentum, which may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
-        assert rows is not None, "what has all rows of a parameter has all of its momentum"
+        assert rows is not None, "a holder of all rows of a parameter keeps the whole momentum"
         first = storage.first_row
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     @property
     def rows(self) -> Rectangle:
-        """The whole rows of the rectangle."""
         return self._replace(place=self.place[0]) if isinstance(self.place, tuple) else self
 
     @property
     def start(self) -> int:
-        """The first row."""
         place = self.rows.place
         return place.start if isinstance(place, slice) else 0
 
 
 def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
-    """The part of a parameter, stored as a (rows, cols) tensor, for a span."""
+    """The rectangle of a span in (rows, cols) storage."""
     rows, cols = span.local
-    # Compare with steps: an interleaved matrix may reach from the first row to the last.
+    # Compare steps too, because interleaved matrices span all rows.
     if cols != slice(0, stored.size(1)):
         return Rectangle(parameter, span.local)
     return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
@@ -76,7 +74,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True)
 class Advance:
-    """Parts whose momentum advances in one call. `packed` take the input of Newton-Schulz, if this rank packs it."""
+    """Rectangles whose momentum advances in one call. `packed`: views for the input of Newton-Schulz, or empty."""
 
     group: Mapping[str, Any]
     parts: tuple[Rectangle, ...]
@@ -84,21 +82,20 @@ class Advance:
     packed: tuple[Tensor, ...]
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        """The same for the parts of each kind."""
+        """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
-        return {each: self._only([found == each for found in kinds]) for each in dict.fromkeys(kinds)}
+        return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
 
-    def _only(self, kept: Sequence[bool]) -> Advance:
-        averages, packed = _those(self.averages, kept), _those(self.packed, kept)
-        return Advance(self.group, _those(self.parts, kept), averages, packed)
+    def _select(self, kept: Sequence[bool]) -> Advance:
+        averages, packed = _selected(self.averages, kept), _selected(self.packed, kept)
+        return Advance(self.group, _selected(self.parts, kept), averages, packed)
 
 
 @dataclass(frozen=True)
 class Apply:
-    """Parts of matrices of one shape, `out_in`, decayed and updated in one call.
+    """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates in the dtype of the parameters, where that is a wider one; it needs `scratch_bytes`. So
-    do `chunks`, which update parameters that are rounded stochastically.
+    `scratch` takes the updates if the parameters' dtype is wider. `chunks` update stochastically rounded parameters.
     """
 
     group: Mapping[str, Any]
@@ -111,60 +108,56 @@ class Apply:
     chunks: tuple[Chunk, ...] = ()
 
     def update(self, params: Tensors, rule: Rule) -> None:
-        """Decay and update these parts of parameters."""
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if not self.chunks:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
         for chunk in self.chunks:
             chunk.update(params, self.updates, partial(rule.apply, group=self.group, scale=scale), self.group[STEP])
 
-    def of_now(self) -> Apply:
-        """The same call with a copy of the current hyperparameters."""
-        # A scheduler changes a learning rate in a tensor in place.
+    def with_current_group(self) -> Apply:
+        """The call with a copy of the current hyperparameters."""
+        # Clone tensors, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
         return replace(self, group=copied)
 
     def without(self, parameters: Collection[int]) -> Apply:
-        """The same call without these parameters."""
         kept = [part.parameter not in parameters for part in self.parts]
-        params, updates, scratch = (_those(each, kept) for each in (self.params, self.updates, self.scratch))
-        parts, chunks = _those(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
+        params, updates, scratch = (_selected(views, kept) for views in (self.params, self.updates, self.scratch))
+        parts, chunks = _selected(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
         return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunks)
 
 
-def but_for(chosen: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
-    """The calls without some parameters."""
-    for each in chosen:
-        run = each.without(parameters) if parameters else each
-        if run.params:
-            yield run
+def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
+    """The calls without these parameters. Skips empty calls."""
+    for call in calls:
+        remaining = call.without(parameters) if parameters else call
+        if remaining.params:
+            yield remaining
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Copies in one call."""
+    """Tensor copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[Tensor, Tensor]]) -> Copies:
-        """From (target, source) pairs."""
         listed = tuple(pairs)
         return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
-        """Run the copies."""
         # PyTorch refuses a call without tensors.
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
 
 
 class StoredPiece(NamedTuple):
-    """Where a piece of a matrix is on this rank: the rectangles of its parameter, and the piece itself as a tensor.
+    """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the matrix, which its learning rate goes by. `draws`: what its elements draw.
+    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
     """
 
     parameter: int
@@ -175,20 +168,23 @@ class StoredPiece(NamedTuple):
 
 
 def advances(
-    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], most: int
+    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], limit: int
 ) -> tuple[Advance, ...]:
     """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
-    found = []
+    placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
         for span in piece.spans:
             part = rectangle_of(piece.parameter, span, stored.param)
             packed = () if piece.view is None else (piece.view[span.piece],)
-            found.append((part, part.of_average(stored), packed))
-    # By the identity of the group, because a scheduler may change its numbers between steps.
+            placed.append((part, part.of_average(stored), packed))
+    # By identity, because a scheduler may change hyperparameters.
     numbers = _numbered(groups)
-    alike = _grouped(
-        found, lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])), most, lambda i: slot_bytes(i[1])
+    calls = _grouped(
+        placed,
+        lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
+        limit,
+        lambda i: slot_bytes(i[1]),
     )
     return tuple(
         Advance(
@@ -197,7 +193,7 @@ def advances(
             tuple(average for _, average, _ in items),
             tuple(view for _, _, packed in items for view in packed),
         )
-        for items in alike
+        for items in calls
     )
 
 
@@ -205,67 +201,69 @@ def applies(
     pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
-    most: int,
+    limit: int,
     scratch: Tensor,
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
     """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All take turns in the bytes of `scratch`, which has `scratch_bytes` of them. `stochastic`: whether parameters in
-    bfloat16 are rounded so.
+    All calls share the `scratch_bytes` of `scratch`. `stochastic`: whether to round bfloat16 parameters stochastically.
     """
-    found = []
+    placed = []
     for piece in pieces:
-        assert piece.view is not None, "every piece that is stored comes back"
+        assert piece.view is not None, "every stored piece is returned"
         stored = storage[piece.parameter].param
         for span in piece.spans:
             part = rectangle_of(piece.parameter, span, stored)
-            found.append(((part, piece.out_in, piece.draws.first(span)), part.of(stored), piece.view[span.piece]))
+            placed.append(((part, piece.out_in, piece.draws.first(span)), part.of(stored), piece.view[span.piece]))
     numbers = _numbered(groups)
-    draw = [stochastic and each.param.dtype == torch.bfloat16 for each in storage]
+    draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
 
-    def taken(item: Placed) -> int:
-        return memory_bytes(item[1]) if draw[item[0][0].parameter] else slot_bytes(item[1])
+    def size(item: Placed) -> int:
+        return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    alike = _grouped(found, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), most, taken)
+    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), limit, size)
     return tuple(
-        _drawn(groups, items, scratch, most) if draw[items[0][0][0].parameter] else _apply(groups, items, scratch)
-        for items in alike
+        _stochastic_apply(groups, items, scratch, limit)
+        if draws[items[0][0][0].parameter]
+        else _apply(groups, items, scratch)
+        for items in calls
     )
 
 
-def scratch_bytes(storage: Sequence[Storage], most: int) -> int:
-    """Most bytes of scratch of any Apply: `most`, or the bytes of the largest parameter or the longest row."""
-    needed = [max(slot_bytes(each.param), memory_bytes(each.param[:1])) for each in storage]
-    return max([most, *needed])
+def scratch_bytes(storage: Sequence[Storage], limit: int) -> int:
+    """Scratch bytes for any Apply."""
+    needed = [max(slot_bytes(stored.param), memory_bytes(stored.param[:1])) for stored in storage]
+    return max([limit, *needed])
 
 
 Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
-"""A part with the outputs and inputs of its matrix and the count of its first draw, and it in the parameter and in the
-orthogonalized matrix."""
+"""(rectangle, `out_in` of the matrix, count of the first draw), view of the parameter, view of the update."""
 
 
-def _drawn(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, most: int) -> Apply:
+def _stochastic_apply(
+    groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, limit: int
+) -> Apply:
     places, params, updates = zip(*items, strict=True)
-    made = tuple(chunks(params, [first for *_, first in places], scratch, most))
+    all_chunks = tuple(chunks(params, [first for *_, first in places], scratch, limit))
     parts, out_in = tuple(part for part, *_ in places), places[0][1]
-    most_bytes = max(chunk.memory.nbytes for chunk in made)
-    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), most_bytes, made)
+    most_bytes = max(chunk.memory.nbytes for chunk in all_chunks)
+    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), most_bytes, all_chunks)
 
 
 def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
     places, params, updates = zip(*items, strict=True)
-    dtype, other = params[0].dtype, updates[0].dtype
-    # Updates of a wider dtype than the parameter's are rounded once, with the sum.
-    widens = dtype != other and torch.promote_types(dtype, other) == dtype
+    dtype, update_dtype = params[0].dtype, updates[0].dtype
+    # Wider updates need no conversion: the sum is rounded once.
+    widens = dtype != update_dtype and torch.promote_types(dtype, update_dtype) == dtype
     wide = tuple(carved(scratch, params)) if widens else ()
     parts, out_in = tuple(part for part, *_ in places), places[0][1]
     return Apply(groups[parts[0].parameter], out_in, parts, params, updates, wide, sum(map(slot_bytes, wide)))
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """A number for each parameter: the number of its group. Groups with equal values have different numbers."""
+    """The number of each parameter's group, by identity."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1
@@ -277,16 +275,16 @@ T = TypeVar("T", bound=tuple[Any, Tensor, Any])
 
 
 def _grouped(
-    items: Iterable[T], kind: Callable[[T], Hashable], most: int, taken: Callable[[T], int]
+    items: Iterable[T], kind: Callable[[T], Hashable], limit: int, bytes_of: Callable[[T], int]
 ) -> Iterator[list[T]]:
-    """Items of one kind, in lists that take at most `most` bytes, or of one item."""
+    """Lists of items of one kind, of at most `limit` bytes or a single item."""
     waiting: dict[Hashable, list[T]] = {}
-    held: dict[Hashable, int] = {}
+    sizes: dict[Hashable, int] = {}
     for item in items:
-        key, size = kind(item), taken(item)
-        if key in waiting and held[key] + size > most:
+        key, size = kind(item), bytes_of(item)
+        if key in waiting and sizes[key] + size > limit:
             yield waiting.pop(key)
-        held[key] = size + (held[key] if key in waiting else 0)
+        sizes[key] = size + (sizes[key] if key in waiting else 0)
         waiting.setdefault(key, []).append(item)
     yield from waiting.values()
 
@@ -294,6 +292,5 @@ def _grouped(
 V = TypeVar("V")
 
 
-def _those(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
-    """The kept values; empty if there are no values."""
+def _selected(values: Sequence[V], kept: Sequence[bool]) -> tuple[V, ...]:
     return tuple(value for value, keep in zip(values, kept, strict=False) if keep)

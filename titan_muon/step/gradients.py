@@ -1,4 +1,4 @@
-"""What one step works on: the gradients on this rank as matrices, and the parameters that it leaves alone."""
+"""The input of one step: this rank's gradients as matrices, and the excluded parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Step:
 
     Attributes:
         grads: (rows, cols) local gradient; None if the gradient is missing or released, or the parameter is excluded.
-        excluded: parameters that get no update. A parameter whose gradient is only missing is still decayed.
+        excluded: parameters without an update or decay. Other parameters decay even without a gradient.
         uniform: whether every parameter on this rank has a gradient, all in one dtype.
     """
 
@@ -29,25 +29,23 @@ class Step:
 
     @classmethod
     def of(cls, params: Sequence[TrainedParam], plan: Sequence[Parameter], excluded: frozenset[int]) -> Step:
-        """The step of the parameters' gradients as they are now."""
         grads = [
-            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.here else None
+            grad_matrix(trained.param.grad, planned) if index not in excluded and trained.on_mesh else None
             for index, (trained, planned) in enumerate(zip(params, plan, strict=True))
         ]
-        here = [grad for grad, trained in zip(grads, params, strict=True) if trained.here]
-        dtypes = {None if grad is None else grad.dtype for grad in here}
+        local_grads = [grad for grad, trained in zip(grads, params, strict=True) if trained.on_mesh]
+        dtypes = {None if grad is None else grad.dtype for grad in local_grads}
         return cls(grads, excluded, None not in dtypes and len(dtypes) <= 1)
 
     def dtype(self, parameter: int) -> torch.dtype | None:
-        """The dtype of a gradient; None without a gradient."""
         grad = self.grads[parameter]
         return None if grad is None else grad.dtype
 
 
 def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
-    """The (rows, cols) local gradient of a parameter, if there is one."""
+    """The (rows, cols) local gradient of a parameter, or None."""
     if grad is None:
         return None
     stored = local(grad)
-    # A gradient is only read, so a copy is good enough where no view is possible.
+    # The step only reads gradients, so reshape may copy.
     return stored if stored.ndim == 2 else stored.reshape(matrix_size(stored, planned))

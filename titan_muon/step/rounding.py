@@ -1,12 +1,11 @@
-"""Stochastic rounding of bfloat16 weights: updates that rounding to the nearest would lose are kept on average."""
+"""Stochastic rounding of bfloat16 weights, which keeps small updates on average."""
 
 # [Note: draws]
-# - A weight between two neighbours in bfloat16 becomes the upper one with a probability of its distance from the lower
-#   one, so that its mean stays. bfloat16 is the upper half of float32: a uniform number of 16 bits is added to the bits
-#   of the weight, and the lower half is cut off.
-# - The number is a hash of the step, the matrix, and the element's place in it. So copies of a weight get equal ones,
-#   whatever else is updated with them there, and nothing but the count of steps has to be saved for a resume.
-# - Rows that are cut over ranks get what they would get in one process. Columns that are cut get other numbers.
+# - bfloat16 is the upper half of float32. A step adds a uniform 16-bit number, the draw, to the bits of the float32
+#   weight and clears the lower half. The mean is unchanged.
+# - A draw is a hash of the step, the matrix, and the element's index in the matrix. So replicas of a weight get equal
+#   draws in any batch, and a resume needs only the step count.
+# - A shard of whole rows gets the same draws as in one process. A shard of columns gets different draws.
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ from ..plan.terms.layout import Span
 from .update import Tensors
 
 ALIGNMENT = 16
-"""Elements at whose multiples tensors begin in the memory of a chunk, for kernels that read several at once."""
+"""Alignment in elements of tensors in the memory of a chunk, for vectorized kernels."""
 BYTES = 12
-"""Memory for an element: the weight and its update in float32, the second of which is then the draw, and one spare."""
+"""Memory for an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
-# Odd factors, of Knuth's multiplicative hashing and of MurmurHash3. The upper bits of a product are the good ones.
+# Factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
 FACTORS = (0x9E3779B1, 0x85EBCA6B)
 UPPER_HALF = -(2**16)
 LOWER_HALF = 2**16 - 1
@@ -35,14 +34,13 @@ LOWER_HALF = 2**16 - 1
 
 @dataclass(frozen=True)
 class Draws:
-    """The draws of a matrix: its elements, row by row, count on from `key`."""
+    """The draws of a matrix: elements have consecutive counts from `key` on."""
 
     key: int
     cols: int
 
     @classmethod
     def of(cls, fqn: str, index: int, cols: int) -> Draws:
-        """Those of matrix number `index` of a parameter, which has so many columns."""
         return cls(zlib.crc32(f"{fqn} {index}".encode()), cols)
 
     def first(self, span: Span) -> int:
@@ -52,10 +50,14 @@ class Draws:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tensors that are updated and rounded together, or some `rows` of a single one that is too large.
+    """Tensors that are updated and rounded together, or some `rows` of a single large tensor.
 
-    `starts` are the counts of their first elements, less where they begin in `memory`, (3, elements) float32. `wide`,
-    `added` and `draws` are its rows, the last as int32, cut into the tensors.
+    Attributes:
+        starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
+        wide: views of row 0 of `memory`: the weights.
+        added: views of row 1: the updates.
+        draws: views of row 1 as int32.
+        memory: (3, elements) float32.
     """
 
     rows: slice | None
@@ -66,10 +68,9 @@ class Chunk:
     memory: Tensor
 
     def only(self, kept: Sequence[bool]) -> Chunk:
-        """The same for some of its tensors."""
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
-        wide, added, draws = (tuple(each[i] for i in places) for each in (self.wide, self.added, self.draws))
+        wide, added, draws = (tuple(views[i] for i in places) for views in (self.wide, self.added, self.draws))
         return Chunk(self.rows, starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
@@ -78,10 +79,10 @@ class Chunk:
             params, updates = [params[0][self.rows]], [updates[0][self.rows]]
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
-        # Over all of the memory, gaps included: one launch each, however many tensors there are.
+        # On the whole memory: one kernel for all tensors.
         wide, added, _ = self.memory.unbind()
         apply([wide], [added])
-        # One NaN for all: CUDA's own has all bits set, and a draw would count on from it to zero.
+        # Normalize NaN: CUDA's NaN has all bits set, and adding a draw would overflow to zero.
         wide.nan_to_num_(math.nan, math.inf, -math.inf)
         bits, draws, spare = self.memory.view(torch.int32).unbind()
         self._draw(draws, spare, step)
@@ -89,7 +90,6 @@ class Chunk:
         torch._foreach_copy_(params, self.wide)
 
     def _draw(self, draws: Tensor, spare: Tensor, step: int) -> None:
-        """Fill `draws` with numbers of 16 bits."""
         first = zlib.crc32(str(step).encode()) >> 2
         torch.arange(first, first + draws.numel(), out=draws, device=draws.device)
         torch._foreach_add_(self.draws, self.starts)
@@ -99,16 +99,16 @@ class Chunk:
         draws.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
 
 
-def chunks(params: Sequence[Tensor], firsts: Sequence[int], scratch: Tensor, most: int) -> Iterator[Chunk]:
-    """What updates these tensors in the bytes of `scratch`, of which `most` are used at a time; one row may take more.
+def chunks(params: Sequence[Tensor], firsts: Sequence[int], scratch: Tensor, limit: int) -> Iterator[Chunk]:
+    """The chunks of these tensors. Each chunk uses at most `limit` bytes of `scratch`, or one row if a row takes more.
 
     `firsts` are the counts of the tensors' first elements.
     """
-    if len(params) > 1 or memory_bytes(params[0]) <= most:
+    if len(params) > 1 or memory_bytes(params[0]) <= limit:
         yield _chunk(None, [param.shape for param in params], firsts, scratch)
         return
     count, cols = params[0].shape
-    size = max(1, most // memory_bytes(params[0][:1]))
+    size = max(1, limit // memory_bytes(params[0][:1]))
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         yield _chunk(rows, [torch.Size((rows.stop - start, cols))], [firsts[0] + start * cols], scratch)
@@ -126,7 +126,7 @@ def _chunk(rows: slice | None, shapes: Sequence[torch.Size], firsts: Sequence[in
 
 
 def memory_bytes(tensor: Tensor) -> int:
-    """Bytes of memory that it takes to update a tensor."""
+    """Chunk memory for a tensor."""
     return BYTES * _aligned(tensor.numel())
 
 
@@ -135,5 +135,5 @@ def _aligned(elements: int) -> int:
 
 
 def _wrapped(number: int) -> int:
-    """The same number modulo 2**32 as an int32."""
+    """The number modulo 2**32 as an int32."""
     return (number + 2**31) % 2**32 - 2**31

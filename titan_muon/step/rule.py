@@ -1,4 +1,4 @@
-"""The arithmetic of an optimizer on the engine: what happens to momentum, to whole matrices and to weights."""
+"""The interface of update rules: arithmetic on momentum, whole matrices and weights."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Group = Mapping[str, Any]
 class Rule(Protocol):
     """The arithmetic of one optimizer. The engine decides where and when each method runs.
 
-    `advance`, `pack` and `apply` are element-wise, so that any cut of a parameter gives the same bits. They run on
-    every rank that stores shards. `finish` runs on the owner of a matrix, which has all of it.
+    `advance`, `pack` and `apply` run on every holder. Their arithmetic is element-wise, so that any sharding of a
+    parameter gives the same bits. `finish` runs on the owner, on whole matrices.
 
     Attributes:
         states: states of each matrix besides the momentum.
@@ -33,7 +33,7 @@ class Rule(Protocol):
         """
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Write into `packed` what `advance` will write, bit for bit, and leave the momentum as it is."""
+        """Write the same bits into `packed` as `advance`, but keep the momentum."""
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Turn orthogonalized matrices into updates, in place, and advance their states.
@@ -41,8 +41,7 @@ class Rule(Protocol):
         Args:
             whole: (count, rows, cols) matrices of one parameter group.
             states: by name, (count, outputs) float32.
-            group: hyperparameters of the group.
-            transposed: whether the outputs are the columns of the matrices.
+            transposed: whether the outputs are the columns.
         """
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
@@ -50,8 +49,7 @@ class Rule(Protocol):
 
         Args:
             params: parts of weights, of one dtype.
-            updates: their parts of orthogonalized matrices, of one dtype.
-            group: hyperparameters of the group.
+            updates: the same parts of orthogonalized matrices, of one dtype.
             scale: factor on the learning rate.
-            scratch: memory for the updates in the dtype of the weights, if that is wider.
+            scratch: memory for the updates in the dtype of the weights; empty unless this dtype is wider.
         """

@@ -1,4 +1,4 @@
-"""The element-wise arithmetic of a Muon step, on any part of a parameter."""
+"""Element-wise arithmetic of a Muon step, on any part of a parameter."""
 
 from __future__ import annotations
 
@@ -28,11 +28,10 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
 
 
 def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    """Advance exponential moving averages in place and copy the input of Newton-Schulz into `packed`, in its dtype.
+    """Advance exponential moving averages in place and write the input of Newton-Schulz to `packed`, if not empty.
 
-    The input is the average, or with `nesterov` the gradient blended with the average. `packed` may be empty. The
-    gradient enters with weight 1 - decay, as in torch.optim.Muon. Averages have one dtype and gradients one; the
-    arithmetic runs in the wider dtype.
+    The input is the average, or with `nesterov` the gradient blended with the average. Gradients have weight 1 - decay,
+    as in torch.optim.Muon. Averages share a dtype, and so do gradients; the arithmetic runs in the wider dtype.
     """
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads, advanced = converted(grads, wide), converted(averages, wide)
@@ -67,7 +66,7 @@ def apply(
 ) -> None:
     """param <- (1 - lr weight_decay) param - lr scale update, in place; the decay is decoupled and not scaled.
 
-    Parameters have one dtype and updates one. `scratch`, if given, takes the updates in the dtype of the parameters.
+    Parameters share a dtype, and so do updates. `scratch`, if not empty, takes the updates in the parameters' dtype.
     """
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     if scratch:
@@ -81,7 +80,7 @@ def apply(
 
 
 def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) -> None:
-    """param <- (1 - factor) param where the update moves the weight towards zero too, in place.
+    """param <- (1 - factor) param where the update also moves the weight towards zero, in place.
 
     Cautious weight decay (Chen et al., 2025, arXiv:2510.12402): weights decay only where param * update >= 0.
     """
@@ -90,14 +89,16 @@ def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) 
     torch._foreach_add_(decays, 1)
     torch._foreach_clamp_max_(decays, 1)
     torch._foreach_mul_(decays, params)
-    torch._foreach_mul_(decays, -factor)
-    torch._foreach_add_(params, decays)
+    if isinstance(factor, Tensor):
+        torch._foreach_add_(params, torch._foreach_mul(decays, -factor))
+    else:
+        torch._foreach_add_(params, decays, alpha=-factor)
 
 
 def converted(tensors: Tensors, dtype: torch.dtype) -> Tensors:
-    """Tensors converted to a dtype in one call; the tensors themselves if they have the dtype."""
+    """The tensors converted to a dtype in one call; without copies if the dtype matches."""
     if tensors[0].dtype == dtype:
         return tensors
-    made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-    torch._foreach_copy_(made, tensors)
-    return made
+    copies = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies

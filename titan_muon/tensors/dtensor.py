@@ -1,4 +1,4 @@
-"""Between PyTorch's tensors and the planner's data: layouts of DTensors and plain tensors, and their local storage."""
+"""Layouts, process groups, devices and local storage of DTensors and plain tensors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..plan.terms import types
 from ..plan.terms.layout import region
 
 TENSOR_PARALLEL = "tp"
-"""The mesh axis of tensor parallelism, by the name that PyTorch's examples and TorchTitan give it."""
+"""Name of the tensor-parallel mesh axis in PyTorch's examples and TorchTitan."""
 
 
 def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
-    """How a parameter rests. A plain tensor rests whole on every rank of the default group.
+    """The layout of a parameter. A plain tensor is replicated on all ranks.
 
-    Raises ValueError for a placement that Muon cannot read (a partial sum).
+    Raises ValueError for a partial sum.
     """
     if not isinstance(tensor, DTensor):
         world = dist.get_world_size() if dist.is_initialized() else 1
@@ -32,14 +32,14 @@ def layout_of(fqn: str, tensor: Tensor) -> types.Layout:
 
 
 def layout_on(fqn: str, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> types.Layout:
-    """How a tensor of some shape rests on a mesh. Raises ValueError as `layout_of` does."""
+    """The layout of a tensor of this shape on a mesh. Raises ValueError as `layout_of`."""
     ranks = types.Mesh(tuple(mesh.mesh.shape), tuple(mesh.mesh.flatten().tolist()))
     placed = tuple(_placement(fqn, p) for p in placements)
     return types.Layout(tuple(shape), ranks, placed, _tensor_parallel(mesh.mesh_dim_names or (), ranks, placed))
 
 
 def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequence[types.Placement]) -> int | None:
-    """The axis of tensor parallelism, if it cuts a tensor that is placed so."""
+    """The tensor-parallel axis if the tensor is sharded over the axis, or None."""
     if TENSOR_PARALLEL not in names:
         return None
     axis = names.index(TENSOR_PARALLEL)
@@ -47,55 +47,53 @@ def _tensor_parallel(names: Sequence[str], mesh: types.Mesh, placements: Sequenc
 
 
 def _placement(fqn: str, placement: Placement) -> types.Placement:
-    # _StridedShard is a subclass of Shard in some versions of PyTorch and not in others.
+    # _StridedShard comes first, because some versions of PyTorch derive _StridedShard from Shard.
     if isinstance(placement, _StridedShard):
         return types.StridedShard(placement.dim, int(placement.split_factor))
     if isinstance(placement, Shard):
         return types.Shard(placement.dim)
     if isinstance(placement, Replicate):
         return types.Replicate()
-    raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce it first")
+    raise ValueError(f"{fqn}: Muon cannot read a parameter placed as {placement}; reduce the parameter first")
 
 
 def mesh_axes(tensor: Tensor) -> Iterator[tuple[int, ...]]:
-    """The ranks of each process group that a DTensor's mesh has, in the order of the group; none of a plain tensor."""
-    # Subclasses of DeviceMesh (owned placement's) have no groups. Groups order their ranks, so an axis that descends
-    # would be another group than the mesh says.
+    """The ranks of each process group of a DTensor's mesh, in group order; nothing for a plain tensor."""
+    # Subclasses of DeviceMesh have no process groups. PyTorch sorts the ranks of a group, so skip descending axes.
     if isinstance(tensor, DTensor) and type(tensor.device_mesh) is DeviceMesh:
         ranks = tensor.device_mesh.mesh
         for axis in range(ranks.ndim):
-            for line in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
-                if len(line) > 1 and line == sorted(line):
-                    yield tuple(line)
+            for members in ranks.movedim(axis, -1).reshape(-1, ranks.size(axis)).tolist():
+                if len(members) > 1 and members == sorted(members):
+                    yield tuple(members)
 
 
 def mesh_groups(tensor: Tensor, rank: int) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Those of the process groups that `rank`, this process, is a member of."""
+    """The process groups from `mesh_axes` with `rank`, this process, by their ranks."""
     mine = {axis for axis in mesh_axes(tensor) if rank in axis}
     if not (mine and isinstance(tensor, DTensor)):
         return {}
     groups = [tensor.device_mesh.get_group(axis) for axis in range(tensor.device_mesh.ndim)]
-    found = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
-    return {ranks: group for ranks, group in found.items() if ranks in mine}
+    by_ranks = {tuple(dist.get_process_group_ranks(group)): group for group in groups}
+    return {ranks: group for ranks, group in by_ranks.items() if ranks in mine}
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's storage of a DTensor, or a plain tensor itself; for the same tensor the same object."""
-    # Private. `to_local()` of a Parameter makes a new view each time, whose identity says nothing and which takes
-    # longer than all else that the host does for a parameter in a step.
+    """The local tensor of a DTensor, or the plain tensor; the same object in every call."""
+    # `to_local()` of a Parameter makes a new view, which takes most of the host's time for a parameter in a step.
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def storage_device(tensor: Tensor) -> torch.device:
-    """Device of a tensor's storage; on a rank outside of its mesh, the device that it has on the others."""
-    # There the local tensor is empty, and DTensor's operators make it on the CPU whatever the mesh is of.
+    """Device of a tensor's storage; the mesh's device on a rank outside of the mesh."""
+    # Outside of the mesh the local tensor is empty, and maybe on the CPU.
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return _mesh_device(tensor)
     return local(tensor).device
 
 
 def step_device(tensor: Tensor) -> torch.device:
-    """Device on which a parameter is updated: that of its mesh, whose storage FSDP may keep on the host, or its own."""
+    """Device that updates a parameter: the storage's, or the mesh's if FSDP keeps the storage on the host."""
     stored = storage_device(tensor)
     return _mesh_device(tensor) if isinstance(tensor, DTensor) and stored.type == "cpu" else stored
 
@@ -106,9 +104,9 @@ def _mesh_device(tensor: DTensor) -> torch.device:
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Along each dim, the indices of the whole tensor whose elements this rank holds, in the order of its storage.
+    """By dim, the global indices of the elements on this rank, in storage order, as CPU tensors.
 
-    On the CPU, whatever the tensor is on; empty for a rank that is not on the tensor's mesh.
+    Empty on a rank outside of the mesh.
     """
     if not isinstance(tensor, DTensor):
         return tuple(torch.arange(size, device="cpu") for size in tensor.shape)
@@ -121,6 +119,6 @@ def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def layer_of(fqn: str) -> str:
-    """The layer that a parameter is part of: its name up to the first number, or all but the last word of it."""
+    """The layer of a parameter: the name up to the first number, or without the last word."""
     numbered = re.match(r"(?:.*?\.)?\d+(?=\.|$)", fqn)
     return numbered.group() if numbered else fqn.rpartition(".")[0]

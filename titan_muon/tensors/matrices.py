@@ -1,4 +1,4 @@
-"""A parameter as a stack of matrices: itself, its experts, its heads or its fused projections."""
+"""The matrices of a parameter: the whole parameter, experts, heads or fused projections."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .dtensor import layer_of, layout_of
 
 
 def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> MatrixStack:
-    """The matrices of a parameter, by the first split that matches its name.
+    """The matrices of a parameter, by the first split with a matching name.
 
-    Without one, a 2D parameter is one matrix and a 3D one a stack of matrices along dim 0 (experts). Raises ValueError
-    for other shapes, for empty ones, and for a split that does not fit.
+    Without a split, a 2D parameter is one matrix and a 3D parameter a stack of matrices along dim 0 (experts). Raises
+    ValueError for an empty parameter, for a shape without a default, and for a split that does not fit.
     """
     split = split_of(fqn, splits)
     if 0 in shape or not (len(shape) in (2, 3) or split is not None):
         raise ValueError(
             f"{fqn}: Muon takes matrices (2D) and stacks of matrices (3D), not shape {tuple(shape)}; give it to "
-            "another optimizer, or say with muon.split and dims how it is read"
+            "another optimizer, or describe its matrices by muon.split and dims"
         )
     whole = "f d -> | f d" if len(shape) == 2 else "e f d -> e | f d"
     dims, lengths = (whole, {}) if split is None else (split.dims, split.lengths)
@@ -35,18 +35,18 @@ def stack_of(fqn: str, shape: Sequence[int], splits: Sequence[Split] = ()) -> Ma
 
 
 def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
-    """The first split that matches a name."""
+    """The first split with a glob for this name."""
     return next((split for split in splits if fnmatch.fnmatchcase(fqn, split.match)), None)
 
 
 def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), *, own: bool = False) -> Parameter:
-    """A parameter as the planner sees it; `own` is Parameter's. Raises ValueError as `stack_of` and `layout_of` do."""
+    """The planner's record of a parameter; `own` as in Parameter. Raises ValueError as `stack_of` and `layout_of`."""
     plain = not isinstance(tensor, DTensor)
     return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain, own)
 
 
 def check_splits(names: Iterable[str], splits: Sequence[Split]) -> None:
-    """Raise ValueError naming the splits that match none of the names."""
+    """Raise ValueError for splits without a matching name."""
     known = tuple(names)
     unused = [s.match for s in splits if not any(fnmatch.fnmatchcase(name, s.match) for name in known)]
     if unused:

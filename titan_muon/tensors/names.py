@@ -1,22 +1,19 @@
-"""Names of parameters without the segments that wrappers of modules add."""
+"""Names of parameters without the segments of module wrappers."""
 
 from __future__ import annotations
 
 WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"))
-"""Segments that torch.compile, activation checkpointing and FSDP add to a name, at any level."""
+"""Segments of torch.compile, activation checkpointing and FSDP, at any level of a name."""
 
 LOOKED_UP = ("*embed*", "*lm_head*", "output.weight")
-"""Names of embeddings and output heads: their shapes are those of matrices, and Muon is not meant for them.
+"""Names of embeddings and output heads, which are 2D but should not be trained by Muon.
 
-`output.weight` has no star before it, because hidden layers have projections called output too.
+`output.weight` has no star, because hidden layers also have projections called output.
 """
 
 
 def canonical_fqn(name: str) -> str:
-    """A parameter's name as the unwrapped model gives it.
-
-    Removes the segments in WRAPPERS, and the leading `module.` of DistributedDataParallel.
-    """
+    """A parameter's name in the unwrapped model: without WRAPPERS and DistributedDataParallel's leading `module.`."""
     segments = [segment for segment in name.split(".") if segment not in WRAPPERS]
     if len(segments) > 2 and segments[0] == "module":
         del segments[0]

@@ -169,7 +169,7 @@ def groups_made(rank: int, world_size: int, joint: bool) -> tuple[int, int, bool
     made = len(dist.distributed_c10d._world.pg_map) - before
     param.grad = distribute_tensor(torch.ones(16, 24), mesh, placements, src_data_rank=None)
     muon.step()
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._new_groups}
     muon.close()
     left = len(dist.distributed_c10d._world.pg_map) - before
     return made, left, timeouts <= {timedelta(seconds=60)}
@@ -189,9 +189,9 @@ def own_group(rank: int, world_size: int) -> tuple[int, int, bool]:
     before = len(dist.distributed_c10d._world.pg_map)
     muon = Muon([("w", param)], replicas="redundant").build()
     made = len(dist.distributed_c10d._world.pg_map) - before
-    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    timeouts = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._new_groups}
     muon.set_timeout(timedelta(seconds=7))
-    changed = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._made}
+    changed = {group._get_backend(torch.device("cpu")).options._timeout for group in muon._agreement._new_groups}
     muon.close()
     left = len(dist.distributed_c10d._world.pg_map) - before
     return made, left, timeouts == {timedelta(seconds=60)} and changed == {timedelta(seconds=7)}

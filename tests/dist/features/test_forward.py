@@ -436,7 +436,7 @@ def in_order(run: Run) -> None:
     unsharded_early(run)
 
 
-GATHERED, REPLACED = "was all-gathered before its update was applied", "given other storage before their update"
+GATHERED, REPLACED = "was all-gathered before the update was applied", "storage was replaced before the update"
 MISUSE: dict[str, tuple[Callable[[Run], None], Sharding, str]] = {
     "unsharded": (unsharded_early, Sharding(), f"layers.3: {GATHERED}"),
     "method": (
@@ -490,7 +490,7 @@ def part_replaced(rank: int, world_size: int) -> tuple[str, bool, int, bool]:
 
 def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
     for message, others, held, left in run_ranks(part_replaced, 2):
-        assert message.startswith("layers.1.up.weight: given other storage")
+        assert message.startswith("layers.1.up.weight: storage was replaced")
         assert (others, held, left) == (True, 0, False)
 
 
@@ -546,9 +546,9 @@ def refusals(rank: int, world_size: int) -> list[str]:
 
 def test_what_cannot_be_left_is_refused_before_anything_is() -> None:
     for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
-        assert twice == "apply_in_forward: was called for this Muon before; call it once"
+        assert twice == "apply_in_forward: was called for this Muon before; call it only once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare
-        assert "build it with overlap = 'forward'" in none
+        assert "build Muon with overlap = 'forward'" in none
         assert "call titan_muon.apply_in_forward(model, optimizer) once, before the first step" in unattached
         assert "GradScaler" in scaled
         assert "outer.weight are in no module" in part

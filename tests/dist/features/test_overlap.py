@@ -334,7 +334,7 @@ def test_what_changed_after_it_was_sent_is_an_error(name: str) -> None:
     for kept, message in found(name):
         assert kept == (name != "clipped")
         assert "layers.0.weight" in message
-        assert "changed after they were sent in backward" in message
+        assert "changed between the send in backward" in message
 
 
 def test_what_cannot_be_sent_in_backward_is_refused() -> None:

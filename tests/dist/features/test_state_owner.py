@@ -289,7 +289,7 @@ def test_a_state_dict_of_every_copy_is_loaded_as_it_is_and_one_of_the_owners_is_
     for differs, refused, read, thawed in run_ranks(load_directly, 2, timeout=SECONDS):
         assert differs == []
         assert "wide: the state dict has no momentum" in refused
-        assert "loaded with torch.distributed.checkpoint" in refused
+        assert "muon.state with torch.distributed.checkpoint" in refused
         assert "the momentum is on its owner alone" in read, "an empty tensor would be taken for the momentum"
         assert thawed == ""
 

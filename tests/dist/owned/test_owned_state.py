@@ -22,7 +22,7 @@ from benchmarks.owned_model import DIM, Block, Net, Setup, data_mesh, loss_of, m
 from tests.dist.harness import run_ranks
 from titan_muon import Muon, Owners, own
 from titan_muon.options import Split
-from titan_muon.owned import full_state_dict, gather, is_owned
+from titan_muon.owned import full_state_dict, gather, is_owned, load_full_state_dict
 from titan_muon.plan.terms.work import standard_flops
 
 LAYOUTS = {
@@ -161,6 +161,28 @@ def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
     assert run_ranks(read_whole, 4, LAYOUTS[layout]) == [True] * 4
+
+
+def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
+    """Whether a plain model's state dict becomes this model's, and what other state dicts are told."""
+    model, plain = make(), make()
+    place(model, setup, data_mesh(world_size, setup, model))
+    state = {name: 2 * value for name, value in plain.state_dict().items()}
+    load_full_state_dict(model, state)
+    loaded = full_state_dict(model)
+    (name, *_) = state
+    other = {**state, name: torch.ones(3, 3)}
+    fewer = {key: value for key, value in state.items() if key != name} | {"extra": torch.ones(1)}
+    told = [said(partial(load_full_state_dict, model, wrong)) for wrong in (other, fewer)]
+    return all(torch.equal(loaded[key], state[key]) for key in state), told
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_full_state_dict_is_loaded(layout: str) -> None:
+    for equal, (other_shape, other_names) in run_ranks(load_whole, 4, LAYOUTS[layout]):
+        assert equal
+        assert "and (3, 3) was given" in other_shape
+        assert "['extra'] besides" in other_names
 
 
 def from_meta(rank: int, world_size: int) -> tuple[list[str], bool]:

@@ -257,7 +257,7 @@ def elsewhere(rank: int, world_size: int) -> list[str]:
 def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> None:
     for found in run_ranks(elsewhere, 2, timeout=SECONDS):
         assert found
-        assert all("load it with torch.distributed.checkpoint" in text for text in found)
+        assert all("load the state with torch.distributed.checkpoint" in text for text in found)
 
 
 def test_a_step_that_a_grad_scaler_skips_changes_nothing() -> None:

@@ -79,4 +79,4 @@ def refusal(rank: int, world_size: int) -> list[str]:
 def test_a_matrix_that_no_rank_has_whole_is_refused() -> None:
     for found in run_ranks(refusal, 2):
         assert len(found) == 3
-        assert all("rule = 'normuon' reads whole matrices at one owner each" in text for text in found)
+        assert all("rule = 'normuon' needs whole matrices" in text for text in found)

@@ -85,11 +85,11 @@ def test_parts_that_are_changed_there_are_changed_on_the_host(
     before = [(each.param.clone(), each.average.clone()) for each in host.storage]
     grads = [part.of(host.step.grads[part.parameter]) for part in advance.parts]
     residence = begun(host, offload)
-    with residence.there("advance"):
+    with residence.on_device("advance"):
         check_brought(residence.averages(advance), advance.averages)
         if offload == "parameters":
             check_brought(residence.grads(advance, host.step), grads)
-    with residence.there("apply"):
+    with residence.on_device("apply"):
         if offload == "parameters":
             check_brought(residence.params(apply), apply.params)
         else:

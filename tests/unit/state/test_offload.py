@@ -41,7 +41,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def fetches(self: Window, number: int) -> None:
         fetch(self, number)
         log.append(f"{number} comes")
-        assert len(self._here) <= TRANSFERS_AT_ONCE
+        assert len(self._arrived) <= TRANSFERS_AT_ONCE
 
     def takes(self: Window) -> list[Tensor]:
         log.append(f"{self._used} is used")

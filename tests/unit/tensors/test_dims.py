@@ -80,7 +80,7 @@ def test_what_is_stored_as_in_out_is_transposed() -> None:
         ("e f d -> e | f d", {}, r"names 3 dims, and the shape is \(6, 4\)"),
         ("(2 f) d -> | f d", {}, r"a number or dots"),
         ("... d -> | ... d", {}, r"a number or dots"),
-        ("f d -> | f e", {}, r"the axis '[de]' not once on each side"),
+        ("f d -> | f e", {}, r"the axis '[de]' once on each side"),
         ("(f d -> | f d", {}, r"no einops notation"),
         ("f d -> | f d d", {}, r"no einops notation"),
         ("(a b) c -> | a (b c)", {"a": 2}, r"rows and columns within dim 0"),

@@ -246,7 +246,7 @@ def test_an_older_split_is_refused_with_what_reads_the_same(
     [
         ({"rows": (0, "a")}, r"has rows = \[0, 'a'\].*; write dims, as in"),
         ({"joined": True}, "has joined = true, .*; write dims, as in"),
-        ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, since dims says all"),
+        ({"dims": "f d -> | f d", "rows": (2,), "row_dims": 1}, "; remove rows and row_dims, because dims replaces"),
     ],
 )
 def test_an_older_split_that_says_too_little_or_too_much_is_refused(old: dict[str, Any], told: str) -> None:

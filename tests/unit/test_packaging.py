@@ -1,0 +1,101 @@
+"""The wheel has the library, its types, the recipes and a command that works outside of the checkout."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import titan_muon
+from titan_muon import command
+
+ROOT = Path(__file__).parents[2]
+
+
+@cache
+def distributions(folder: Path) -> tuple[Path, Path]:
+    """The wheel and the sdist of this checkout."""
+    from hatchling import build
+
+    before = Path.cwd()
+    os.chdir(ROOT)
+    try:
+        return folder / build.build_wheel(str(folder)), folder / build.build_sdist(str(folder))
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return distributions(tmp_path_factory.mktemp("dist"))
+
+
+def test_the_wheel_has_types_models_and_recipes(built: tuple[Path, Path]) -> None:
+    names = set(zipfile.ZipFile(built[0]).namelist())
+    assert {
+        "titan_muon/py.typed",
+        "titan_muon/hybrid.py",
+        "titan_muon/shipped/train.py",
+        "titan_muon/shipped/models/qwen3.py",
+        "titan_muon/shipped/configs/qwen_moe_muon.toml",
+        "titan_muon/shipped/scripts/compare_runs.py",
+    } <= names
+    assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
+
+
+def test_the_sdist_has_tests_and_docs(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[1]) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"tests/unit/test_packaging.py", "docs/frameworks.md", "README.md", "LICENSE", "Makefile"} <= names
+
+
+def test_the_command_plans_outside_of_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
+    zipfile.ZipFile(built[0]).extractall(tmp_path / "site")
+    words = ["plan", "--config", "qwen_moe_muon", "--world-size", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site"), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_muon.command", *words],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "Muon step:" in done.stdout
+
+
+def test_the_version_is_the_projects() -> None:
+    (version,) = re.findall(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert titan_muon.__version__ == version
+
+
+def test_a_missing_extra_is_one_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None if name == "torchtitan" else object())
+    assert command.main(["train", "--config", "qwen_moe_muon"]) == 2
+    assert capsys.readouterr().err == (
+        "titan-muon train: needs torchtitan; install them by pip install 'titan-muon[titan]'\n"
+    )
+
+
+def test_commands_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["recipes"]) == 0
+    assert "qwen_moe_muon" in capsys.readouterr().out.split()
+    assert command.main([]) == command.main(["--help"]) == 0
+    assert capsys.readouterr().out == 2 * (command.USAGE + "\n")
+    assert command.main(["fly"]) == 2
+    assert "'fly' is no command; choose from train, plan, compare" in capsys.readouterr().err
+
+
+def test_a_recipe_of_the_package_is_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = str(ROOT / "configs" / "qwen_moe_muon.toml")
+    assert command._with_recipe(["--config", "qwen_moe_muon", "--x=1"]) == ["--config", path, "--x=1"]
+    assert command._with_recipe(["--config=qwen_moe_muon.toml"]) == [f"--config={path}"]
+    (tmp_path / "qwen_moe_muon").touch()
+    assert command._with_recipe(["--config", "qwen_moe_muon"]) == ["--config", "qwen_moe_muon"]

@@ -1,0 +1,72 @@
+"""The command `titan-muon`: trains a recipe, prints a plan, or compares runs, in a checkout or installed."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from . import __version__
+
+USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
+       titan-muon plan --config RECIPE [--world-size N] [--key=value ...]
+       titan-muon compare RUN RUN ...
+       titan-muon recipes
+
+RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
+  torchrun --nproc-per-node 8 -m titan_muon.command train --config RECIPE
+"""
+SCRIPTS: Mapping[str, str] = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
+NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
+"""Modules of the extra `titan`, without which no command runs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code, 2 for a command line that is not accepted."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    verb = words.pop(0) if words else "--help"
+    if verb in ("-h", "--help", "--version", "recipes"):
+        names = "\n".join(sorted(path.stem for path in (shipped() / "configs").glob("*.toml")))
+        print({"--version": __version__, "recipes": names}.get(verb, USAGE))
+        return 0
+    if verb not in SCRIPTS:
+        print(f"titan-muon: {verb!r} is no command; choose from {', '.join(SCRIPTS)}, recipes", file=sys.stderr)
+        return 2
+    if missing := [name for name in NEEDED if find_spec(name) is None]:
+        text = f"titan-muon {verb}: needs {', '.join(missing)}; install them by pip install 'titan-muon[titan]'"
+        print(text, file=sys.stderr)
+        return 2
+    script = shipped() / SCRIPTS[verb]
+    # Models are beside train.py, and the modules of a script beside the script.
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [f"titan-muon {verb}", *_with_recipe(words), *(["--dry-run"] if verb == "plan" else [])]
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as done:
+        return done.code if isinstance(done.code, int) else int(done.code is not None)
+    return 0
+
+
+def shipped() -> Path:
+    """The folder with train.py, models, configs and scripts: in a wheel within the package, otherwise the checkout."""
+    package = Path(__file__).parent
+    return package / "shipped" if (package / "shipped").is_dir() else package.parent
+
+
+def _with_recipe(words: Sequence[str]) -> list[str]:
+    """The words, with the path of a shipped recipe for its name after `--config`."""
+    changed = list(words)
+    for index, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        place = index if equals else index + 1
+        name = value if equals else "".join(words[place : place + 1])
+        path = shipped() / "configs" / f"{name.removesuffix('.toml')}.toml"
+        if flag == "--config" and name and not Path(name).exists() and path.exists():
+            changed[place] = f"{flag}={path}" if equals else str(path)
+    return changed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
