@@ -19,7 +19,7 @@ PAGE = ROOT / "docs" / "api.md"
 HEAD = """# API
 
 The public names of `titan_muon`. `python docs/make_api.py` writes this page from docstrings.
-[options.py](../titan_muon/options.py) declares the options of Muon, and [recipes.md](recipes.md) has tables of them.
+[options.py](../titan_muon/options.py) declares the options of Muon, and [options.md](options.md) has tables of them.
 """
 
 

@@ -1,7 +1,7 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
 These dataclasses define Muon's keywords, the recipe tables `[muon]`, `[[muon.split]]` and `[machine]`, and the tables
-in docs/recipes.md. This file imports only the standard library, because `plan/` and a recipe's `--help` work without
+in docs/options.md. This file imports only the standard library, because `plan/` and a recipe's `--help` work without
 PyTorch.
 """
 

@@ -1,10 +1,11 @@
-"""The commands that the README shows run, shortened; its recipe is accepted; its links lead somewhere."""
+"""The commands that the README shows run, shortened; its recipe is accepted; its links and folders are there."""
 
 import os
 import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,29 @@ def test_the_commands_are_the_promised_ones() -> None:
     assert "make train" in COMMANDS
     assert "make test" in COMMANDS
     assert len(TRAINING) == 3
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_an_installation_has_the_named_extras_and_torch() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    installs = [command for command in COMMANDS if command.startswith("pip install")]
+    extras = {extra for command in installs for extra in re.findall(r"\[(\w+)\]", command)}
+    assert "pip install ." in installs
+    assert extras == {"titan"} <= project["optional-dependencies"].keys()
+    (needed,) = (need.removeprefix("torch>=") for need in project["dependencies"] if need.startswith("torch>="))
+    assert f"PyTorch {needed} or newer" in README
+
+
+def test_the_folders_are_there_and_every_folder_of_the_library_is_named() -> None:
+    table = README.split("## Where things are\n")[1]
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    library = {f"{path.name}/" for path in (ROOT / "titan_muon").iterdir() if (path / "__init__.py").exists()}
+    assert {name for name in named if not (ROOT / name).exists() and not (ROOT / "titan_muon" / name).exists()} == set()
+    assert library <= {name.removeprefix("titan_muon/") for name in named}
 
 
 @pytest.mark.parametrize("target", ["venv", "train", "test", "check"])
@@ -132,5 +156,5 @@ def test_the_library_example_runs() -> None:
     assert [name for name, p in model.named_parameters() if torch.equal(p, before[name])] == [], (
         "trains the whole model"
     )
-    muon = names["optimizers"][0]
-    assert [p.fqn for p in muon.plan.parameters] == ["layers.0.weight", "layers.1.weight"]
+    parts = names["optimizer"].optimizers  # type: ignore[attr-defined]
+    assert [p.fqn for p in parts["muon"].plan.parameters] == ["layers.0.weight", "layers.1.weight"]

@@ -223,8 +223,10 @@ def test_one_owner_among_all_replicas() -> None:
 
 
 def documented(rank: int, world_size: int) -> tuple[list[Call], float]:
-    """The example of docs/owned.md: the collectives of its step, and how far a matrix has moved."""
-    (code,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "owned.md").read_text(), re.S)
+    """The example of docs/placements.md: the collectives of its step, and how far a matrix has moved."""
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (Path(__file__).parents[3] / "docs" / "placements.md").read_text(), re.S
+    )
     model = make()
     start = model.layers[0].wq.weight.detach().clone()
     names = {"model": model, "mesh": init_device_mesh("cpu", (world_size,)), "matrices": matrices(model)}

@@ -11,7 +11,7 @@ from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
 
 # Derived, never written by hand: a range that stood here too could differ from the one at the field, which Muon itself
-# and the table in docs/recipes.md read.
+# and the table in docs/options.md read.
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
     f"{table}.{key}": constraint
     for table, kind in get_type_hints(Recipe).items()

@@ -1,4 +1,4 @@
-"""docs/recipes.md tells every option of Muon and of its machine as it is declared.
+"""docs/options.md lists every option of Muon and of its machine as declared.
 
 `python tests/unit/titan/recipe/test_recipe_docs.py`, from the root of the repository, writes the tables anew.
 """
@@ -14,7 +14,7 @@ import pytest
 from titan_muon.options import constraints
 from titan_muon.titan.recipe import schema, sections, toml
 
-PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[4] / "docs" / "options.md"
 TABLES = {"muon": sections.Muon, "machine": sections.Machine}
 START, END = (
     "<!-- options of {}: written by tests/unit/titan/recipe/test_recipe_docs.py -->\n",

@@ -1,4 +1,4 @@
-"""Every option of TorchTitan can be set in a recipe, or stands in docs/recipes.md with the reason why not."""
+"""Every option of TorchTitan can be set in a recipe, or stands in docs/options.md with the reason why not."""
 
 import re
 from dataclasses import fields
@@ -23,8 +23,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, MemoryBudgetAC,
 from torchtitan.tools.profiler import Profiler  # noqa: E402
 from torchtitan.trainer import Trainer  # noqa: E402
 
-PAGE = Path(__file__).parents[4] / "docs" / "recipes.md"
-HEADING = "## What TorchTitan has and a recipe has not\n"
+PAGE = Path(__file__).parents[4] / "docs" / "options.md"
+HEADING = "## TorchTitan options without a recipe key\n"
 
 TABLES: dict[type, str] = {
     configs.TrainingConfig: "training",

@@ -1,0 +1,403 @@
+"""Writes the tables of docs/compatibility.md: options that exclude each other, by a trial of every pair.
+
+    python docs/make_compatibility.py
+
+Options of `titan_muon.Muon` are tried on a model of one layer in a fake world, a recipe's keys on the relations of
+`titan_muon/titan/recipe/constraints.py`. `tests/unit/docs/test_compatibility.py` fails where the page differs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import Placement, Shard, distribute_tensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+from titan_muon import Muon, Owners, apply_in_forward, own  # noqa: E402
+from titan_muon.features.scaling import GradScaling  # noqa: E402
+from titan_muon.options import Machine, MuonOptions, PlacementRule, Split  # noqa: E402
+from titan_muon.titan import compat  # noqa: E402
+from titan_muon.titan.recipe import schema, toml  # noqa: E402
+from titan_muon.titan.recipe.constraints import CONSTRAINTS, RELATIONS, Relation  # noqa: E402
+from titan_muon.titan.recipe.sections import Recipe  # noqa: E402
+
+PAGE = ROOT / "docs" / "compatibility.md"
+BEGIN, END = "<!-- {}: written by docs/make_compatibility.py -->\n", "<!-- end of {} -->\n"
+
+# Products take a second for each FLOP and links are fast, so that ranks share the matrices of the tiny model.
+SLOW = Machine(tflops=1e-12, tflops_float32=1e-12, node_gb=1e6, node_latency_us=0.0, launch_us=0.0)
+KERNELS = ("triton", "quack")
+"""Values of `ns_kernel` that need a GPU: not tried."""
+SAMPLES: Mapping[str, tuple[Any, ...]] = {
+    "momentum": (0.9,),
+    "beta2": (0.9,),
+    "ns_coefficients": ("polar_express",),
+    "split_over": (2, "auto"),
+    "split": (
+        (Split(match="*.up.weight", dims="(g f) d -> g | f d", lengths={"g": 2}),),
+        (Split(match="*.up.weight", dims="f (d g) -> g | f d", lengths={"g": 2}),),
+    ),
+    "buffer_bytes": (2**24,),
+}
+"""Sample values of options without choices."""
+NAMES = {
+    SAMPLES["split"][0]: "split (matrices with rows of their own)",
+    SAMPLES["split"][1]: "split (matrices that share rows)",
+}
+Setting = tuple[str, Any]
+"""An option and a value besides the default."""
+
+
+def settings() -> Iterator[Setting]:
+    """Every option of Muon with each of its other choices, or with sample values."""
+    kinds, default = get_type_hints(MuonOptions), MuonOptions()
+    for item in fields(MuonOptions):
+        kind, value = kinds[item.name], getattr(default, item.name)
+        if item.name in SAMPLES:
+            yield from ((item.name, sample) for sample in SAMPLES[item.name])
+        elif get_origin(kind) is Literal:
+            others = (choice for choice in get_args(kind) if choice not in (value, *KERNELS))
+            yield from ((item.name, choice) for choice in others)
+        elif isinstance(value, bool):
+            yield item.name, not value
+        elif isinstance(value, int | float):
+            yield item.name, 2 * value
+        elif item.name == "exchange":
+            yield from ((item.name, name) for name in ("all_gather", "all_gather_reduce_scatter"))
+        else:
+            assert item.name == "machine", f"{item.name} has no sample"
+
+
+def written_as(setting: Setting) -> str:
+    """A setting as Markdown code."""
+    name, value = setting
+    if name == "split":
+        return f"`{NAMES[value]}`"
+    return f"`{name} = {value!r}`".replace("'", '"')
+
+
+class Weight(nn.Module):
+    """A module with one parameter of zeros."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(shape))
+
+
+class Block(nn.Module):
+    """A layer: a matrix, and another matrix or a stack of experts."""
+
+    def __init__(self, *other: int) -> None:
+        super().__init__()
+        self.up, self.other = Weight(32, 16), Weight(*other)
+
+
+class Model(nn.Module):
+    """A model of one layer."""
+
+    def __init__(self, *other: int) -> None:
+        super().__init__()
+        self.layer = Block(*other)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way to place the model over 8 ranks.
+
+    Attributes:
+        axes: sizes of the mesh's axes by name, from TorchTitan's names; empty for plain tensors.
+        owned: whether the two matrices of the layer are whole on one rank each.
+        tensor_parallel: as of `Owners`, for owned matrices.
+    """
+
+    axes: Mapping[str, int]
+    owned: bool = False
+    tensor_parallel: Literal["peers", "whole"] = "peers"
+
+    def model(self) -> nn.Module:
+        """The model as rank 0 has it."""
+        model = Model(4, 16, 16) if "ep" in self.axes else Model(16, 16)
+        if not self.axes:
+            return model
+        mesh = init_device_mesh("cpu", tuple(self.axes.values()), mesh_dim_names=tuple(self.axes))
+        layer = model.layer
+        if "tp" in self.axes:
+            _place(layer.up, mesh["tp"], Shard(1))
+            _place(layer.other, mesh["tp"], Shard(0))
+        sharding = mesh[tuple(name for name in self.axes if name.startswith("dp"))]
+        if "ep" in self.axes:
+            _place(layer.other, mesh["ep"], Shard(0))
+            fully_shard(layer.other, mesh=mesh["efsdp"])
+            sharding = mesh._flatten("dp_shard")
+        owned = set[nn.Parameter]()
+        if self.owned:
+            matrices = [layer.other.weight, layer.up.weight]
+            owners = Owners(model, mesh=sharding, params=matrices, tensor_parallel=self.tensor_parallel)
+            owned = own(layer, owners=owners)
+        fully_shard(layer, mesh=sharding, ignored_params=owned)
+        fully_shard(model, mesh=sharding)
+        return model
+
+
+def _place(module: Weight, mesh: DeviceMesh, placement: Placement) -> None:
+    module.weight = nn.Parameter(distribute_tensor(module.weight.data, mesh, [placement]))
+
+
+ALONE = "one process"
+LAYOUTS: Mapping[str, Layout] = {
+    ALONE: Layout({}),
+    "DDP": Layout({}),
+    "FSDP": Layout({"dp_shard": 8}),
+    "HSDP": Layout({"dp_replicate": 2, "dp_shard": 4}),
+    "EP": Layout({"efsdp": 4, "ep": 2}),
+    "TP": Layout({"dp_shard": 4, "tp": 2}),
+    "HSDP + TP": Layout({"dp_replicate": 2, "dp_shard": 2, "tp": 2}),
+    "owned": Layout({"dp_shard": 8}, owned=True),
+    "owned + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True),
+    "owned whole + TP": Layout({"dp_shard": 4, "tp": 2}, owned=True, tensor_parallel="whole"),
+}
+PAIRS = "HSDP + TP"
+"""The layout for pairs of options, because every option has something to act on."""
+
+
+@contextmanager
+def fake_world(size: int = 8) -> Iterator[None]:
+    """Rank 0 of a world in which the fake process group answers for the others."""
+    compat.forget_meshes()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        dist.destroy_process_group()
+        compat.forget_meshes()
+
+
+def refusal(model: nn.Module, given: Sequence[Setting]) -> str:
+    """The error of Muon for a model and options; empty if Muon accepts the options."""
+    options: dict[str, Any] = {"machine": SLOW, **dict(given)}
+    try:
+        muon = Muon(model.named_parameters(), **options).build()
+        if options.get("overlap") == "forward":
+            apply_in_forward(model, muon)
+    except ValueError as error:
+        return cleaned(str(error))
+    return ""
+
+
+def cleaned(message: str) -> str:
+    """A message without the rank and the parameter names of the tiny model."""
+    message = re.sub(r" \(on rank \d+\)$", "", message)
+    return re.sub(r"(, )?layer\.[\w.]+(, layer\.[\w.]+)*", lambda found: (found[1] or "") + "PARAMETER", message)
+
+
+def without_subject(setting: Setting, message: str) -> str:
+    """A message about a setting without the setting at the beginning."""
+    name, value = setting
+    for subject in (f"{name} = {value!r}", f'{name} = "{value}"', name):
+        message = message.removeprefix(f"{subject}: ").removeprefix(f"{subject} ")
+    return message
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table in Markdown."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in (header, ["---"] * len(header), *rows))
+
+
+def merged(pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[str, str, str]]:
+    """Rows of (subject, other, message), merged by equal others and messages, then by equal subjects and messages."""
+    subjects: dict[tuple[str, str], list[str]] = {}
+    for subject, other, message in pairs:
+        subjects.setdefault((other, message), []).append(subject)
+    others: dict[tuple[str, str], list[str]] = {}
+    for (other, message), found in subjects.items():
+        others.setdefault((", ".join(dict.fromkeys(found)), message), []).append(other)
+    for (subject, message), found in sorted(others.items(), key=lambda row: row[0][0]):
+        yield subject, ", ".join(dict.fromkeys(found)), message
+
+
+def library_pairs() -> str:
+    """The pairs of options refused by Muon, with the message."""
+    with fake_world():
+        rows = list(merged(_refused_pairs(LAYOUTS[PAIRS].model())))
+    return table(("option", "refused with", "message"), rows)
+
+
+def _refused_pairs(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    every = list(settings())
+    needed: dict[Setting, Setting] = {}
+    for setting in every:
+        if message := refusal(model, [setting]):
+            needed[setting] = next(o for o in every if o[0] != setting[0] and not refusal(model, [setting, o]))
+            yield written_as(setting), f"all but {written_as(needed[setting])}", without_subject(setting, message)
+    for first, second in combinations(every, 2):
+        needs = [needed[setting] for setting in (first, second) if setting in needed]
+        names = {first[0], second[0], *(name for name, _ in needs)}
+        # Skip two values of an option, and a value against the option that a setting needs.
+        if len(names) < 2 + len(needs):
+            continue
+        message = refusal(model, [*needs, first, second])
+        # If the needed setting alone is refused with the partner, that pair has a row already.
+        if not message or any(refusal(model, [need, s]) for need in needs for s in (first, second) if s not in needed):
+            continue
+        subject, other = (first, second) if message.startswith(f"{first[0]} ") else (second, first)
+        yield written_as(subject), written_as(other), without_subject(subject, message)
+
+
+SCALER = "GradScaler"
+
+
+def library_layouts() -> str:
+    """The options of Muon refused by some layouts and accepted by others, and the refusals of torch.amp.GradScaler."""
+    found: dict[Setting, dict[str, str]] = {}
+    for name, layout in LAYOUTS.items():
+        with fake_world(1 if name == ALONE else 8):
+            model = layout.model()
+            for setting in settings():
+                found.setdefault(setting, {})[name] = refusal(model, [setting])
+    cells, refused = [], []
+    for setting, messages in found.items():
+        if not any(messages.values()) or all(messages.values()):
+            continue
+        messages[SCALER] = scaler_refusal(setting)
+        subject = written_as(setting)
+        cells.append((subject, *("no" if message else "yes" for message in messages.values())))
+        reasons = {place: without_subject(setting, message) for place, message in messages.items() if message}
+        refused += [(subject, place, reason) for place, reason in reasons.items()]
+    reasons_table = table(("option", "refused under", "message"), merged(refused))
+    return table(("option", *LAYOUTS, SCALER), cells) + "\n" + reasons_table
+
+
+def scaler_refusal(setting: Setting) -> str:
+    """The error of a step under torch.amp.GradScaler for an option; empty if the step accepts the option."""
+    try:
+        GradScaling.check(MuonOptions(**dict([setting])))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+RECIPE_SAMPLES: Mapping[str, tuple[Any, ...]] = {
+    "data.files": (("*.txt",),),
+    "data.tokenizer_path": ("tokenizer",),
+    "data.validation_fraction": (0.0,),
+    "training.local_batch_size": (-1,),
+    "training.global_batch_size": (64,),
+    "lr_scheduler.warmup_steps": (600,),
+    "lr_scheduler.total_steps": (100, 2000),
+    "lr_scheduler.decay_ratio": (0.5, 1.0),
+    "loss.chunks": (3,),
+    "validator.steps": (-1,),
+    "adamw.betas": ((0.9, 0.999),),
+    "muon.ns_coefficients": (((3.4445, -4.775, 2.0315),) * 2,),
+    "muon.ns_steps": (2,),
+    "compile.components": (("loss",),),
+    "profiler.profile_freq": (2,),
+    "placement.muon": ("owned", "another"),
+    "placement.rule": ((PlacementRule(match="*.wq.weight", placement="owned"),),),
+    "parallelism.pipeline_parallel_microbatch_size": (3,),
+    "checkpoint.initial_load_path": ("/weights",),
+    "model.hf_assets_path": ("weights",),
+}
+"""Sample values of keys without choices, for the relations about them."""
+RECIPE_NAMES = {"placement.rule": "placement.rule (owned)", "muon.ns_coefficients": "muon.ns_coefficients (2 triples)"}
+
+
+def recipe_settings() -> Iterator[Setting]:
+    """Every key of a recipe with each of its other choices, or with sample values."""
+    default = schema.values(Recipe())
+    for key, kind in schema.keys(Recipe).items():
+        for value in RECIPE_SAMPLES.get(key) or _others(kind, default[key]):
+            if value != default[key] and (key not in CONSTRAINTS or CONSTRAINTS[key].holds(value)):
+                yield key, value
+
+
+def _others(kind: Any, value: Any) -> tuple[Any, ...]:
+    choices = [part for part in (kind, *get_args(kind)) if get_origin(part) is Literal]
+    if choices:
+        return get_args(choices[0])
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int | float):
+        return (2 * value or 1,)
+    return (2,) if int in get_args(kind) else ()
+
+
+def with_keys(given: Iterable[Setting]) -> Recipe:
+    """The default recipe with some keys changed."""
+    recipe: Any = Recipe()
+    for key, value in given:
+        table_name, _, leaf = key.rpartition(".")
+        inner = replace(getattr(recipe, table_name), **{leaf: value}) if table_name else value
+        recipe = replace(recipe, **{table_name or leaf: inner})
+    return recipe
+
+
+def recipe_setting(setting: Setting) -> str:
+    """A key and its value as Markdown code."""
+    key, value = setting
+    return f"`{RECIPE_NAMES[key] if key in RECIPE_NAMES else f'{key} = {toml.value_text(value)}'}`"
+
+
+def recipe_pairs() -> str:
+    """Each relation of a recipe with the keys to break the relation, alone or in pairs."""
+    every = list(recipe_settings())
+    alone = {setting: broken_by([setting]) for setting in every}
+    found: dict[Relation, list[str]] = {relation: [] for relation in RELATIONS}
+    for setting, relations in alone.items():
+        for relation in relations:
+            found[relation].append(recipe_setting(setting))
+    for first, second in combinations(every, 2):
+        if first[0] != second[0]:
+            for relation in broken_by((first, second)) - alone[first] - alone[second]:
+                found[relation].append(f"{recipe_setting(first)} with {recipe_setting(second)}")
+    for relation, keys in found.items():
+        assert keys, f"no sample breaks the relation of {relation.key}: {relation.accepted}"
+    rows = ((f"`{relation.key}`", "; ".join(keys), relation.accepted) for relation, keys in found.items())
+    return table(("key", "refused", "it takes"), rows)
+
+
+def broken_by(given: Sequence[Setting]) -> set[Relation]:
+    """The relations broken by the default recipe with some keys changed."""
+    recipe = with_keys(given)
+    return {relation for relation in RELATIONS if not relation.holds(recipe)}
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "layouts": library_layouts,
+    "options": library_pairs,
+    "recipe keys": recipe_pairs,
+}
+
+
+def written(page: str) -> str:
+    """The page with new tables. Raises ValueError if the page has no place for a table."""
+    for name, make in TABLES.items():
+        begin, end = BEGIN.format(name), END.format(name)
+        before, opened, rest = page.partition(begin)
+        _, closed, after = rest.partition(end)
+        if not (opened and closed):
+            raise ValueError(f"{PAGE}: needs the lines {begin!r} and {end!r}, between which the table is written")
+        page = before + begin + make() + end + after
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
