@@ -171,9 +171,9 @@ def assert_ranges(traces: Path) -> None:
     files = sorted(traces.rglob("rank*_trace.json*"))
     assert [file.name.partition("_")[0] for file in files] == ["rank0", "rank1"]
     for file in files:
-        opened = gzip.open(file, "rt") if file.suffix == ".gz" else file.open()
-        with opened as text:
-            names = {event["name"] for event in json.load(text)["traceEvents"] if event.get("cat") == "user_annotation"}
+        packed = file.read_bytes()
+        events = json.loads(gzip.decompress(packed) if file.suffix == ".gz" else packed)["traceEvents"]
+        names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
         stages = ("advance", "gather", "orthogonalize", "send_back", "apply")
         assert {"Muon.check", "Muon.tell", *(f"Muon.{stage} bucket 0" for stage in stages)} <= names
 
