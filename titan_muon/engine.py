@@ -108,6 +108,12 @@ class Engine:
             groups: the optimizer's parameter groups.
             state: the optimizer's state.
         """
+        with trace_range("check"):
+            return self._faults(groups, state)
+
+    def _faults(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> tuple[list[Fault], bool]:
         rank = self.rank
         given = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []

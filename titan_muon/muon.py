@@ -37,7 +37,6 @@ from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import check_saved_groups, saved_averages
 from .step.feature import Feature
 from .step.gradients import Step
-from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -205,8 +204,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.engine.flush()
-        with trace_range("check"):
-            step = self._checked()
+        step = self._checked()
         self.engine.run(step, *self._features_of_step())
         for group in self.param_groups:
             if STEP in group:
