@@ -49,7 +49,7 @@ FILE_NAME = Constraint(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model."""
+    """The model to train."""
 
     name: Annotated[str, TEXT] = "qwen3"
     """Model family: a module of `models/`."""
