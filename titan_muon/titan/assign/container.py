@@ -75,7 +75,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
         # The schedule has moved `lr` on in the checkpoint, and TorchTitan's scheduler does not set it at a load.
-        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr")}
+        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
         # Before the load, not after: Muon plans for the hyperparameters that it loads.
         super().load_state_dict({**state_dict, **kept})
 
@@ -84,8 +84,9 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
             # The schedule has moved `lr` on in the checkpoint; `initial_lr` is what the recipe said.
-            if option != "lr" and saved[key] != value:
-                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {saved[key]} -> {value}"
+            old = saved.get(key, "not an option then")
+            if option != "lr" and old != value:
+                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
 
     def clipped_parameters(self, choice: str) -> list[Tensor]:
         """The parameters whose gradients are clipped under `optimizer.clip = choice`; `adamw` is all but Muon's."""
