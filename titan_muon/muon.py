@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,16 @@ from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
 from .state.converted import converted, is_torchs
-from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
+from .state.groups import (
+    check_lr,
+    check_params,
+    checked,
+    doubts_of,
+    lr_scale_of,
+    named_group,
+    refuse_keywords,
+    rows_of,
+)
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
@@ -106,7 +115,9 @@ class Muon(Optimizer):
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_keywords(unknown, [item.name for item in fields(MuonOptions)])
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -306,6 +317,8 @@ class Muon(Optimizer):
             ValueError: on every rank, before anything is loaded, for a state dict of another optimizer or of other
                 parameters, and for momentum that is missing or has another mesh or other placements than its parameter.
         """
+        if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+            raise ValueError(f"state_dict: has no {' and no '.join(missing)}; pass Muon.state_dict()")
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         if self._engine is None and not state_dict["state"]:

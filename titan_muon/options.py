@@ -378,5 +378,10 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
         if name in values and values[name] not in accepted:
             raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
     for name, constraint in constraints(table):
-        if values.get(name) is not None and not constraint.holds(values[name]):
+        try:
+            holds = values.get(name) is None or constraint.holds(values[name])
+        except TypeError:
+            # For example "1e-3" for a number.
+            holds = False
+        if not holds:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
