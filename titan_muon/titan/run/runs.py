@@ -18,7 +18,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import what_differs
+from titan_muon.titan.run_name import distinguishing_keys
 
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
@@ -217,7 +217,7 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
 
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
     stamp, earlier = time.strftime(FORMAT), run_folders(runs)
-    differences = what_differs(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
+    differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
     # Runs of the same second are numbered before the differences, so that names sort by time.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
     for path in _numbered(runs / stamp):
