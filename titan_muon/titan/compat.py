@@ -75,7 +75,7 @@ class _MissingKernels(types.ModuleType):
 
 
 def backfill_set_timeout() -> None:
-    """Provide torch.distributed.set_timeout, which torchtitan calls after a step. Remove with torch 2.14."""
+    """Provide torch.distributed.set_timeout for torchtitan. Remove with torch 2.14."""
     if not hasattr(dist, "set_timeout"):
 
         def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
@@ -100,7 +100,7 @@ def use_cpu_device() -> None:
 
 
 class _CpuDevice(types.ModuleType):
-    """torch.cpu with the functions of torch.cuda that torchtitan calls. Memory of the process, in bytes."""
+    """torch.cpu with torchtitan's functions of torch.cuda. Memory of the process, in bytes."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -156,7 +156,7 @@ def make_masks_without_compiler() -> None:
 
 
 def hush_router_autocast() -> None:
-    """Silence a warning of every MoE router on the CPU, which has no autocast to float32.
+    """Silence a warning of every MoE router on the CPU, where autocast to float32 is missing.
 
     torchtitan 0.3.0 wraps the router's matrix product in autocast on every device; the CPU computes in the parameters'
     dtype. Remove when torchtitan checks the device.
@@ -176,7 +176,7 @@ def exchange_pieces_of_any_size() -> None:
 
 
 class _AnySize(types.ModuleType):
-    """torch.distributed whose `all_to_all` calls `all_to_all_single`, for pieces of any size."""
+    """torch.distributed with `all_to_all` by `all_to_all_single`, for pieces of any size."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(dist, name)
@@ -260,7 +260,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def nonfinite_loss(error: RuntimeError) -> float | None:
-    """The non-finite loss for which torchtitan 0.3.0 ended a step; None for any other error.
+    """The non-finite loss in torchtitan 0.3.0's error; None for any other error.
 
     Remove when torchtitan raises a specific error, or reports the step first.
     """

@@ -1,4 +1,4 @@
-"""All choices of the integration that depend on the device, with reasons.
+"""Device-dependent choices of the integration, with reasons.
 
 A recipe can override each choice, so that tests on the CPU run the GPU's code. Kernels choose on their own
 (`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`, `model/logits.py`), and `compat.py` closes gloo's gaps.
@@ -30,7 +30,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 @contextmanager
 def planning_for(device: str) -> Iterator[None]:
-    """Context of a dry run for `device`, a type of device that this machine may lack."""
+    """Context of a dry run for `device`, a type of device, present or not."""
     token = _planned.set(device)
     try:
         yield
@@ -82,7 +82,7 @@ def now(device: torch.device) -> torch.Event | float:
 
 
 def seconds_between(start: torch.Event | float, end: torch.Event | float) -> float:
-    """Seconds between two points in time that the device has passed."""
+    """Seconds between two past points in time of a device."""
     if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         return float(start.elapsed_time(end)) / 1e3
     assert isinstance(start, float), "two moments of one device are of one kind"

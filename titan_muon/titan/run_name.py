@@ -1,4 +1,4 @@
-"""Name of a run's folder after the time: keys that differ from the file and from earlier runs."""
+"""Name of a run's folder after the time: keys different from the file and from earlier runs."""
 
 import hashlib
 import re
@@ -21,7 +21,7 @@ IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "ch
 
 
 def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
-    """`key=value` for keys that differ from the `earlier` resolved recipes, newest first; empty without differences.
+    """`key=value` for keys different from the `earlier` resolved recipes, newest first; empty without differences.
 
     First the differences from the last run, then `overrides`, the keys of the command line, then differences from older
     runs: a repetition of the last run would otherwise get the name of an older run.
@@ -45,7 +45,7 @@ def _readable(files: Sequence[Path]) -> list[Mapping[str, object]]:
         try:
             recipes.append({key: entry.value for key, entry in read_file(file).items()})
         except RecipeError:
-            # A run that ended before the first step has no recipe.
+            # A run without a completed start has no recipe.
             continue
     return recipes
 

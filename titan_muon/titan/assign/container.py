@@ -20,7 +20,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 
 
 class HybridOptimizers(OfParts, OptimizersContainer):
-    """A recipe's optimizers by name, each with the parameters of all model parts that rules and defaults assign.
+    """A recipe's optimizers by name, each with the parameters assigned to it by rules and defaults assign.
 
     Raises RecipeError for a rule without a match, a parameter without an optimizer, an unknown optimizer or option, and
     a model without Muon parameters unless rules assign every parameter.
@@ -39,10 +39,10 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         """All trained parameters, if this process has only a pipeline stage; None otherwise."""
 
     changes: tuple[str, ...] = ()
-    """Hyperparameters that differ from the loaded checkpoint's, a line each."""
+    """Hyperparameters different from the loaded checkpoint's, a line each."""
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
-        # Does not call TorchTitan's __init__, which builds optimizers per part: Muon plans all parts together. The
+        # TorchTitan's __init__ builds optimizers per part and is not called: Muon plans all parts together. The
         # other duties of __init__ follow at the end.
         self.model_parts = model_parts
         try:
@@ -75,7 +75,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
         # Except `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set `lr` on loading.
         kept = {key: value for key, value in recipe.items() if not key.endswith(".lr")}
-        # Before the load, because Muon plans for the hyperparameters that it loads.
+        # Before the load, because Muon plans for the loaded hyperparameters.
         super().load_state_dict({**state_dict, **kept})
 
     def _changes(self, saved: Mapping[str, Any], recipe: Mapping[str, Any]) -> Iterator[str]:
@@ -97,7 +97,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
 def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:
     """Configuration of the container of a recipe; `model` has all parameters if the model is cut into stages.
 
-    Raises RecipeError for an unregistered optimizer and for a rule with an option that all groups must share.
+    Raises RecipeError for an unregistered optimizer and for a rule with a shared option.
     """
     section = recipe.optimizer
     chosen = adamw_implementation(section.implementation)

@@ -38,7 +38,7 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
         share = 100 * sum(prod(a.shape) for a in tensors) / total
         count = f"{len(tensors):,} tensors"
         if optimizer == "muon":
-            # Not from the plan, which covers a single pipeline rank.
+            # Not from the plan of a single pipeline rank.
             every = splits_with(splits, assigned)
             count = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in tensors):,} matrices"
         yield f"{optimizer}: {count}, {share:.1f} % of parameters"
@@ -115,7 +115,7 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
 
 
 def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
-    """A line on the traffic of matrices that rest whole on a rank of tensor parallelism.
+    """A line on the traffic of whole matrices under tensor parallelism.
 
     `gathered` and `reduced`: bytes per element of gathered parameters, and of reduced gradients.
     """
@@ -205,7 +205,7 @@ def owner_loads(
 
 
 def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
-    """Balance of the owners, and the number of ranks that own nothing."""
+    """Balance of the owners, and the number of idle ranks."""
     if not loads:
         return
     held = [load.bytes for load in loads.values()]

@@ -32,9 +32,8 @@ class _Epoch:
 class TokenBlocks:
     """Endless stream of blocks over some documents of a corpus, epoch after epoch.
 
-    With a seed, every epoch permutes the documents by (seed, epoch); with None, the order is unchanged. Predictions at
-    an epoch's end that fill no block, fewer than `seq_len`, are dropped. Every other prediction appears exactly once
-    per epoch.
+    With a seed, every epoch permutes the documents by (seed, epoch); with None, the order is unchanged. The last
+    predictions of an epoch, fewer than `seq_len`, are dropped. Every other prediction appears exactly once per epoch.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:

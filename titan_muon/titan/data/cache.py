@@ -1,4 +1,4 @@
-"""Files that one process builds, while the others wait, and that every process reads. No collectives."""
+"""Files built by one process, while the others wait, and read by every process. No collectives."""
 
 import fcntl
 import hashlib

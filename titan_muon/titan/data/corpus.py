@@ -1,4 +1,4 @@
-"""All documents as an array of tokens, memory-mapped from a cache that one process writes. No collectives."""
+"""All documents as an array of tokens, memory-mapped from a cache written by one process. No collectives."""
 
 import time
 import zipfile

@@ -60,7 +60,7 @@ class Documents:
     @cached_property
     def digest(self) -> str:
         """32 hexadecimal digits for all names and contents. Reads every file."""
-        # Of contents, not of dates: a corpus that is copied to another machine finds its cache, an edited one does not.
+        # Of contents, not of dates: a copy on another machine finds the cache, an edited corpus does not.
         state = hashlib.blake2b(digest_size=16)
         for document in self.all:
             content = document.read_bytes()
@@ -136,7 +136,7 @@ def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
         matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
-        # Several patterns or links may lead to the same file, which must not be both trained on and held out.
+        # Several patterns or links may lead to the same file. A file must not be both trained on and held out.
         files.update(Path(match).resolve() for match in matches)
     root = Path(os.path.commonpath([path.parent for path in files]))
     return {path.relative_to(root).as_posix(): path for path in files}

@@ -147,7 +147,7 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
 
 
 def vocab_size(data: Data) -> int | None:
-    """Vocabulary of the tokenizer, marks included; None for `hf`, whose models bring their own."""
+    """Vocabulary of the tokenizer, marks included; None for `hf`: the model has a vocabulary."""
     return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 

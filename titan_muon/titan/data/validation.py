@@ -29,7 +29,7 @@ class HeldOutValidator(Validator):
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
-        # TorchTitan's validator counts batches per rank, whose size and number depend on the layout.
+        # TorchTitan's validator counts batches per rank, so the layout decides on size and number.
         self.config.steps = -(-sequences // at_once)
         if isinstance(self.dl_config, PackedDataLoader.Config):
             # A pipeline reads a batch in microbatches and would drop an incomplete last batch.

@@ -34,7 +34,7 @@ class Memory:
             gradients transferred beside them.
         orthogonalization: whole matrices and Newton-Schulz workspace, or updates in the parameters' dtype if larger.
         host_parameters: allocated pinned memory; host_gradients and host_states likewise.
-        uncounted: optimizers of other packages, whose states are unknown.
+        uncounted: optimizers of other packages with unknown states.
     """
 
     parameters: int
@@ -120,7 +120,7 @@ def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, 
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    """Elements of Muon's momentum on the fullest keeper, which may differ from the holder of `elements`."""
+    """Elements of Muon's momentum on the fullest keeper, not always the holder of `elements`."""
     if meta.plan is None or recipe.muon.state == "replicated":
         return elements
     most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))

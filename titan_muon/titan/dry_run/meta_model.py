@@ -37,7 +37,7 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
 MICROBATCHES = 8
-"""Microbatches per pipeline stage of the schedule, which never runs."""
+"""Microbatches per pipeline stage of the schedule."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def this_device() -> str:
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
     """A recipe's model on `world_size` ranks with Muon's plan. Needs no data, no GPU and no other process.
 
-    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank, which may have several
-    parts of the model. Pipeline ranks plan separately.
+    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank. Pipeline ranks plan
+    separately.
 
     Raises RecipeError like training, with two exceptions: invalid options of another package's optimizer, and a global
     batch that does not divide among the ranks. The plan does not depend on the batch.

@@ -33,8 +33,8 @@ class DenseMaskAttention(FlexAttention):
     `share_dense_mask` converts FlexAttention's BlockMask to the DenseMask of all layers.
     """
 
-    # A subclass, because TorchTitan checks the class: only a FlexAttention gets the mask of packed documents, and the
-    # context parallelism that gathers keys and values and shards the mask.
+    # A subclass, because TorchTitan checks the class: only a FlexAttention gets the mask of packed documents, and
+    # context parallelism with gathered keys and values and a sharded mask.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):

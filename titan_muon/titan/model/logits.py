@@ -1,4 +1,4 @@
-"""Inner attentions that record the largest logit of each head.
+"""Inner attentions with a record of each head's largest logit.
 
 `flex` returns the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
 attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp, an upper bound: larger by at most the
@@ -20,7 +20,7 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LogitObserver:
-    """An inner attention that records the largest logit of each head in training."""
+    """An inner attention with a record of each head's largest logit in training."""
 
     training: bool
     register_buffer: Callable[..., None]
@@ -34,7 +34,7 @@ class LogitObserver:
 
     def keep(self, logits: torch.Tensor) -> None:
         """Record the largest logit of each query, shape (batch, heads, queries), or an upper bound."""
-        # Not in validation, whose batches belong to no step.
+        # Not in validation: the batches belong to no step.
         maxima = self._buffers.get("logits_max")
         if maxima is None or not self.training:
             return
@@ -44,7 +44,7 @@ class LogitObserver:
 
 
 class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
-    """DenseMaskAttention that records logits."""
+    """DenseMaskAttention with recorded logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DenseMaskAttention.Config):
@@ -59,14 +59,14 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """The same attention by operators that return logits or the log-sum-exp."""
+        """The same attention by operators with logits or the log-sum-exp as outputs."""
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
             # The operator behind scaled_dot_product_attention, called directly for the second output.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out
-        # Plain attention, which materializes the logits; as many passes over them as PyTorch's math backend.
+        # Plain attention with the logits in memory; as many passes over them as PyTorch's math backend.
         if enable_gqa:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -76,7 +76,7 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
 
 
 class ObservedFlexAttention(LogitObserver, FlexAttention):
-    """FlexAttention that records the kernel's largest logits."""
+    """FlexAttention with the kernel's largest logits recorded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -95,7 +95,7 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
         out_transform: OutTransform | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """FlexAttention's forward, which requests only the log-sum-exp."""
+        """FlexAttention's forward, plus the kernel's largest logits."""
         assert isinstance(attention_masks, BlockMask), f"{type(attention_masks)} is no BlockMask"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         with maybe_regional_inductor(FlexAttention.inductor_configs):
@@ -116,7 +116,7 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
 
 
 class ObservedVarlenAttention(LogitObserver, VarlenAttention):
-    """VarlenAttention that records the kernel's log-sum-exp."""
+    """VarlenAttention with the kernel's log-sum-exp recorded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):

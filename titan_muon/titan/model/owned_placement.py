@@ -34,7 +34,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
     """`parallelize_fn` with owned Muon matrices in the layers; FSDP2 shards the other parameters.
 
-    Raises RecipeError for a model that is no decoder of TorchTitan; the returned function raises RecipeError for a
+    Raises RecipeError for a model other than TorchTitan's decoders; the returned function raises RecipeError for a
     model without a matrix to own.
     """
     if not compat.shards_decoders(parallelize_fn):
@@ -69,7 +69,7 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    # Only some decoders have layers for multi-token prediction, which may be None.
+    # Only some decoders have layers for multi-token prediction, possibly None.
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
@@ -141,7 +141,7 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
 
 
 def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism cuts a stack whose experts could each rest whole on a rank: FSDP2 would leave the
+    """Whether tensor parallelism cuts a stack of experts under "whole": FSDP2 would leave the
     stack cut.
     """
     whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
@@ -151,7 +151,7 @@ def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
 def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
     """Whether FSDP2 cuts each expert of a stack, because there are more ranks than experts."""
     edp_mesh, degree = options["edp_mesh"], options["ep_degree"]
-    # TorchTitan's count, which includes the replicas unless experts are parallel.
+    # TorchTitan's count; includes the replicas unless experts are parallel.
     ranks = edp_mesh["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
     return lambda experts: ranks > experts
 
@@ -207,7 +207,7 @@ def _choice(
 
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> None:
-    """Raise RecipeError for a placement.rule without a match, or with a parameter that cannot be owned."""
+    """Raise RecipeError for a placement.rule without a match, or for a parameter outside of the layers."""
     try:
         check_rules(parameters, recipe.placement.rule)
     except ValueError as error:
@@ -224,7 +224,7 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> Non
 
 
 def _unread_stacks(recipe: Recipe) -> str | None:
-    """The key that requires stacks of experts in FSDP2's placements, or None."""
+    """Recipe key with a need for FSDP2's placement of expert stacks, or None."""
     # TorchTitan's conversion from and to Hugging Face names cuts stacks along known axes only, and torchao's parameters
     # have their own gathering.
     keys = {

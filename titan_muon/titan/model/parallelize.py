@@ -26,10 +26,10 @@ MASK_BLOCK = 128
 
 
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
-    """`spec` whose parallelize_fn also applies the recipe's placement and adapts to the backend.
+    """`spec` with the recipe's placement and the backend's needs in parallelize_fn.
 
-    Raises RecipeError for an unknown placement and for degrees that do not divide the model or that this torch cannot
-    run. The parallelize_fn raises RecipeError for a sequence that context parallelism cannot cut.
+    Raises RecipeError for an unknown placement and for degrees unfit for the model or this torch. The parallelize_fn
+    raises RecipeError for a sequence unfit for context parallelism.
     """
     # A rule with an owned placement needs "owned" for any `placement.muon`.
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism

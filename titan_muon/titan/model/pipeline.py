@@ -1,4 +1,4 @@
-"""Pipeline stages: checks of a recipe's schedule, and initial values that do not depend on the cut."""
+"""Pipeline stages: checks of a recipe's schedule, and initial values independent of the cut."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ from titan_muon.titan.recipe.sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:
-    """Raise RecipeError for stages that do not fit the schedule or the `model`'s configuration."""
+    """Raise RecipeError for stages unfit for the schedule or the `model`'s configuration."""
     if degrees.pipeline_parallel_degree == 1:
         return
     schedule = _schedule(degrees)
@@ -56,7 +56,7 @@ def _schedule(degrees: Parallelism) -> type:
 
 
 def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
-    # TorchTitan silently drops modules without a part, and runs the stages in order whatever their modules.
+    # TorchTitan silently drops modules without a part, and runs the stages in the listed order.
     expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
     named = [name for part in parts for name in part]
     if named != expected:
@@ -81,7 +81,7 @@ def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
 
 
 def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
-    """`pipelining_fn` whose stages start with the initial values of the whole model on one rank."""
+    """`pipelining_fn` with the whole model's initial values in the stages."""
 
     def pipeline(model: nn.Module, **kwargs: Any) -> Any:
         schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
@@ -96,8 +96,8 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
 def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
     """Give a pipeline stage the initial values of `whole`, the uncut model on the meta device.
 
-    Keeps every family's order of random draws. The values of other stages are drawn and dropped, by initializers that
-    draw for meta tensors on the default device, as `models.common` does.
+    Keeps every family's order of random draws. The values of other stages are drawn and dropped, by initializers like
+    `models.common`'s, which draw for meta tensors on the default device.
     """
     device = next(part.parameters()).device
     complete: Any = copy.deepcopy(whole)
@@ -106,8 +106,8 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             complete.get_submodule(name).update(module)
         else:
             setattr(complete, name, module)
-    # TorchTitan seeds each stage differently, so that initial values would depend on the pipeline degree. Afterwards
-    # that seed continues.
+    # TorchTitan seeds each stage differently, so that initial values would depend on the pipeline degree. The stage's
+    # seed continues afterwards.
     with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)

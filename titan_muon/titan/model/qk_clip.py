@@ -33,7 +33,7 @@ Projection = tuple[str, nn.Module, tuple[HeadRows, ...]]
 def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
     """Replace the inner attention of every layer's configuration by a recording variant, unless QK-clip is off.
 
-    Raises RecipeError for attention with unknown projections, and for attention that QK-clip cannot change.
+    Raises RecipeError for attention with unknown projections, and with `clip` for normalized queries and keys.
     """
     if section.mode == "off":
         return

@@ -29,7 +29,7 @@ def has_torchao() -> bool:
 
 
 def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bool, torchao: bool) -> None:
-    """Raise RecipeError for float8 that this machine cannot compute.
+    """Raise RecipeError for float8 without support on this machine.
 
     Args:
         section: the recipe's table.

@@ -20,7 +20,7 @@ def model_spec(
 ) -> "ModelSpec":
     """New specification of a flavor of the registered family `name`.
 
-    Raises RecipeError for an unknown family, flavor or attention, and for attention that the device cannot run.
+    Raises RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
 
     Args:
         vocab_size: tokens to embed, instead of the flavor's number.
