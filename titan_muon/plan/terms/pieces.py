@@ -57,7 +57,7 @@ class Pieces:
         self._geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
         self._holders: dict[tuple[int, Ranks], Holders] = {}
-        self._copies: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
+        self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
 
     def ranks(self) -> list[int]:
         """All holders of any parameter, ascending."""
@@ -93,7 +93,7 @@ class Pieces:
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
         """The ranks of each replica of a kind's matrices in a group; equal positions store equal pieces."""
         key = (kind, group)
-        if key not in self._copies:
+        if key not in self._replicas:
             geometry, members = self.geometry(self.examples[kind]), frozenset(group)
             by_replica: dict[Replica, list[int]] = {}
             # Mesh order is the order of pieces in every replica.
@@ -101,7 +101,7 @@ class Pieces:
                 if rank in members:
                     by_replica.setdefault(geometry.replica[rank], []).append(rank)
             self._replicas[key] = tuple(tuple(ranks) for ranks in by_replica.values())
-        return self._copies[key]
+        return self._replicas[key]
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
