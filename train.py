@@ -29,7 +29,7 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        # Once, because every rank reads the same recipe.
+        # torchrun's restarts would only repeat a refusal or a divergence.
         ended = earlier_end()
         code = main(parse(sys.argv[1:])) if ended is None else ended
     except RecipeError as error:
