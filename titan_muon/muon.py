@@ -24,22 +24,13 @@ from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
 from .state.converted import converted, is_torchs
-from .state.groups import (
-    check_lr,
-    check_params,
-    checked,
-    doubts_of,
-    lr_scale_of,
-    named_group,
-    refuse_keywords,
-    rows_of,
-)
+from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
@@ -117,7 +108,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         **unknown: Never,
     ) -> None:
-        refuse_keywords(unknown, [item.name for item in fields(MuonOptions)])
+        refuse_keywords(unknown)
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -135,10 +126,7 @@ class Muon(Optimizer):
         """Plan the step, compare the plan with the other ranks, and allocate momentum and buffers.
 
         All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`,
-        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing.
-
-        Returns:
-            This optimizer.
+        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing. Returns this optimizer.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, given twice, or placed as Partial; for splits
@@ -317,8 +305,6 @@ class Muon(Optimizer):
             ValueError: on every rank, before anything is loaded, for a state dict of another optimizer or of other
                 parameters, and for momentum that is missing or has another mesh or other placements than its parameter.
         """
-        if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
-            raise ValueError(f"state_dict: has no {' and no '.join(missing)}; pass Muon.state_dict()")
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         if self._engine is None and not state_dict["state"]:

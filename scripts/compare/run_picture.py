@@ -1,4 +1,4 @@
-"""The picture of a comparison: loss curves, and the parts of the step."""
+"""Picture of a comparison: loss curves and step phases."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 
 from compare.run_folder import LOSSES, RunRecord, smooth
 
-# Okabe and Ito's colors, distinct with any color vision; lines and markers differ for print without color.
+# Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 FEW, LONGEST = 30, 100
 """Steps below which a curve has a dot for each, and characters of the longest label."""
@@ -21,7 +21,7 @@ LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
 class Fill(NamedTuple):
-    """How a part of the step is drawn in the color of its run."""
+    """Style of a step phase, in the color of the run."""
 
     title: str
     opacity: float
@@ -38,7 +38,7 @@ REST = Fill("rest", 0.0, "")
 
 
 def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int, axis: str) -> None:
-    """Draws the smoothed `metric` over its thin raw line; on the training loss, the validation loss as markers."""
+    """Draw the smoothed `metric` over the thin raw line, and with the training loss the validation loss as markers."""
     title = (
         LOSSES[metric]
         if window == 1
@@ -75,7 +75,7 @@ def legend_of(runs: Sequence[RunRecord], metric: str) -> list[Line2D]:
 
 
 def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    """Draws the medians of the parts of the step, one bar for each run, in the color of its curve."""
+    """Draw the medians of the step phases, a bar for each run, in the color of its curve."""
     longest = 0.0
     for i, run in enumerate(runs):
         color, left = COLORS[i % len(COLORS)], 0.0
@@ -85,7 +85,7 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
             left += width
         axes.text(left, i, f" {left:.0f}" if left > 0 else " not recorded", va="center", fontsize="small")
         longest = max(longest, left)
-    # Room for the numbers right of the bars and for the legend below them.
+    # Space for the numbers right of the bars and for the legend below.
     axes.set_xlim(0, longest * 1.2)
     axes.set_ylim(len(runs) + 0.6, -0.6)
     axes.set_yticks([])
@@ -100,7 +100,7 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 
 def parts_of_step(run: RunRecord) -> dict[Fill, float]:
-    """Medians of the recorded parts of the step in milliseconds, and what they leave of the whole step."""
+    """Medians of the recorded step phases in milliseconds, and the rest of the step."""
     medians = {fill: run.median(key) for key, fill in FILLS.items()}
     parts = {fill: seconds * 1e3 for fill, seconds in medians.items() if seconds is not None}
     step = run.median("time.step")
@@ -122,7 +122,7 @@ def picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | No
     """The curves, the parts of the step if any run recorded some, and the runs' labels below; 1200 pixels wide."""
     handles = legend_of(runs, metric)
     # As many beside each other as fit into the width.
-    columns = max(1, min(len(runs), 120 // (8 + max(len(handle.get_label()) for handle in handles))))
+    columns = max(1, min(len(runs), 120 // (8 + max(len(str(handle.get_label())) for handle in handles))))
     height = 5 + 0.25 * -(-len(runs) // columns)
     figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
     if any(parts_of_step(run) for run in runs):

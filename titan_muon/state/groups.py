@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -58,14 +57,6 @@ def check_lr(lr: object) -> None:
     """Raise ValueError for a learning rate in a tensor of several elements."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"lr: Tensor lr must be 1-element, and this one has shape {tuple(lr.shape)}")
-
-
-def refuse_keywords(unknown: Collection[str], known: Sequence[str]) -> None:
-    """Raise TypeError for keywords that Muon has not, with the nearest and all keywords."""
-    for name in unknown:
-        near = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)
-        hint = f" Did you mean {near}?" if near else ""
-        raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")
 
 
 def named_group(group: Mapping[str, Any], others: Sequence[Mapping[str, Any]], *, alone: bool) -> dict[str, Any]:

@@ -10,20 +10,20 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 80
-"""Characters of what differs: names of folders end at 255 bytes, and TensorBoard shows them in a narrow column."""
+"""Longest list of differences, in characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
 
 LONGEST_VALUE = 24
 COMPARED = 20
-"""Earlier runs that are read."""
+"""Number of earlier runs to compare with."""
 
-# Where a run is kept and from where it goes on are no part of what it computes.
-UNSAID = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
+# Keys without influence on the computation: name, folders and the checkpoint to load.
+IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 OVERRIDES_FILE = "overrides.txt"
 """File of a run's folder with the keys that the command line changed, one a line."""
 
 SAME_EXPERIMENT = frozenset(
     {
-        *UNSAID,
+        *IGNORED,
         *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
         *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
         *("muon.exchange", "muon.owners", "muon.replicas", "muon.split_over", "muon.state", "muon.overlap"),
@@ -38,7 +38,7 @@ SAME_EXPERIMENT_TABLES = frozenset(
 )
 
 
-def what_differs(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
+def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
     """`key=value` for the keys that tell a recipe from its file and from earlier runs; empty without any.
 
     First come `overrides`, the keys that the command line changed. Then come changes of the file, the newest first:
@@ -54,8 +54,14 @@ def what_differs(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[st
     for file in earlier[:COMPARED]:
         if (other := _values_of(file)) is not None:
             keys += [key for key in _differing(mine, other, defaults) if key not in _overrides_of(file)]
-    said = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in UNSAID]
-    return _joined(said)
+    pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
+    name = ""
+    for number, pair in enumerate(pairs):
+        longer = f"{name},{pair}" if name else pair
+        if len(longer) > LONGEST:
+            return f"{name},+{len(pairs) - number}"
+        name = longer
+    return name
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
@@ -104,32 +110,22 @@ def _overrides_of(file: Path) -> frozenset[str]:
 
 
 def _differing(mine: Mapping[str, object], other: Mapping[str, object], defaults: Mapping[str, object]) -> list[str]:
-    # An older version of this program has written no value for a key that it did not have: then it had the default.
+    # A recipe of an older version lacks new keys: compare with their defaults.
     return [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
 
 
 def _short(key: str, keys: Mapping[str, object]) -> str:
-    """The last word of a key where it is the only such key; the table for the key that the table is all about."""
+    """Last word of a key if unique; the table's name for the main key of a table; else the full key."""
     table, _, leaf = key.rpartition(".")
     if any(other.partition(".")[0] == leaf for other in keys):
         return table
-    alone = sum(other.rpartition(".")[2] == leaf for other in keys) == 1
-    return leaf if alone else key
+    unique = sum(other.rpartition(".")[2] == leaf for other in keys) == 1
+    return leaf if unique else key
 
 
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else _text(value)
     # Brackets and quotes at the ends go. A minus stays: -1 is not 1.
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", re.sub(r"^[^A-Za-z0-9_.+-]+|[^A-Za-z0-9_.+-]+$", "", text))
-    # A digest still tells two long values apart, where their beginnings may be the same.
+    # A digest distinguishes long values with the same beginning.
     return plain if len(plain) <= LONGEST_VALUE else hashlib.sha256(text.encode()).hexdigest()[:6]
-
-
-def _joined(said: Sequence[str]) -> str:
-    name = ""
-    for number, part in enumerate(said):
-        longer = f"{name},{part}" if name else part
-        if len(longer) > LONGEST:
-            return f"{name},+{len(said) - number}"
-        name = longer
-    return name

@@ -1,4 +1,4 @@
-"""The documents that a recipe's `[data]` table names: text, digest, and the split into training and validation."""
+"""Documents of a recipe's `[data]` table: text, digest, and the split into training and validation."""
 
 import glob
 import hashlib
@@ -93,7 +93,7 @@ class TextFile:
 
 
 class _Index(NamedTuple):
-    """What reading all documents once tells.
+    """Hashes of all documents.
 
     Attributes:
         digest: 32 hexadecimal digits that name all names and contents.
@@ -115,14 +115,14 @@ class Documents:
         self.data = data
 
     def to_dict(self) -> dict[str, object]:
-        """The table, for the record TorchTitan writes of a configuration."""
+        """The table, for TorchTitan's record of the configuration."""
         return asdict(self.data)
 
     @cached_property
     def all(self) -> tuple[TextFile, ...]:
-        """Every file that is not empty, sorted by name. Raises RecipeError if there is none."""
+        """Every non-empty file, sorted by name. Raises RecipeError without files."""
         found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
-        # Sorted: what a folder lists first differs between file systems, and the order decides every batch.
+        # Sorted, because the order of a folder listing depends on the file system, and the order decides every batch.
         files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
         kept = tuple(file for file in files if file.size > 0)
         if not kept:
@@ -150,7 +150,7 @@ class Documents:
 
     @property
     def validation(self) -> np.ndarray:
-        """Numbers of documents in an order without meaning, so that any first few are a fair sample: int64.
+        """Numbers of documents in arbitrary order, so that any first few are a fair sample: int64.
 
         Empty only if `data.validation_fraction` is 0. Raises RecipeError if the split is impossible.
         """
@@ -167,7 +167,7 @@ class Documents:
 
     @cached_property
     def _index(self) -> _Index:
-        # By sizes and times: ranks and later starts then read no text. The content decides what the index says.
+        # By sizes and times, so that other ranks and later starts read no text.
         times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
         path = Path(self.data.cache) / f"documents-{digest(_FORMAT, self.data.text_key, *times)}.npz"
         index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
@@ -176,7 +176,7 @@ class Documents:
         return index
 
     def _build_index(self, path: Path) -> None:
-        # Of contents, not of dates: a corpus copied to another machine finds its tokens, an edited one does not.
+        # Of contents, not of dates: a copy on another machine finds the tokens, an edited corpus does not.
         state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
         keys: list[int] = []
         for file in self.all:
@@ -192,8 +192,8 @@ class Documents:
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         fraction, keys = self.data.validation_fraction, self._index.keys
-        # By the hash of its content a document stays on its side when others are added, removed or renamed, so a run on
-        # more text does not train on what an earlier one held out. Equal documents are on one side.
+        # A document's content decides on the side, so additions, removals and other names move no document. A run on
+        # more text does not train on the held-out documents of an earlier run.
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
@@ -203,7 +203,7 @@ class Documents:
                     f"there is 1 ({self.all[0].path}). Split it into several files, or set "
                     "data.validation_fraction = 0 and validator.enable = false."
                 )
-            # Few documents may all fall on one side; the nearest one then crosses over.
+            # With few documents all may fall on one side; then the nearest document changes sides.
             held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
         return np.sort(order[held_out:]), order[:held_out]
 
@@ -226,34 +226,34 @@ def _warn_of_bytes(file: TextFile, content: bytes) -> None:
 
 
 def _python_files() -> dict[str, Path]:
-    """The standard library's sources by their path inside it."""
+    """Sources of the standard library by path inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    found: dict[str, Path] = {}
+    sources: dict[str, Path] = {}
     for folder, folders, files in os.walk(root):
-        # Installed packages differ from machine to machine, the standard library only with Python's version.
+        # Installed packages differ between machines; the standard library differs only between Python versions.
         folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__")]
         for file in files:
             path = Path(folder, file)
             if path.suffix == ".py" and path.is_file():
-                found[path.relative_to(root).as_posix()] = path
-    if not found:
+                sources[path.relative_to(root).as_posix()] = path
+    if not sources:
         raise RecipeError(f"data.source = 'python': no .py file in {root}; use data.source = 'files' and data.files")
-    return found
+    return sources
 
 
 def _matched_files(patterns: tuple[str, ...]) -> dict[str, Path]:
-    """The files that the patterns match, each once, by their path from the deepest folder that has all of them.
+    """Matching files without duplicates, by path from their deepest common folder.
 
-    So order and split are those of the files, from whatever folder and by whatever patterns they were found.
+    So order and split depend on the files, not on the working directory or the patterns.
     """
     if not patterns:
         raise RecipeError("data.files is empty; data.source = 'files' needs at least one glob pattern")
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in patterns:
         matches = [m for m in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(m)]
         if not matches:
             raise RecipeError(f"data.files: {pattern!r} matches no file (seen from {os.getcwd()})")
-        # Two patterns, or two links, may lead to one file; read twice, it could be held out and trained on.
-        found.update(Path(match).resolve() for match in matches)
-    root = Path(os.path.commonpath([path.parent for path in found]))
-    return {path.relative_to(root).as_posix(): path for path in found}
+        # Several patterns or links may lead to the same file. A file must not be both trained on and held out.
+        files.update(Path(match).resolve() for match in matches)
+    root = Path(os.path.commonpath([path.parent for path in files]))
+    return {path.relative_to(root).as_posix(): path for path in files}
