@@ -126,7 +126,7 @@ class Muon(Optimizer):
         """Plan the step, compare the plan with the other ranks, and allocate momentum and buffers.
 
         All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`,
-        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing. Returns the optimizer.
+        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing. Returns `self`.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, given twice, or placed as Partial; for splits
