@@ -156,7 +156,7 @@ class RankStages:
                 for index, run in enumerate(by_bucket)
             )
         self._workspace = StepMemory((workspace,))
-        # Calls allocate scratch, which can be as large as a parameter.
+        # Each call allocates its scratch.
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
@@ -316,8 +316,10 @@ class RankStages:
     def update(self, call: Apply, params: Tensors) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
-        call.update(params, self.rule)
-        memory.resize_(0)
+        try:
+            call.update(params, self.rule)
+        finally:
+            memory.resize_(0)
 
     def _newton_schulz(self, batch: Batch, step: Step) -> None:
         self.orthogonalized += len(batch.matrices)
