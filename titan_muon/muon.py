@@ -100,6 +100,7 @@ class Muon(Optimizer):
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
+        keep_buffers: bool = False,
         overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,

@@ -26,7 +26,7 @@ from .rules import check_rule, rule_of
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
-from .step.foreach import WIDE_BYTES, call_bytes
+from .step.foreach import WIDE_BYTES, chunk_bytes
 from .step.rounding import BYTES as CHUNK_BYTES
 from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
@@ -116,7 +116,7 @@ def plan_parameters(
 
 def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
     """Temporary memory of the element-wise stages, for weights of these dtypes with gradients of the same dtypes."""
-    rule, limit, state_bytes = rule_of(options), call_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
+    rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)

@@ -20,13 +20,20 @@ from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
-CPU_BYTES = 2**20
-"""The limit on a CPU, so that the tensors stay in the L2 cache."""
+CPU_BYTES = 2**15
+"""The limit on a CPU for several tensors in a call, so that they stay in the L1 cache."""
+CPU_CHUNK_BYTES = 2**20
+"""The limit on a CPU for the rows of a large tensor. Smaller chunks would have more overhead than they save."""
 
 
 def call_bytes(device: str) -> int:
-    """The limit on the wide elements of a call in bytes, by device type."""
+    """Limit in bytes on the wide elements of several tensors in a call, by device type."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
+
+
+def chunk_bytes(device: str) -> int:
+    """Limit in bytes on the wide elements of one tensor in a call, by device type. Larger tensors are cut into rows."""
+    return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
 WIDE_BYTES = 4
@@ -185,16 +192,16 @@ class StoredPiece(NamedTuple):
 
 
 def advances(
-    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], limit: int
+    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
     """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter.
 
-    A call has at most `limit` bytes of wide elements, or one row.
+    `device`: type of the device, which limits calls.
     """
     placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
-        most = _rows_within(limit, WIDE_BYTES, stored)
+        most = _rows_within(device, WIDE_BYTES, stored)
         for span in piece.spans:
             whole = rectangle_of(piece.parameter, span, stored.param)
             view = None if piece.view is None else piece.view[span.piece]
@@ -205,7 +212,7 @@ def advances(
     calls = _grouped(
         placed,
         lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
-        limit,
+        call_bytes(device),
         lambda i: WIDE_BYTES * i[1].numel(),
     )
     return tuple(
@@ -223,22 +230,22 @@ def applies(
     pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
-    limit: int,
+    device: str,
     scratch: Tensor,
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
     """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All calls share the `scratch_bytes` of `scratch`. A call uses at most `limit` bytes of it, or those of one row.
-    `stochastic`: whether to round bfloat16 parameters stochastically.
+    All calls share the `scratch_bytes` of `scratch`. `device`: type of the device, which limits calls. `stochastic`:
+    whether to round bfloat16 parameters stochastically.
     """
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
         assert piece.view is not None, "every stored piece is returned"
         stored = storage[piece.parameter]
-        most = _rows_within(limit, BYTES if draws[piece.parameter] else stored.param.element_size(), stored)
+        most = _rows_within(device, BYTES if draws[piece.parameter] else stored.param.element_size(), stored)
         for span in piece.spans:
             whole, view, first = (
                 rectangle_of(piece.parameter, span, stored.param),
@@ -253,22 +260,22 @@ def applies(
     def size(item: Placed) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), limit, size)
+    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size)
     return tuple(
         _stochastic_apply(groups, items, scratch) if draws[items[0][0][0].parameter] else _apply(groups, items, scratch)
         for items in calls
     )
 
 
-def scratch_bytes(storage: Sequence[Storage], limit: int) -> int:
-    """Scratch bytes for any Apply."""
-    return max([limit, *(memory_bytes(stored.param[:1]) for stored in storage)])
+def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
+    """Scratch bytes for any Apply on a type of device."""
+    return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
-def _rows_within(limit: int, element_bytes: int, storage: Storage) -> int:
-    """Rows of a call of at most `limit` bytes, at least one; equal for rectangles side by side."""
-    # Without the padding of tensors in a scratch.
-    return max(1, (limit // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
+def _rows_within(device: str, element_bytes: int, storage: Storage) -> int:
+    """Rows of a chunk, at least one; equal for rectangles side by side."""
+    # Less the padding of tensors in the scratch.
+    return max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
 
 
 def _height(span: Span) -> int:

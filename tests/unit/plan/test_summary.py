@@ -119,12 +119,8 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
 
 def buffer_numel(program: Program) -> int:
     buffer_sets = make_buffer_sets(program, torch.device("meta"), torch.bfloat16)
-    buffers = {
-        id(buffer): buffer
-        for buffer_set in buffer_sets
-        for buffer in (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
-    }
-    return sum(buffer.numel() for buffer in buffers.values())
+    blocks = {id(buffer_set.block): buffer_set.block for buffer_set in buffer_sets}
+    return sum(block.numel() for block in blocks.values())
 
 
 @settings(PROPERTY, max_examples=500)

@@ -12,9 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
+from titan_muon.comm.buffers import fragmentation
 from titan_muon.options import PlacementRule
 from titan_muon.plan.summary import summarize
-from titan_muon.step.foreach import CPU_BYTES
+from titan_muon.step.foreach import CPU_CHUNK_BYTES
 
 MIB = 2**20
 # One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
@@ -65,9 +66,9 @@ def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype
     rank = muon.engine.rank
     rows = max(4 * shape[1], 12 * shape[1] if dtype == torch.bfloat16 else 0) + 256
     for call in (call for run in rank.runs for call in run.applies):
-        assert call.scratch_bytes <= max(CPU_BYTES, rows)
+        assert call.scratch_bytes <= max(CPU_CHUNK_BYTES, rows)
     for advance in (advance for run in rank.runs for advance in run.advances):
-        assert 4 * sum(average.numel() for average in advance.averages) <= max(CPU_BYTES, rows)
+        assert 4 * sum(average.numel() for average in advance.averages) <= max(CPU_CHUNK_BYTES, rows)
     measured, planned = peak(muon)
     assert measured < 1.1 * planned + MIB / 4
 
@@ -99,7 +100,7 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
     """Matrices, stacks, and columns of a fused projection."""
     results = []
     for limit in (2**24, 2**11, 1):
-        monkeypatch.setattr("titan_muon.step.foreach.CPU_BYTES", limit)
+        monkeypatch.setattr("titan_muon.step.foreach.CPU_CHUNK_BYTES", limit)
         generator = torch.Generator().manual_seed(0)
         values = {name: torch.randn(s, generator=generator) for name, s in {"a": (37, 50), "b": (3, 24, 31)}.items()}
         params = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
@@ -112,3 +113,41 @@ def test_chunks_of_rows_have_the_bits_of_whole_tensors(
         results.append([*(param.detach() for param in params.values()), *states])
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> None:
+    weight = with_gradient(nn.Parameter(torch.zeros(512, 64)))
+    muon = Muon([("w", weight)], keep_buffers=kept, **OPTIONS)
+    muon.step()
+    (run,) = muon.engine.rank.runs
+    workspace = run.batches[0].batch.whole.untyped_storage()
+    assert workspace.nbytes() == (weight.numel() * 2 if kept else 0)
+    address = workspace.data_ptr()
+    muon.step()
+    assert not kept or workspace.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("device", "mib", "settings", "warns"),
+    [
+        ("cuda", 1024, {}, True),
+        ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:False"}, True),
+        ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False),
+        ("cuda", 1024, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+        ("cuda", 16, {}, False),
+        ("cpu", 1024, {}, False),
+    ],
+    ids=str,
+)
+def test_an_allocator_that_fragments_is_warned_about(
+    device: str, mib: int, settings: dict[str, str], warns: bool
+) -> None:
+    warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
+    assert ("keep_buffers" in warning) == warns
+
+
+def test_a_step_allocates_its_buffers_and_workspace_unless_they_are_kept() -> None:
+    for kept in (False, True):
+        muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
+        assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
