@@ -61,7 +61,7 @@ def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
     if device != "cuda" or nbytes < LARGE_BYTES or whole:
         return ""
     return (
-        f"each Muon step allocates and frees {nbytes / 2**20:,.0f} MiB of buffers, and fragments of CUDA's allocator can "
+        f"each Muon step allocates and frees {nbytes / 2**20:,.0f} MiB of buffers, and fragments of CUDA's memory can "
         "make that slow; set PYTORCH_ALLOC_CONF=expandable_segments:True, or keep_buffers = True"
     )
 

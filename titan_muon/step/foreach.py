@@ -260,7 +260,9 @@ def applies(
     def size(item: Placed) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size)
+    calls = _grouped(
+        placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size
+    )
     return tuple(
         _stochastic_apply(groups, items, scratch) if draws[items[0][0][0].parameter] else _apply(groups, items, scratch)
         for items in calls

@@ -9,7 +9,6 @@ from functools import cached_property
 
 from ..terms.types import Bucket, Piece
 
-
 ALIGNMENT = 64
 """Elements that a buffer's place in a block is a multiple of, so that collectives read aligned memory."""
 
