@@ -35,7 +35,7 @@ from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import check_saved_groups, saved_averages
 from .step.feature import Feature
-from .step.gradients import Step
+from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -198,11 +198,11 @@ class Muon(Optimizer):
                 finite in the step before; for parameters, momentum, or Newton-Schulz iterations that changed since
                 `build` (`rebuild` takes most changes).
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        first = self._engine is None
         self.engine.flush()
+        if first and self._options.missing_grad == "error":
+            self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
         step = self._checked()
         self.engine.run(step, *self._features_of_step())
         for group in self.param_groups:
