@@ -90,7 +90,7 @@ def _chain(kind: int, group: tuple[int, ...], costs: Costs, *, spreads: bool) ->
     pieces, machine, wire = costs.pieces, costs.machine, costs.wire_bytes
     matrix, holders = pieces.matrices[pieces.examples[kind]], pieces.holders(kind, group)
     there, back = [], []
-    for _, mine, node, replica in holders.found:
+    for _, mine, node, replica in holders.holders:
         part, here = holders.of_part[replica, node], holders.on_node[node]
         way = Flow(0, 0, part - mine, holders.of_replica[replica] - part).seconds(wire, machine)
         there.append(way)
