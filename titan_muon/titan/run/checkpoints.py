@@ -143,8 +143,8 @@ class RunCheckpoints(CheckpointManager):
                 self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
-        # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run would
-        # otherwise use the rate after the old end, 0.
+        # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run
+        # would otherwise use the rate after the old end, 0.
         for scheduler in self.states["lr_scheduler"]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
