@@ -98,8 +98,9 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     before = [number < hidden.gathers for number in rounds]
     behind = [number >= plan.rounds - hidden.returns for number in rounds]
     for bucket, late in zip(times, behind, strict=True):
-        columns = (bucket.group, bucket.owned, bucket.pack, bucket.copies, bucket.apply)
-        for index, owned, pack, copies, apply in zip(*columns, strict=True):
+        for index, owned, pack, copies, apply in zip(
+            bucket.group, bucket.owned, bucket.pack, bucket.copies, bucket.apply, strict=True
+        ):
             newton[index] += owned.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
     links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)

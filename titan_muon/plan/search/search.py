@@ -110,7 +110,7 @@ class _Search:
         self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
         self._local = list(problem.costs.local(problem.local).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.able)
+        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.eligible)
         self._simulations: list[Simulation] = []
         self._simulated: dict[Strategy, Simulation] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -172,8 +172,8 @@ class _Search:
         if problem.owners is not None or not problem.pattern.has_owners:
             return problem.owners
         if number not in self._owners:
-            assign, problem_groups = STRATEGIES[number], problem.groups
-            self._owners[number] = among(assign, problem.tasks, problem_groups, problem.load, problem.eligible)
+            load, eligible = problem.load, problem.eligible
+            self._owners[number] = among(STRATEGIES[number], problem.tasks, problem.groups, load, eligible)
         return self._owners[number]
 
     def _fits(self, simulation: Simulation) -> bool:
@@ -270,8 +270,8 @@ class _Search:
             [getattr(local.owned, name) for local in self._local] for name in ("assembled", "iteration")
         )
         for bucket in times:
-            columns = (bucket.group, bucket.pack, bucket.owned, bucket.copies, bucket.apply)
-            for index, pack, owned, copies, apply in zip(*columns, strict=True):
+            parts = zip(bucket.group, bucket.pack, bucket.owned, bucket.copies, bucket.apply, strict=True)
+            for index, pack, owned, copies, apply in parts:
                 busy[index] += pack + owned.seconds + copies + apply
                 whole[index] = max(whole[index], owned.assembled)
                 iteration[index] = max(iteration[index], owned.iteration)
