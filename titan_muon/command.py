@@ -20,11 +20,11 @@ RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
 """
 SCRIPTS: Mapping[str, str] = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
 NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
-"""Modules of the extra `titan`, without which no command runs."""
+"""Modules of the extra `titan`, required by every command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code, 2 for a command line that is not accepted."""
+    """Run a command. Returns the exit code, 2 for an invalid command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb = words.pop(0) if words else "--help"
     if verb in ("-h", "--help", "--version", "recipes"):

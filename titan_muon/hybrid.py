@@ -28,13 +28,9 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Parts:
-    """The optimizers of a model, and the parameters of each.
+    """The optimizers of a model by name, with their groups, and the optimizer of each parameter.
 
-    Attributes:
-        assignments: the optimizer of each parameter of this process.
-        whole: the optimizer of each parameter of the whole model, including remote pipeline stages.
-        groups: parameter groups by optimizer.
-        optimizers: optimizers by name, each with the groups of `groups`.
+    `assignments`: parameters of this process; `whole`: parameters of the whole model, with remote pipeline stages.
     """
 
     assignments: tuple[Assignment, ...]
@@ -58,19 +54,10 @@ def parts_of(
     offload: Offload = "none",
     model: Mapping[str, Seen] | None = None,
 ) -> Parts:
-    """Assign every trained parameter to an optimizer, and make the optimizers.
+    """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
-    Args:
-        modules: the model, or the parts on this process.
-        rules: rules in order; the first matching rule decides.
-        defaults: for parameters without a matching rule; None if the rules decide for every parameter.
-        tables: options of each optimizer, by name.
-        offload: tensors on the host between steps.
-        model: all parameters of the model, if this process holds a pipeline stage.
-
-    Raises:
-        OptionError: for a rule without parameters, an undecided parameter, an unknown optimizer, and refused options.
-        ValueError: for a split without a matching Muon parameter in the model.
+    `model`: all parameters of the model, if this process holds a pipeline stage. Arguments and errors as in `decided`.
+    Raises OptionError also for refused options.
     """
     parameters = trained_parameters(modules)
     seen = see(modules, canonical_fqn) if model is None else model
@@ -223,8 +210,7 @@ class Hybrid(OfParts, Optimizer):
     def table(self, *, full: bool = False) -> str:
         """The parameter table: name, shape, optimizer, matrices, placement and reason.
 
-        Args:
-            full: a line for each parameter; otherwise equal parameters of all layers share a line.
+        Equal parameters of all layers share a line, unless `full`.
         """
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
@@ -244,14 +230,7 @@ class Hybrid(OfParts, Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters once. Every rank calls it.
-
-        Args:
-            closure: computes the loss and the gradients.
-
-        Returns:
-            The result of the closure, or None.
-        """
+        """Update all parameters once. Every rank calls it. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -314,7 +293,6 @@ class Hybrid(OfParts, Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled data: the parts, with shared groups and state."""
         return {**super().__getstate__(), "parts": self.parts}
 
     def _link(self) -> None:
@@ -326,7 +304,6 @@ class Hybrid(OfParts, Optimizer):
 
 
 def _difference(mine: Sequence[tuple[Any, Any]], theirs: Sequence[tuple[Any, Any]]) -> str:
-    """The message for mismatched groups of a state dict."""
     if any(name is None for name, _ in theirs):
         return "the state dict is of another optimizer: its groups have no 'optimizer'; load one that Hybrid saved"
     of_mine = {fqn: name for name, names in mine for fqn in names}

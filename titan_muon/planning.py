@@ -127,8 +127,6 @@ def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
 
 
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
-    """The cost of orthogonalizing a matrix, by the method of the step."""
-
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
         method = dispatch.choose(rows, cols, steps, slices)

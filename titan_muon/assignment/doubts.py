@@ -67,7 +67,6 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first few different names."""
     different = list(dict.fromkeys(names))
     more = len(different) - SHOWN
     return ", ".join(different[:SHOWN]) + (f" and {more} more" if more > 0 else "")

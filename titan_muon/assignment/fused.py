@@ -100,7 +100,6 @@ def _gate_up(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout |
 
 
 def _halves(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """ModernBERT's input and gate in blocks."""
     known = any(name.startswith("ModernBert") for name in class_names(parent))
     return ("(g f) d -> g | f d", {"g": 2}) if known and parameter.ndim == 2 else None
 

@@ -25,14 +25,9 @@ registry.optimizers.register("adamw", registry.OptimizerEntry(AdamW, ("foreach",
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters of an optimizer with equal hyperparameters.
+    """Parameters of an optimizer with equal hyperparameters (`options`).
 
-    Attributes:
-        optimizer: name of the registered optimizer.
-        rule: index of the rule with the group's options, or None.
-        tag: name of the group in metrics.
-        names: names of the parameters.
-        options: hyperparameters.
+    `rule`: index of the rule with the group's options, or None. `tag`: name of the group in metrics.
     """
 
     optimizer: str
@@ -69,13 +64,7 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: a group for the defaults, and a group for each rule with options.
-
-    Args:
-        rules: rules of the assignments.
-        tables: options of each optimizer.
-        assigned: the optimizer of each parameter.
-    """
+    """Groups by optimizer: a group for the defaults, and a group for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
         # Rules without options share the default group, because each group costs foreach calls in a step.
@@ -100,16 +89,11 @@ def with_known_splits(
     *,
     is_stage: bool = False,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
+    """The optimizers' tables (options by optimizer), with the splits of known fused layouts in Muon's table.
 
-    Args:
-        tables: options of each optimizer.
-        whole: the optimizer of each parameter of the whole model.
-        parameters: names of the parameters of this process.
-        is_stage: whether this process holds a pipeline stage; splits of the remaining stages are then left out.
-
-    Raises:
-        ValueError: for a split without a matching Muon parameter in the whole model.
+    `parameters`: names of the parameters of this process. `is_stage`: whether this process holds a pipeline stage;
+    splits of the remaining stages are then left out. Raises ValueError for a split without a matching Muon parameter in
+    the whole model.
     """
     splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
     muon = [a for a in whole if a.optimizer == "muon"]
@@ -139,13 +123,7 @@ def check_offload(offload: Offload, optimizer: str) -> None:
 
 @dataclass(frozen=True)
 class Decision:
-    """The optimizer of each parameter, and the groups and options of each optimizer in this process.
-
-    Attributes:
-        whole: the optimizer of each parameter of the whole model, including remote pipeline stages.
-        groups: parameter groups by optimizer, with the parameters of this process.
-        tables: options by optimizer.
-    """
+    """The optimizer of each parameter of the `whole` model, and the groups and options (`tables`) of this process."""
 
     whole: tuple[Assignment, ...]
     groups: Mapping[str, tuple[ParamGroup, ...]]
@@ -162,16 +140,10 @@ def decided(
     offload: Offload = "none",
     is_stage: bool = False,
 ) -> Decision:
-    """Choose the optimizer of each parameter.
+    """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
 
-    Args:
-        model: all parameters of the model.
-        parameters: names of the parameters of this process.
-        rules: rules in order; the first matching rule decides.
-        defaults: for parameters without a matching rule; None if the rules decide for every parameter.
-        tables: options of each optimizer, by name.
-        offload: tensors on the host between steps.
-        is_stage: whether this process holds a pipeline stage.
+    `defaults` decide for parameters without a matching rule; None if the rules decide for every parameter. `tables`:
+    options by optimizer. `is_stage`: whether this process holds a pipeline stage.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.
@@ -190,16 +162,9 @@ def decided(
 def built(
     name: str, groups: Sequence[ParamGroup], table: Mapping[str, Any], parameters: Mapping[str, Tensor]
 ) -> Optimizer:
-    """The optimizer `name` with these groups.
+    """The optimizer `name` with these groups; `table`: its options.
 
-    Args:
-        name: name of the registered optimizer.
-        groups: parameter groups.
-        table: options of the optimizer.
-        parameters: parameters by name.
-
-    Raises:
-        OptionError: for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
+    Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
     """
     dicts = [
         {**group.options, "params": [parameters[n] for n in group.names], "param_names": list(group.names)}

@@ -79,7 +79,6 @@ class _Known:
     knows_vocabulary: bool
 
     def role(self, fqn: str, parameter: Tensor, owner: nn.Module) -> Role:
-        """The role of a parameter of module `owner`."""
         for role, members in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers)):
             if parameter in members:
                 return role  # type: ignore[return-value]

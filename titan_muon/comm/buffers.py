@@ -42,7 +42,6 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Free the memory. The current stream must have waited for uses on other streams."""
         for storage in self._sizes:
             storage.resize_(0)
 

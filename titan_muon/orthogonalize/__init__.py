@@ -12,7 +12,7 @@ from .coefficients import COEFFICIENTS, Coefficients, coefficients
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
-from .sliced import Slice, Team, sliced, sliced_norms
+from .sliced import Team, TeamSlice, sliced, sliced_norms
 from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
@@ -24,8 +24,8 @@ __all__ = [
     "Iteration",
     "Kernel",
     "Method",
-    "Slice",
     "Team",
+    "TeamSlice",
     "coefficients",
     "frobenius_norms",
     "gram",
@@ -63,7 +63,7 @@ def orthogonalize(
     method: Method,
     norms: Tensor | None = None,
     out: Tensor | None = None,
-    of: Slice | None = None,
+    of: TeamSlice | None = None,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
 

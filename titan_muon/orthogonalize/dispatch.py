@@ -181,7 +181,6 @@ class Dispatch:
 
     @property
     def rates(self) -> MachineRates:
-        """The machine rates for the choice of the algorithm."""
         if self.device == "cpu":
             return MACHINES["cpu" if self.cpu_bfloat16 else "cpu_float32"]
         return machine_of(Machine(), self.device) if self.machine is None else self.machine

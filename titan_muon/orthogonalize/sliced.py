@@ -21,10 +21,9 @@ from .standard import delivered, normalized
 
 
 class Team(Protocol):
-    """The ranks of a matrix's slices, in the order of slices. Methods are collective, in equal order on all ranks.
+    """The ranks of a matrix's slices, in the order of slices; `place`: index of this rank.
 
-    Attributes:
-        place: index of this rank.
+    Methods are collective, in equal order on all ranks.
     """
 
     place: int
@@ -37,7 +36,7 @@ class Team(Protocol):
 
 
 @dataclass(frozen=True)
-class Slice:
+class TeamSlice:
     """A slice of a matrix, of rows if `cuts_rows`, else of columns, with the remaining slices on `team`."""
 
     team: Team
@@ -58,7 +57,7 @@ def sliced(
     eps: float,
     dtype: torch.dtype,
     runs: Sequence[int],
-    of: Slice,
+    of: TeamSlice,
     *,
     norms: Tensor,
     out: Tensor | None = None,
@@ -83,7 +82,7 @@ def sliced(
     return delivered(x[None], stack.dtype, out)
 
 
-def _gram(x: Tensor, of: Slice) -> Tensor:
+def _gram(x: Tensor, of: TeamSlice) -> Tensor:
     """This rank's rows of X Xᵀ, summed over all slices."""
     # Summed in float32 and rounded once: 16-bit partial sums would add a quarter to the error of the result.
     return of.team.summed(wide_gram(x.mT if of.cuts_rows else x)).to(x.dtype)
@@ -113,5 +112,4 @@ def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Ten
 
 
 def _polynomial(r: Tensor, whole: Tensor, b: float, c: float) -> Tensor:
-    """This rank's rows of b R + c R R."""
     return r * b if c == 0 else torch.addmm(r, r, whole, beta=b, alpha=c)

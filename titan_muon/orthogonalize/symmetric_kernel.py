@@ -43,7 +43,6 @@ class Tile:
     specialized: bool = False
 
     def programs(self, size: int) -> int:
-        """Number of programs for a product of `size` rows."""
         blocks = -(-size // (self.side * self.wide))
         return self.wide * blocks * (blocks + 1) // 2
 
@@ -86,7 +85,6 @@ def _symmetric(rounded, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _diagonal(delta, SIDE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """delta I."""
     index = tl.arange(0, SIDE)
     return tl.where(index[:, None] == index[None, :], delta, 0.0)
 

@@ -51,22 +51,15 @@ class Streams:
 
     @property
     def current(self) -> Any:
-        """The compute stream."""
         return self._device.current_stream()
 
     def within(self, stream: Any) -> Any:
-        """Context with `stream` as the current stream."""
         return self._device.stream(stream)
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of a tensor-parallel group, and point-to-point messages between them.
-
-    Attributes:
-        group: process group of these ranks.
-        traffic: bytes and calls sent from this rank.
-    """
+    """The ranks of a tensor-parallel group, and point-to-point messages between them."""
 
     group: dist.ProcessGroup
     traffic: Traffic

@@ -64,7 +64,6 @@ class HookContext:
             hooks.group.reshard()
 
     def prefetch_forward(self, index: int) -> None:
-        """Start to unshard the module after module `index`."""
         if index + 1 < len(self.hooks):
             self.hooks[index + 1].group.unshard()
 
@@ -100,25 +99,14 @@ class HookContext:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of unsharded parameters."""
         return sum(hooks.group.unsharded_bytes for hooks in self.hooks)
 
 
 class ModuleHooks:
     """Hooks that keep a param group unsharded during its module's compute.
 
-    Args:
-        module: module whose forward uses the group.
-        group: parameters of the module.
-        context: state shared with the remaining modules.
-        policy: dtypes, as in FSDP2.
-        reshard_after_forward: whether to free the group between forward and backward; None: all but the last group.
-        divide_factor: divisor of gradient sums.
-
-    Attributes:
-        index: position in the order of the forward pass.
-        awaits_backward: between forward and backward.
-        in_backward: between the first gradient of the outputs and the gradients of the inputs.
+    `reshard_after_forward`: whether to free the group between forward and backward; None: all but the last group.
+    `divide_factor`: divisor of gradient sums. `index`: position in the order of the forward pass.
     """
 
     def __init__(
@@ -244,7 +232,6 @@ def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """All floating-point tensors of a tree cast to `dtype`; None: unchanged."""
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

@@ -77,7 +77,6 @@ def own(
 
 
 def _check_dtypes(infos: Mapping[str, ParamModuleInfo], policy: MixedPrecisionPolicy) -> None:
-    """Raise ValueError for parameters of several dtypes in a common buffer."""
     dtypes = {info.param.dtype: fqn for fqn, info in infos.items()}
     if policy.param_dtype is None and len(dtypes) > 1:
         named = ", ".join(f"{fqn} is {dtype}" for dtype, fqn in dtypes.items())

@@ -261,7 +261,6 @@ def _choices(
     params: Iterable[nn.Parameter] | Mapping[nn.Parameter, Owner] | None,
     rules: Sequence[PlacementRule],
 ) -> dict[str, Owner]:
-    """The owner setting of each owned parameter, by name."""
     chosen = {p for p in places if p.ndim == 2} if params is None else set(params)
     strangers = [tuple(parameter.shape) for parameter in chosen if parameter not in places]
     if strangers:
@@ -274,7 +273,6 @@ def _choices(
 
 
 def _only_place(places: Sequence[tuple[str, ParamModuleInfo]]) -> ParamModuleInfo:
-    """The place of a parameter. Raises ValueError for a tied parameter."""
     if len(places) > 1:
         names = ", ".join(name for name, _ in places)
         raise ValueError(f"{names} are one tied parameter, which cannot be owned; leave it to fully_shard")

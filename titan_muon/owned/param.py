@@ -32,7 +32,6 @@ class Inner:
 
     @classmethod
     def of(cls, original: Tensor) -> Inner:
-        """Mesh and placements of a parameter before `own`."""
         return cls(original.device_mesh, tuple(original.placements)) if isinstance(original, DTensor) else cls()
 
     def size(self, shape: Sequence[int]) -> torch.Size:
@@ -113,21 +112,11 @@ class ParamModuleInfo:
 
 
 class OwnedParam:
-    """An owned parameter of a param group; see [Note: owned tensors].
+    """An owned parameter of a param group, see [Note: owned tensors]. The constructor registers it on the module.
 
-    Args:
-        fqn: name in the model, for messages.
-        info: location of the original parameter; the constructor registers the owned parameter there.
-        data_mesh: data-parallel mesh.
-        owners: ranks of the mesh's last axis; several owners divide dim 0.
-        holders: tensor-parallel rank of each owner's holder, or None if each rank keeps its piece.
-        offload_to_cpu: whether the owned parameter and its gradient stay on the host.
-
-    Attributes:
-        inner: tensor or expert parallelism of the unsharded parameter.
-        unsharded_size: size of the unsharded parameter's local tensor.
-        parts: the part of each owner, in the order of dim 0.
-        unsharded_accumulated_grad: sum of gradients in the reduce dtype, or None.
+    `owners`: ranks of the mesh's last axis; several owners divide dim 0. `holders`: tensor-parallel rank of each
+    owner's holder, or None if each rank keeps its piece. `parts`: the part of each owner, in the order of dim 0.
+    `unsharded_accumulated_grad`: sum of gradients in the reduce dtype, or None.
     """
 
     def __init__(
@@ -180,7 +169,6 @@ class OwnedParam:
         self._unsharded_param = nn.Parameter(self.inner.wrap(view, owned), requires_grad=owned.requires_grad)
 
     def to_unsharded(self) -> None:
-        """Register the unsharded parameter on the module."""
         self._owned_param = self.owned_param
         # Users freeze the visible, owned parameter, but autograd reads the unsharded parameter.
         self.unsharded_param.requires_grad_(self._owned_param.requires_grad)
@@ -203,7 +191,6 @@ class OwnedParam:
         self.unsharded_accumulated_grad = grad.to(dtype) if total is None else total.add_(grad)
 
     def take_accumulated_grad(self) -> Tensor | None:
-        """Return and clear the accumulated gradient."""
         grad, self.unsharded_accumulated_grad = self.unsharded_accumulated_grad, None
         return grad
 
@@ -250,7 +237,6 @@ class OwnedPart:
         return torch.Size((self.stop - self.start, *self.param.unsharded_size[1:]))
 
     def of(self, unsharded: Tensor) -> Tensor:
-        """This part of the unsharded parameter or of its gradient."""
         return unsharded.narrow(0, self.start, self.stop - self.start)
 
     def piece(self, rank: int) -> tuple[slice, ...]:
@@ -321,7 +307,6 @@ def place_on_owners(
 
 
 def _whole(param: Tensor) -> Tensor:
-    """All pieces of a parameter cut by tensor parallelism."""
     assert isinstance(param, DTensor), "only cut parameters have holders"
     # No communication on the meta device: the holder fills the parameter later.
     if param.is_meta:

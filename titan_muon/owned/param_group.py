@@ -99,11 +99,7 @@ class OwnedState(Enum):
 class OwnedParamGroup:
     """Owned parameters that are unsharded, used and resharded together.
 
-    Args:
-        name: name of the module, for messages.
-        params: owned parameters of the module.
-        comm: the ranks of the model.
-        param_dtype: dtype of the unsharded parameters, or None to keep the dtype.
+    `param_dtype`: dtype of the unsharded parameters, or None to keep the dtype.
     """
 
     def __init__(
@@ -130,7 +126,6 @@ class OwnedParamGroup:
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes of the unsharded parameters."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     @torch.no_grad()
@@ -181,7 +176,6 @@ class OwnedParamGroup:
             self.state = OwnedState.UNSHARDING
 
     def reshard(self) -> None:
-        """Free the unsharded parameters."""
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
@@ -208,7 +202,6 @@ class OwnedParamGroup:
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:
-        """The unsharded buffer with storage, views and unsharded parameters."""
         if self._buffer is None:
             self._buffer = self._new_buffer()
             sizes = [param.unsharded_size for param in self.params]

@@ -16,11 +16,7 @@ from .param_group import CommContext, OwnedParamGroup, numel, owned_by, parts_of
 class Reduction:
     """The reduction of a param group's gradients to the owners, then over replicas; [Note: streams and memory].
 
-    Args:
-        params: trained parameters of the group, at least one, in the order of owners.
-        comm: the ranks of the model.
-        dtype: dtype of the sum and in transit.
-        divide_factor: divisor of the sum.
+    `params`: trained parameters of the group, at least one, in the order of owners. `dtype`: of the sum and in transit.
     """
 
     def __init__(
@@ -77,7 +73,6 @@ class Reduction:
                 self._summed = streams.all_reduce.record_event()
 
     def finish(self) -> None:
-        """Set the gradients of the owned parameters."""
         self.advance()
         self._wait()
         with self._comm.streams.within(self._comm.streams.reduce):
@@ -95,7 +90,6 @@ class Reduction:
         self._release()
 
     def _release(self) -> None:
-        """Free the gradients and the input buffer."""
         self._wait()
         self._comm.streams.current.wait_event(self._copied)
         self._gradients, self._input = {}, None
@@ -125,7 +119,6 @@ class Reductions:
 
     @torch.no_grad()
     def start(self, group: OwnedParamGroup, dtype: torch.dtype | None, divide_factor: float) -> None:
-        """Start the reduction of the group's gradients."""
         params = group.trained
         if not params:
             return

@@ -48,7 +48,7 @@ def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
         start, stop = chunk(size[0], len(mesh.owners), number)
         part, is_owner = whole.narrow(0, start, stop - start), mesh.data.get_local_rank(axis) == owner
         holder = None if mesh.holders is None else mesh.holders[number]
-        if is_owner and (holder is None or _inner_rank(mesh) == holder):
+        if is_owner and (holder is None or (mesh.inner is not None and mesh.inner.get_local_rank() == holder)):
             part.copy_(stored)
         if is_owner and holder is not None and mesh.inner is not None:
             # To the holder's peers, which then broadcast to their own data-parallel ranks.
@@ -57,11 +57,6 @@ def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
             # Only over the shard axis, because each replica has owners.
             dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)
     return whole
-
-
-def _inner_rank(mesh: OwnerMesh) -> int:
-    assert mesh.inner is not None, "only ranks of tensor parallelism have a holder"
-    return mesh.inner.get_local_rank()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:

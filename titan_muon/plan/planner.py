@@ -60,7 +60,6 @@ def make_plan(
 
 
 def _own_reason(parameters: Sequence[Parameter]) -> str:
-    """Note for the user about plain tensors trained by each rank separately; empty without such tensors."""
     own = [parameter.fqn for parameter in parameters if parameter.own]
     if not own:
         return ""

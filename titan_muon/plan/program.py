@@ -42,7 +42,6 @@ class Program:
 
     @property
     def local(self) -> tuple[BucketProgram, ...]:
-        """The local buckets: batches of matrices stored whole on this rank."""
         return tuple(run for run in self.buckets if run.local)
 
     @cached_property
@@ -54,7 +53,6 @@ class Program:
 
     @cached_property
     def first_gathers(self) -> tuple[int, ...]:
-        """The buckets gathered at the start of the step, in order."""
         first = takewhile(lambda item: item[0] is Act.GATHER and not self.buckets[item[1]].local, self.acts)
         return tuple(bucket for _, bucket in first)
 

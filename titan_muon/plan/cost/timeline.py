@@ -33,7 +33,6 @@ class RankTime:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the start of the step to the end of the rank's work."""
         return self.orthogonalize + self.passes + self.waits
 
 
@@ -63,12 +62,10 @@ class Timeline:
 
     @property
     def last(self) -> RankTime:
-        """The last rank to finish."""
         return max(self.ranks, key=lambda rank: (rank.seconds, -rank.rank))
 
     @property
     def link(self) -> float:
-        """Seconds of the busiest link over all ranks."""
         return max(rank.link for rank in self.ranks)
 
 

@@ -21,18 +21,10 @@ APPLY_BYTES = 8
 
 
 class OwnerTime(NamedTuple):
-    """Cost of a rank's matrices in a bucket, or of its local matrices.
+    """Cost of a rank's matrices in a bucket, or of its local matrices; seconds and FLOPs of Newton-Schulz.
 
-    Attributes:
-        elements: elements of the matrices.
-        seconds: seconds of Newton-Schulz.
-        assembled: bytes of the largest assembled batch.
-        iteration: most bytes of the iteration on a batch.
-        matrices: number of matrices, slices included.
-        flops: FLOPs of Newton-Schulz.
-        batches: number of batches.
-        team_sent: bytes sent to the owners of further slices of the same matrices.
-        team_calls: collectives among these owners.
+    `assembled`: bytes of the largest assembled batch. `iteration`: most bytes of the iteration on a batch. `team_sent`
+    and `team_calls`: bytes sent to the owners of further slices of the same matrices, and collectives among them.
     """
 
     elements: int
@@ -54,7 +46,6 @@ class LocalTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Newton-Schulz plus passes."""
         return self.owned.seconds + self.passes
 
 

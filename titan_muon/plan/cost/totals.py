@@ -22,7 +22,6 @@ class Totals:
                 self.buckets[rank].append((bucket.round, totals))
 
     def buffer_elements(self, rank: int, buffer_sets: int) -> int:
-        """Elements of the exchange buffers on a rank with `buffer_sets` buffer sets."""
         # Buckets of a round are in flight together, and each needs separate buffers. Buckets at equal positions of
         # rounds with a common buffer set reuse buffers of the largest size.
         largest: dict[tuple[int, int], list[int]] = {}

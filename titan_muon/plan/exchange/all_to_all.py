@@ -33,7 +33,6 @@ class Routes(NamedTuple):
     workers: Mapping[int, Ranks] = {}
 
     def of(self, owner: int) -> Ranks:
-        """The workers of an owner's matrices."""
         return self.workers.get(owner, (owner,))
 
 
@@ -57,7 +56,6 @@ class AllToAll(Pattern):
         return BucketProgram(bucket, matrices, gather, back, gather == back)
 
     def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int, travels: bool = True) -> Phase:
-        """A phase of the bucket, seen from a rank."""
         home: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         owned: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
@@ -97,7 +95,6 @@ class AllToAll(Pattern):
             yield kind, routes, workers
 
     def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
-        """Each rank's traffic in the gather, and in the return."""
         flows = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
         for kind, routes, workers in self._kinds(bucket, pieces):
             holders = pieces.holders(kind, bucket.group)

@@ -25,7 +25,6 @@ class Flow(NamedTuple):
     received_far: int
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
-        """Seconds of the rank's busiest link."""
         # Links within the node and to the network run concurrently, in both directions.
         near = max(self.sent_near, self.received_near) / machine.node.bandwidth
         far = max(self.sent_far, self.received_far) / machine.network.bandwidth

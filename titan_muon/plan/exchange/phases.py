@@ -56,12 +56,10 @@ class Phase:
 
     @cached_property
     def home_numel(self) -> int:
-        """Elements of the home buffer."""
         return sum(parcel.piece.numel for parcel in self.home)
 
     @cached_property
     def owned_numel(self) -> int:
-        """Elements of the owner's buffer."""
         return sum(parcel.piece.numel for parcel in self.owned)
 
 
@@ -95,7 +93,6 @@ class BucketProgram:
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """The collectives, in order."""
         return tuple(phase for phase in (self.gathering, self.returning, self.spreading) if phase is not None)
 
 

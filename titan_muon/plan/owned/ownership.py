@@ -50,7 +50,6 @@ class Ownership:
     owners: tuple[tuple[int, ...], ...]
 
     def loads(self) -> tuple[OwnedTotals, ...]:
-        """The load of each rank of the group."""
         matrices, held, flops = ([0] * self.size for _ in range(3))
         for item, owners in zip(self.items, self.owners, strict=True):
             for first, share in zip(owners, _shares(item, len(owners)), strict=True):
@@ -87,7 +86,6 @@ class _Share:
 
 
 def _shares(item: OwnedItem, owners: int) -> list[int]:
-    """Units of an item on each of `owners` owners."""
     chunks = (chunk(item.units, owners, number) for number in range(owners))
     return [stop - start for start, stop in chunks]
 

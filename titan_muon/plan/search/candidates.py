@@ -17,13 +17,7 @@ from .tensor_parallel import uses_peers, with_peers
 
 @dataclass(frozen=True)
 class Candidate:
-    """A problem to search.
-
-    Attributes:
-        problem: the problem.
-        must_save: share of the price of the remaining candidates to save.
-        reason: note for the user if the candidate wins.
-    """
+    """A problem to search, the share of the price to save, and a note for the user if the candidate wins."""
 
     problem: Problem
     must_save: float = 0.0

@@ -60,25 +60,20 @@ class Balancer:
         return rank
 
     def put(self, task: Task, rank: int) -> int:
-        """Assign a task to a given rank. Returns the rank."""
         self._flops[rank] += task.flops
         self._bytes[rank] += task.bytes
         return rank
 
     def least(self) -> int:
-        """The rank with the fewest FLOPs, then the fewest bytes."""
         return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
 
     def ends(self, ranks: Sequence[int]) -> int:
-        """Most FLOPs of these ranks."""
         return max(self._flops[rank] for rank in ranks)
 
     def longest(self) -> int:
-        """Most FLOPs of any rank."""
         return max(self._flops.values(), default=0)
 
     def lightest(self) -> int:
-        """The rank with the fewest bytes."""
         return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
 
 

@@ -22,13 +22,10 @@ class Problem:
     """Matrices to assign to owners, and costs to judge a plan.
 
     Attributes:
-        parameters: parameters of the plan; stacks contain slices instead of sliced matrices.
-        options: the user's options.
+        parameters: stacks contain slices instead of sliced matrices.
         pattern: exchange of all buckets.
-        costs: costs on the machine.
         local: for each matrix, the ranks with all of the matrix, which orthogonalize it without communication.
         tasks: for each remaining matrix, a task for each assembling group.
-        groups: global ranks of the groups.
         load: local FLOPs of each rank.
         eligible: possible owners of a matrix, if fewer than the group.
         owners: fixed owners, for slices and tensor-parallel groups.
@@ -47,7 +44,6 @@ class Problem:
 
     @property
     def sliced(self) -> bool:
-        """Whether any matrix is sliced."""
         return any(matrix.slice is not None for matrix in self.costs.pieces.matrices)
 
 
@@ -87,8 +83,6 @@ def make_problem(
 def _eligible(
     parameters: Sequence[Parameter], matrices: Sequence[Matrix], tasks: Sequence[Task], groups: Sequence[Ranks]
 ) -> dict[int, Ranks]:
-    """The possible owners of a matrix, where the momentum decides."""
-
     @cache
     def inside(ranks: Ranks, group: int) -> Ranks:
         return tuple(sorted({*ranks} & {*groups[group]}))

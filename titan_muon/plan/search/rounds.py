@@ -66,7 +66,6 @@ class Dealer:
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))
 
     def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
-        """Tasks in at most `count` rounds, by the owners' queues."""
         queues = self._queue(owners, order)
         result: list[list[Task]] = [[] for _ in range(count)]
         if cut is Cut.COUNT:
@@ -88,7 +87,6 @@ class Dealer:
                 result[count * (2 * index + 1) // (2 * len(mine))].append(task)
 
     def _queue(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
-        """The queue of each owner, in order."""
         by_owner: dict[int, list[Task]] = {}
         for task in self._descending if order is Order.DESCENDING else self._ascending:
             by_owner.setdefault(owners[task.matrix, task.group], []).append(task)

@@ -218,7 +218,6 @@ class _Search:
         return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
-        """The tasks in at most `count` rounds, in order of the plan or of the model's pass."""
         tasks, groups = self._problem.tasks, self._problem.groups
         return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
 
@@ -264,7 +263,6 @@ class _Search:
         return tuple(buckets)
 
     def _computed(self, times: Sequence[BucketTimes]) -> tuple[float, list[int]]:
-        """Compute seconds of the busiest rank, and workspace bytes of each rank."""
         busy = [local.seconds for local in self._local]
         whole, iteration = (
             [getattr(local.owned, name) for local in self._local] for name in ("assembled", "iteration")
@@ -288,7 +286,6 @@ class _Search:
             count = min(2 * count, len(tasks))
 
     def chosen(self) -> Simulation:
-        """The best simulation. Raises OptionError if no simulation fits `buffer_bytes`."""
         best = self._best()
         if not self._fits(best):
             raise OptionError(
@@ -299,7 +296,6 @@ class _Search:
         return replace(best, reason="; ".join(filter(None, (self._ending, self._memory_of(best)))))
 
     def _memory_of(self, best: Simulation) -> str:
-        """Note for the user about a simulation with much memory, else empty."""
         if best.bytes <= MORE_BYTES:
             return ""
         within = [simulation for simulation in self._simulations if simulation.bytes <= MORE_BYTES]

@@ -122,7 +122,6 @@ def units_of(parameter: Parameter) -> int:
 
 
 def _unit_rows(parameter: Parameter) -> int:
-    """Rows of the 2D view per index of dim 0."""
     return prod(parameter.layout.shape[1 : parameter.stack.row_dims])
 
 
@@ -146,7 +145,6 @@ def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
 
 
 def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
-    """Elements of momentum on a rank with `stored` elements of the parameter."""
     kept = parameter.state_ranks
     if not kept or not is_whole(parameter):
         return stored if not kept or rank in kept else 0

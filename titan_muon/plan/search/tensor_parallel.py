@@ -38,7 +38,6 @@ def _refused(options: MuonOptions, problem: str) -> OptionError:
 
 
 def _fault(options: MuonOptions) -> str:
-    """The option that contradicts the mode, with the remedy; empty without such an option."""
     mode = options.tensor_parallel
     if mode == "blockwise":
         return ""
@@ -80,7 +79,6 @@ def _offers(problem: Problem, work_of: WorkOf) -> Offers:
 
 
 def _offer(problem: Problem, task: Task, work_of: WorkOf) -> Offer:
-    """The offer of a matrix to the tensor-parallel groups within the assembling group."""
     costs, members = problem.costs, frozenset(problem.groups[task.group])
     matrix, peers = costs.pieces.matrices[task.matrix], costs.pieces.geometry(task.matrix).peers
     teams = tuple(dict.fromkeys(ranks for ranks in peers.values() if members.issuperset(ranks)))

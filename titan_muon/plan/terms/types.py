@@ -68,7 +68,6 @@ class Mesh:
         assert prod(self.shape) == len(self.ranks), f"mesh {self.shape} cannot hold {len(self.ranks)} ranks"
 
     def coordinate(self, position: int) -> tuple[int, ...]:
-        """Coordinate of `ranks[position]`."""
         coordinate = []
         for size in reversed(self.shape):
             position, index = divmod(position, size)
@@ -183,7 +182,6 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.rows * self.cols
 
     @property
@@ -213,12 +211,10 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the piece."""
         return sum(s.length for s in self.rows), sum(s.length for s in self.cols)
 
     @property
     def numel(self) -> int:
-        """Elements."""
         rows, cols = self.shape
         return rows * cols
 
@@ -268,7 +264,6 @@ class Plan:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds."""
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
     @property
@@ -283,7 +278,6 @@ class Plan:
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:
-        """The whole plan as JSON text."""
         # Sorted keys and no sets: the text must not depend on the hash seed, because the seed differs between
         # processes.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
