@@ -161,7 +161,7 @@ def engine_of(
     states: MatrixStates,
     previous: Sequence[Feature] = (),
 ) -> Engine:
-        """The same plan and buffers for new storage, momentum, hyperparameters or rule `states` of parameters."""
+    """The engine of a plan on this rank. `agreement`: process groups; `previous`: features of the old engine."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype])
