@@ -44,7 +44,7 @@ def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
         if inner.mesh.ndim > 1 or type(inner.placements[0]) is not Shard or inner.mesh != common:
             raise ValueError(
                 f"{fqn}: is placed as {inner.placements} on {inner.mesh}; tensor_parallel = 'whole' needs a Shard "
-                "placement on a common mesh of one axis: leave the parameter to 'peers'"
+                "placement on a common mesh of one axis: leave it to 'peers'"
             )
         meshes[fqn] = inner.mesh
     return meshes

@@ -51,7 +51,7 @@ class CommContext:
         Raises ValueError for a mesh of more than 2 axes, and on a rank outside the mesh.
         """
         if mesh.ndim not in (1, 2):
-            raise ValueError(f"mesh has {mesh.ndim} axes; pass (shard,) or (replicate, shard), as for fully_shard")
+            raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
             ranks = mesh.mesh.flatten().tolist()
             raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own nor use its parameters")
