@@ -14,7 +14,7 @@ LOCK_FILE = "running.lock"
 
 
 class FolderLock:
-    """Context that releases the lock at the end."""
+    """Context of a lock, released at the end."""
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
@@ -29,7 +29,7 @@ class FolderLock:
             self._file.close()
 
     def take(self, folder: str) -> None:
-        """Lock `folder`. Raises RecipeError with the process that holds the lock."""
+        """Lock `folder`. Raises RecipeError with the lock's process."""
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)
         try:
             # A lock of the operating system, which also works over NFS. An existing file would outlive a killed job.

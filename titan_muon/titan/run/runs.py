@@ -18,7 +18,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import what_differs
+from titan_muon.titan.run_name import distinguishing_keys
 
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
@@ -81,7 +81,7 @@ def agree(
 
 
 def open_run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> Run:
-    """The run that `checkpoint.load` requests. Creates the folder of a new run and changes nothing else.
+    """The run requested by `checkpoint.load`. Creates the folder of a new run and changes nothing else.
 
     The name has the time and the differences from earlier runs and from the recipe's file (`overrides`).
 
@@ -97,7 +97,7 @@ def open_run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> Run:
     # Without the trainer's state steps are counted from 0 again: a new run in a new folder.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(_new_folder(runs, recipe, overrides)), str(source), str(checkpoint))
-    # A run that goes back to an earlier step gets a new folder, so that later results are not overwritten.
+    # A run from an earlier step gets a new folder, because later results must not be overwritten.
     goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
     folder = _new_folder(runs, recipe, overrides) if goes_back else source
     _, seconds = read_until(source / METRICS_FILE, step)
@@ -105,7 +105,7 @@ def open_run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> Run:
 
 
 def _open_again(recipe: Recipe, folder: str) -> Run:
-    """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says; `open_run` if no
+    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`; `open_run` if no
     checkpoint was saved there.
     """
     # Load all states, because this checkpoint is the job's own.
@@ -146,7 +146,7 @@ def begin(run: Run, recipe: Recipe) -> None:
 
 
 def discard(run: Run) -> None:
-    """Remove the folder of a run that could not begin, unless the folder existed before; called on rank 0."""
+    """Remove the new folder of a refused run; called on rank 0."""
     if run.source != run.folder:
         shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -223,7 +223,7 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
 
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
     stamp, earlier = time.strftime(FORMAT), run_folders(runs)
-    differences = what_differs(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
+    differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
     # Runs of the same second are numbered before the differences, so that names sort by time.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
     for path in _numbered(runs / stamp):
@@ -254,7 +254,7 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 def _write_recipe(folder: Path, text: str, step: int) -> None:
     file = folder / RECIPE_FILE
-    # Keep the old recipe, which trained the steps until now.
+    # Keep the old recipe of the steps until now.
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(folder / f"recipe-until-step-{step}.toml")
     file.write_text(text, encoding="utf-8")

@@ -35,7 +35,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # TorchTitan's loop and step run unchanged, and this class overrides the methods that they call. A copy would miss
+    # TorchTitan's loop and step run unchanged, and this class overrides some of their methods. A copy would miss
     # special cases, for example the DTensor loss of tensor parallelism.
 
     @dataclass(kw_only=True, slots=True)
@@ -199,7 +199,8 @@ class MuonTrainer(Trainer):
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
         """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
-        # A restart would continue from a checkpoint with NaN, which counts as whole and replaces good checkpoints.
+        # A restart would continue from a checkpoint with NaN: the checkpoint counts as whole and replaces good
+        # checkpoints.
         self.optimizers.check_last_step()
         shards = [local(p) for part in self.model_parts for p in part.parameters()]
         norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
