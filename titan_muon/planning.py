@@ -1,4 +1,4 @@
-"""From tensors to a plan: the planner's parameters, the work of their matrices, and the machine."""
+"""From tensors to a plan: the planner's parameters, the work of matrices, and the machine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from .tensors.storage import TrainedParam, storage_fault
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
-    """The plan of a Muon step on these parameters. Raises ValueError like `plan_step`.
+    """The plan of a Muon step on trained parameters. Raises ValueError like `plan_step`.
 
     `own`: names of plain tensors that differ between ranks.
     """
@@ -76,7 +76,7 @@ def plan_step(
     own: Collection[str] = (),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
+    """The plan of a Muon step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
     Plain tensors are replicas except for names in `own`. `kept`: present state ranks by name, if not all holders.
     Parameters may be on the meta device and on a mesh of the fake process group: without communication. Raises
@@ -147,7 +147,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 def checked_plan(
     params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
 ) -> tuple[Plan, Geometries]:
-    """The plan, and the pieces of its parameters. Raises ValueError for unplanned storage."""
+    """The plan, and the pieces of the parameters. Raises ValueError for unplanned storage."""
     plan = plan_of(params, options, own)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)

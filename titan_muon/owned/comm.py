@@ -28,8 +28,7 @@ HIGH_PRIORITY = -1
 # - The input and the sum of a reduction belong to the reduce stream. The host may free them right after launch, because
 #   the reduce stream waits for the all-reduce stream.
 # - The reduce stream waits for the compute stream before allocation, because an optimizer may have just read the
-# previous
-#   gradients in the same memory.
+#   previous gradients in the same memory.
 
 
 class Streams:
@@ -162,7 +161,6 @@ class OwnerCollectives:
         return self._start(self._reduce, owners, parts)
 
     def all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Sum a tensor over the ranks of a second group."""
         work = dist.all_reduce(part, group=group, async_op=not self.in_stream)
         return [] if work is None else [work]
 

@@ -68,7 +68,6 @@ class HookContext:
             self.hooks[index + 1].group.unshard()
 
     def prefetch_backward(self, index: int) -> None:
-        """Start to unshard the module before module `index`, if its backward is still to come."""
         if index > 0 and self.hooks[index - 1].awaits_backward:
             self.hooks[index - 1].group.unshard()
 
@@ -187,7 +186,6 @@ class ModuleHooks:
 
     @torch.no_grad()
     def post_backward(self) -> None:
-        """Accumulate the gradients of this module, start the reduction, and reshard."""
         self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
         # None means the dtype of the unsharded parameter on every torch version; FSDP2 itself uses the parameter's

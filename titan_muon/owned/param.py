@@ -35,7 +35,6 @@ class Inner:
         return cls(original.device_mesh, tuple(original.placements)) if isinstance(original, DTensor) else cls()
 
     def size(self, shape: Sequence[int]) -> torch.Size:
-        """Local size on this rank for a parameter of this shape."""
         if self.mesh is None:
             return torch.Size(shape)
         coordinate = self.mesh.get_coordinate()
@@ -48,7 +47,6 @@ class Inner:
         return tuple(slice(start, stop) for start, stop in runs)
 
     def wrap(self, piece: Tensor, like: Tensor) -> Tensor:
-        """This rank's piece as a plain tensor or DTensor, like the original parameter."""
         return piece if self.mesh is None else from_local(piece, self.mesh, self.placements, like)
 
     def _region(self, shape: Sequence[int], coordinate: Sequence[int]) -> tuple[Intervals, ...]:
@@ -65,24 +63,19 @@ def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 # [Note: owned tensors]
 # - Original parameter: the parameter on the module before `own`, a plain tensor or a DTensor of tensor parallelism.
 # - Owned parameter: the original parameter on its owner, as a DTensor with all further ranks as non-participants. On
-# the
-#   module between uses, and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of HSDP,
-# if
-#   each has an owner; the axes of tensor or expert parallelism, with unchanged pieces; and last `owner`, of size 1. For
-# a
-#   stack of experts `owner` may be larger, and the owners divide dim 0. `owner` is last because DTensor cuts a dim from
-#   left to right, and the owners divide the local experts of expert parallelism.
+#   the module between uses, and the only parameter for optimizers and checkpoints. Axes of its mesh: the replicas of
+#   HSDP, if each has an owner; the axes of tensor or expert parallelism, with unchanged pieces; and last `owner`, of
+#   size 1. For a stack of experts `owner` may be larger, and the owners divide dim 0. `owner` is last because DTensor
+#   cuts a dim from left to right, and the owners divide the local experts of expert parallelism.
 # - Holder: with `tensor_parallel = "whole"`, the tensor-parallel rank of an owner with all pieces. The owned parameter
-# is
-#   whole on the holder, without an axis of tensor parallelism in its mesh. In a pass the holder sends each peer its
+#   is whole on the holder, without an axis of tensor parallelism in its mesh. In a pass the holder sends each peer its
 #   piece, and the peer then acts as an owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.
 # - Unsharded buffer: flat, a single buffer per param group, in the compute dtype. Parameters with a single owner come
 #   first, sorted by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part,
 #   because the module needs each stack contiguous.
 # - Unsharded parameter: a view of the buffer, wrapped as a DTensor if the original was a DTensor. An autograd leaf, on
-# the
-#   module of every rank during compute.
+#   the module of every rank during compute.
 # - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients before reduction.
 # - Reduced gradient: the sum over data-parallel ranks, on the owner, added to the owned parameter's `grad`.
 
@@ -160,7 +153,6 @@ class OwnedParam:
         return self._unsharded_param
 
     def init_unsharded_param(self, view: Tensor) -> None:
-        """Create the unsharded parameter on its view of the unsharded buffer."""
         owned = self.owned_param
         stored = stored_tensor(owned)
         if stored.device != view.device:

@@ -67,7 +67,6 @@ class CommContext:
 
     @property
     def peer_rank(self) -> int:
-        """This rank in tensor parallelism; 0 without holders."""
         return 0 if self.peers is None else self.peers.rank
 
     @property

@@ -120,7 +120,6 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:
-    """A batch of matrices stored whole on the rank, as a bucket without traffic."""
     stored = {rank: [(m, pieces.geometry(m).pieces[rank][pieces.matrices[m].index]) for m in matrices]}
     bucket = Bucket("all_to_all", (rank,), matrices, (rank,) * len(matrices))
     phase = Phase(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))

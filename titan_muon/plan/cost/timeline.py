@@ -229,7 +229,6 @@ def _with_free_links(times: BucketTimes) -> BucketTimes:
 
 
 def _gathered(times: Iterable[BucketTimes], ranks: int) -> float:
-    """Most seconds of a rank's gathers in these buckets."""
     sums = [0.0] * ranks
     for bucket in times:
         for index in bucket.group if any(bucket.phases[0]) else ():

@@ -149,7 +149,6 @@ def bucket_times(
 
 
 def _one_after_another(back: Sequence[tuple[float, ...]], latency: float) -> Iterator[tuple[float, ...]]:
-    """The return and the all-gather over replicas, if any, as a single phase."""
     if back:
         further = latency * (len(back) - 1)
         yield tuple(sum(rank) + (further if any(rank) else 0.0) for rank in zip(*back, strict=True))

@@ -93,7 +93,6 @@ def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
 
 
 def _within(bucket: Bucket, ranks: Ranks) -> Bucket:
-    """The bucket of a replica's ranks, with the matrices of these owners."""
     pairs = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in ranks]
     matrices, owners = tuple(matrix for matrix, _ in pairs), tuple(owner for _, owner in pairs)
     return replace(bucket, group=tuple(sorted(ranks)), matrices=matrices, owners=owners)

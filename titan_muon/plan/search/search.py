@@ -156,12 +156,10 @@ class _Search:
                 yield replace(best, rounds=count)
 
     def _first_rounds(self) -> int:
-        """As many rounds as keep three rounds within a few times FREE_BYTES."""
         rank_bytes = 2 * sum(task.bytes for task in self._problem.tasks) / max(1, len(self._place))
         return max(1, min(self._most_rounds(), int(rank_bytes * max(BUFFER_SETS) / (8 * FREE_BYTES))))
 
     def _most_rounds(self) -> int:
-        """TURNS rounds for each matrix of the busiest owner."""
         most, owners = max(1, len(self._problem.tasks)), self._assigned(0)
         return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
 
@@ -192,7 +190,6 @@ class _Search:
         return min(strategies or self._simulated, key=lambda strategy: self._worth(self._simulated[strategy]))
 
     def _ended(self) -> bool:
-        """Whether further gains are small, or the turns are used up."""
         if not self._simulations:
             return False
         best = self._best()

@@ -138,7 +138,6 @@ def loads(problem: Problem) -> dict[int, int]:
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:
-    """The offers of each matrix with a single assembling group and enough ranks on a node."""
     # Replicas that repeat the work are several groups, and each would need slices of the same matrix.
     groups = Counter(task.matrix for task in problem.tasks)
     most = problem.options.split_over

@@ -21,7 +21,7 @@ Ranks = tuple[int, ...]
 #   single replica keeps the momentum, placed like the parameter, so that a checkpoint contains the momentum once and
 #   loads under any placement.
 # - The owner of a matrix needs all of the matrix's momentum from its own replica, so the owner is a rank of the
-# replica.
+#   replica.
 # - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
 #   balance memory.
 

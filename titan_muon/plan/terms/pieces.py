@@ -69,7 +69,6 @@ class Pieces:
         return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
 
     def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(rank, elements) of each piece of a matrix on some ranks."""
         stored = self.geometry(matrix).elements(self.matrices[matrix].index)
         return ((rank, elements) for rank, elements in stored.items() if rank in ranks)
 

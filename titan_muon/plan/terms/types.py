@@ -112,7 +112,6 @@ class MatrixRows:
             assert all(a.stop <= b.start for a, b in pairwise(side)), f"indices of matrix {self.label} do not ascend"
 
     def shape(self, col_count: int) -> tuple[int, int]:
-        """Rows and columns, for a 2D view with `col_count` columns."""
         cols = col_count if self.cols is None else _count(self.cols, self.col_step)
         return _count(self.rows, self.row_step), cols
 
@@ -186,7 +185,6 @@ class Matrix:
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """Rows and columns of the unsliced matrix."""
         if self.slice is None:
             return self.rows, self.cols
         count = self.slice.count
