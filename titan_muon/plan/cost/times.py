@@ -11,7 +11,7 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
-from ..terms.work import Work
+from ..terms.work import FLOAT32_PASSES, Passes, Work
 from .batches import counted_batches
 
 MOMENTUM_BYTES = 12
@@ -50,10 +50,22 @@ class LocalTime(NamedTuple):
 
 
 class Costs:
-    """Seconds from a plan's counts, on a machine; `wire_bytes` per element in transit."""
+    """Seconds from a plan's counts, on a machine; `wire_bytes` per element in transit.
 
-    def __init__(self, pieces: Pieces, works: Sequence[Work], wire_bytes: int, machine: MachineRates) -> None:
+    `passes`: temporary memory of the element-wise stages. `longest_row`: columns of the widest matrix.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        works: Sequence[Work],
+        wire_bytes: int,
+        machine: MachineRates,
+        passes: Passes = FLOAT32_PASSES,
+    ) -> None:
         self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
+        self.passes = passes
+        self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
@@ -82,7 +94,7 @@ class Costs:
                 elements=total.elements + size * matrix.numel,
                 seconds=total.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
                 assembled=max(total.assembled, size * matrix.numel * self.wire_bytes),
-                iteration=max(total.iteration, size * work.bytes),
+                iteration=max(total.iteration, size * max(work.bytes, matrix.numel * self.passes.finish_bytes)),
                 matrices=total.matrices + size,
                 flops=total.flops + size * matrix.flops,
                 batches=total.batches + 1,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ...options import OptionError, Overlap
+from ..cost.memory import step_bytes
 from ..cost.timeline import simulate
 from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
@@ -230,7 +231,11 @@ class _Search:
             for bucket, bucket_totals in zip(buckets, totals.of_buckets, strict=True)
         ]
         numbers, local = [bucket.round for bucket in buckets], [time.seconds for time in self._local]
-        busiest, work = self._computed(times)
+        busiest = self._busiest(times)
+        work = [
+            step_bytes(self._local[place].owned, [t for _, t in totals.buckets[rank]], 0, problem.costs).work
+            for rank, place in self._place.items()
+        ]
         added = []
         ordered = ordered_rounds(buckets, self._overlap)
         # A pass of the model can hide every round with a buffer set.
@@ -259,18 +264,13 @@ class _Search:
                 buckets.append(Bucket(problem.pattern.name, problem.groups[group], matrices, ranks, number))
         return tuple(buckets)
 
-    def _computed(self, times: Sequence[BucketTimes]) -> tuple[float, list[int]]:
+    def _busiest(self, times: Sequence[BucketTimes]) -> float:
         busy = [local.seconds for local in self._local]
-        whole, iteration = (
-            [getattr(local.owned, name) for local in self._local] for name in ("assembled", "iteration")
-        )
         for bucket in times:
             parts = zip(bucket.group, bucket.pack, bucket.owned, bucket.copies, bucket.apply, strict=True)
             for index, pack, owned, copies, apply in parts:
                 busy[index] += pack + owned.seconds + copies + apply
-                whole[index] = max(whole[index], owned.assembled)
-                iteration[index] = max(iteration[index], owned.iteration)
-        return max(busy, default=0.0), [sum(pair) for pair in zip(whole, iteration, strict=True)]
+        return max(busy, default=0.0)
 
     def run_until_it_fits(self) -> None:
         """Simulate more and more rounds of consecutive matrices until a simulation fits `buffer_bytes`."""
