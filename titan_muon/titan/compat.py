@@ -288,6 +288,16 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
     return "spmd_types" if has_torch(2, 14) and not owned and not uneven_vocabulary else "partial_dtensor"
 
 
+def spmd_note(requested: str, *, owned: bool) -> str:
+    """A line for the console if owned matrices alone decide on the SPMD backend; empty otherwise."""
+    if requested != "auto" or spmd_backend(requested) == spmd_backend(requested, owned=owned):
+        return ""
+    return (
+        "parallelism.spmd_backend: partial_dtensor, because of owned matrices; without them spmd_types, whose tensor "
+        "parallelism computes by other code. Set partial_dtensor in both to compare them"
+    )
+
+
 def init_distributed(
     config: Any, *, cpu_backend: bool = False, folder: str = "", store: dist.Store | None = None
 ) -> None:
