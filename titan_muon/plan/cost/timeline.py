@@ -14,7 +14,7 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
-from .times import BucketTimes, Costs, bucket_times
+from .times import BucketTimes, Costs, OwnerTime, bucket_times
 from .totals import Totals
 
 
@@ -22,7 +22,8 @@ from .totals import Totals
 class RankTime:
     """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link.
 
-    What is gathered in the backward before, or returned and applied in the forward behind, is not of the step.
+    What is gathered in the backward before, or returned and applied in the forward behind, is not of the step. `host`
+    are the seconds in which its host launches all of it.
     """
 
     rank: int
@@ -30,10 +31,11 @@ class RankTime:
     passes: float
     waits: float
     link: float
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """When the rank is done."""
+        """When the rank is done, if its host is ahead."""
         return self.orthogonalize + self.passes + self.waits
 
 
@@ -72,6 +74,11 @@ class Timeline:
         """Seconds of the busiest link of all ranks."""
         return max(rank.link for rank in self.ranks)
 
+    @property
+    def host(self) -> float:
+        """Seconds of the busiest host of all ranks: the step takes no less, unless its host is ahead of the device."""
+        return max(rank.host for rank in self.ranks)
+
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
     """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
@@ -80,14 +87,17 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     it, which is taken to be long enough.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
     ranks = pieces.ranks()
     place = {rank: index for index, rank in enumerate(ranks)}
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    local_times = costs.local(plan.local).values()
-    newton, passes = [one.owned.seconds for one in local_times], [one.passes for one in local_times]
-    local = [one.seconds for one in local_times]
+    local_times = costs.local(plan.local)
+    newton, passes = (
+        [one.owned.seconds for one in local_times.values()],
+        [one.passes for one in local_times.values()],
+    )
+    local = [one.seconds for one in local_times.values()]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
     clock = _run_clock(times, rounds, local, plan.buffer_sets, hidden)
@@ -103,7 +113,8 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
             newton[index] += mine.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
     links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
-    found = zip(ranks, newton, passes, ends, links, strict=True)
+    hosts = _hosts(totals, {rank: one.owned for rank, one in local_times.items()}, costs)
+    found = zip(ranks, newton, passes, ends, links, hosts, strict=True)
     outside = {
         "none": None,
         "backward": _gathered(compress(times, before), len(ranks)),
@@ -112,7 +123,8 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     return Timeline(
         machine.name,
         overlap,
-        tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
+        # Waits are what is left, which a sum of many seconds may round below zero.
+        tuple(RankTime(rank, ns, moved, max(0.0, end - ns - moved), *rest) for rank, ns, moved, end, *rest in found),
         _least(plan, costs, len(ranks)),
         max(ends, default=0.0) - max(free, default=0.0),
         outside[overlap],
@@ -251,12 +263,25 @@ def _links(
 ) -> list[float]:
     """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered, and whose
     end others return after."""
-    sums = {rank: [0, 0, 0, 0] for rank in ranks}
+    sums = {rank: [0] * len(Flow._fields) for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, found in bucket.items():
             for flow in found.phases[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
+
+
+def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, OwnerTime], costs: Costs) -> list[float]:
+    """Seconds in which the host of each rank launches the step."""
+    found = {rank: [one.matrices, one.batches, 0] for rank, one in local.items()}
+    for bucket in totals:
+        for rank, one in bucket.items():
+            owned = costs.owned(one.owned)
+            mine = found[rank]
+            mine[0] += one.pieces
+            mine[1] += owned.batches
+            mine[2] += one.collectives + owned.team_calls
+    return [costs.machine.host_seconds(*mine) for mine in found.values()]
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:

@@ -11,13 +11,8 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
-from ..terms.work import Work
+from ..terms.work import FLOAT32_PASSES, NORMALIZING_BYTES, Passes, Work
 from .batches import counted_batches
-
-MOMENTUM_BYTES = 12
-"""For an element of a piece: a float32 gradient is read, and a float32 momentum read and written."""
-APPLY_BYTES = 8
-"""For an element of a piece: a float32 parameter is read and written."""
 
 
 class OwnerTime(NamedTuple):
@@ -66,10 +61,19 @@ class Costs:
         works: the plan's.
         wire_bytes: of an element in transit.
         machine: what the ranks run on.
+        passes: the plan's.
     """
 
-    def __init__(self, pieces: Pieces, works: Sequence[Work], wire_bytes: int, machine: MachineRates) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        works: Sequence[Work],
+        wire_bytes: int,
+        machine: MachineRates,
+        passes: Passes = FLOAT32_PASSES,
+    ) -> None:
         self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
+        self.passes = passes
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
@@ -85,10 +89,20 @@ class Costs:
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
                 found[rank][kind] = found[rank].get(kind, 0) + 1
-        # Momentum writes the matrix in the dtype of the wire, and its result is read from there.
-        moved = MOMENTUM_BYTES + APPLY_BYTES + 2 * self.wire_bytes
         owned = {rank: self.owned(tuple(sorted(mine.items()))) for rank, mine in found.items()}
-        return {rank: LocalTime(one, self.machine.pass_seconds(one.elements * moved)) for rank, one in owned.items()}
+        return {rank: LocalTime(one, self._local_passes(one)) for rank, one in owned.items()}
+
+    def _local_passes(self, one: OwnerTime) -> float:
+        normalized = self.machine.pass_seconds(one.elements * NORMALIZING_BYTES)
+        return self.pack_seconds(one.elements, one.batches) + normalized + self.apply_seconds(one.elements, one.batches)
+
+    def pack_seconds(self, elements: int, calls: int = 1) -> float:
+        """Seconds to advance the momentum of so many stored elements and to pack them."""
+        return self.machine.pass_seconds(elements * self.passes.momentum, calls * self.passes.momentum_launches)
+
+    def apply_seconds(self, elements: int, calls: int = 1) -> float:
+        """Seconds to decay and update so many stored elements."""
+        return self.machine.pass_seconds(elements * self.passes.apply, calls * self.passes.apply_launches)
 
     def _find(self, counts: KindCounts) -> OwnerTime:
         found = OwnerTime(0, 0.0, 0, 0)
@@ -113,8 +127,9 @@ class Costs:
         return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
 
     def copied_bytes(self, elements: int) -> int:
-        """Bytes that are read and written to make matrices whole and to fill the buffer that goes back."""
-        return elements * 2 * 2 * self.wire_bytes
+        """Bytes that are read and written to make matrices whole, to normalize them and to fill the buffer that goes
+        back."""
+        return elements * (2 * 2 * self.wire_bytes + NORMALIZING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -154,10 +169,10 @@ def bucket_times(
     owned = tuple(costs.owned(one.owned) for one in found)
     return BucketTimes(
         group=tuple(place[rank] for rank in bucket.group),
-        pack=tuple(machine.pass_seconds(one.stored * (MOMENTUM_BYTES + wire)) for one in found),
+        pack=tuple(costs.pack_seconds(one.stored) for one in found),
         owned=owned,
         copies=tuple(machine.pass_seconds(costs.copied_bytes(one.elements)) for one in owned),
-        apply=tuple(machine.pass_seconds(one.stored * (APPLY_BYTES + wire)) for one in found),
+        apply=tuple(costs.apply_seconds(one.stored) for one in found),
         phases=(there, *_one_after_another(back, latency)),
         latency=latency,
         teams=tuple(_teams(bucket, costs, place)),

@@ -36,17 +36,18 @@ class AllGather(Pattern):
         return Phase(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        stored = dict.fromkeys(bucket.group, 0)
+        stored, parts = dict.fromkeys(bucket.group, 0), dict.fromkeys(bucket.group, 0)
         held: dict[int, dict[int, int]] = {}
         for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
             held[kind] = dict.fromkeys(holders.on_rank, count)
             for rank, elements in holders.on_rank.items():
                 stored[rank] += count * elements
+                parts[rank] += count
         whole, flows, mine, others = sum(stored.values()), ring(stored, pieces), counts(held), len(bucket.group) - 1
         return {
             rank: BucketTotals(
-                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
+                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1, parts[rank]
             )
             for rank, kept in stored.items()
         }
@@ -72,7 +73,7 @@ class AllGatherReduceScatter(AllGather):
         for rank, there in super().totals(bucket, pieces).items():
             both, (home, inbox, _), phases = there.sent + there.received, there.buffers, 2 * there.phases
             own = mine.get(rank, ())
-            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), phases, 2)
+            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), phases, 2, there.pieces)
         return found
 
 

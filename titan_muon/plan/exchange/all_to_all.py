@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..terms.pieces import Holders, Pieces, Ranks
+from ..terms.pieces import Holders, KeySums, Pieces, Ranks
 from ..terms.types import Bucket, Piece
 from .pattern import BucketTotals, Flow, Pattern, counts
 from .phases import BucketProgram, Collective, Phase, parcels, splits
@@ -87,25 +87,32 @@ class AllToAll(Pattern):
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         gather, back = self._flows(bucket, pieces)
-        mine = counts({kind: workers for kind, _, workers in self._kinds(bucket, pieces)})
+        mine = counts({kind: workers for kind, _, workers, _ in self._kinds(bucket, pieces)})
         calls = sum(any(flow.owned for flow in by_rank.values()) for by_rank in (gather, back))
         return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
 
-    def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int]]]:
-        """For each kind of matrices in the bucket its routes, and how many of them each rank orthogonalizes."""
+    def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int], int]]:
+        """For each kind of matrices in the bucket its routes, how many of them each rank orthogonalizes, and how many
+        there are."""
         for kind, owners in owned_by_kind(bucket, pieces).items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
                 workers.update(dict.fromkeys(routes.of(owner), count))
-            yield kind, routes, workers
+            yield kind, routes, workers, owners.total()
 
     def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
         """What each rank exchanges in the gather, and in the return."""
         found = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
-        for kind, routes, workers in self._kinds(bucket, pieces):
-            holders = pieces.holders(kind, bucket.group)
-            for by_rank, key in zip(found, routes.keys, strict=True):
-                _add(by_rank, holders, workers, key, pieces, parts=bool(routes.workers))
+        partners = (_Partners(), _Partners())
+        for kind, routes, workers, count in self._kinds(bucket, pieces):
+            holders, parts = pieces.holders(kind, bucket.group), bool(routes.workers)
+            for direction, key in enumerate(routes.keys):
+                sums = holders.sums(self.name, direction, key)
+                _add(found[direction], partners[direction], holders, sums, workers, key, pieces, parts=parts)
+            for rank in holders.on_rank:
+                found[RETURN][rank].pieces += count
+        for by_rank, known in zip(found, partners, strict=True):
+            known.count(by_rank, pieces)
         return found
 
 
@@ -135,6 +142,9 @@ class _Amounts:
         owned: of the pieces that other ranks store, of the matrices that it orthogonalizes.
         home_near, owned_near: of these the ones that are exchanged within its node.
         parts: whether any matrix has several workers.
+        pieces: number of pieces that it stores.
+        key: of the route of its last piece. Nearly always all of its pieces have the same.
+        peers, peers_near: ranks that it exchanges pieces with, and those of its node.
     """
 
     home: int = 0
@@ -143,6 +153,27 @@ class _Amounts:
     home_near: int = 0
     owned_near: int = 0
     parts: bool = False
+    key: Hashable = None
+    pieces: int = 0
+    peers: int = 0
+    peers_near: int = 0
+
+
+class _Partners:
+    """The ranks that orthogonalize matrices of a bucket, by the key of a route."""
+
+    def __init__(self) -> None:
+        self.workers: dict[Hashable, set[int]] = {}
+
+    def count(self, by_rank: Mapping[int, _Amounts], pieces: Pieces) -> None:
+        """Count the peers of each holder. The holders that a worker has for peers are counted before."""
+        near = {key: Counter(map(pieces.node, ranks)) for key, ranks in self.workers.items()}
+        for rank, amounts in by_rank.items():
+            if amounts.home and amounts.key in near:
+                workers = self.workers[amounts.key]
+                itself = rank in workers
+                amounts.peers = max(amounts.peers, len(workers) - itself)
+                amounts.peers_near = max(amounts.peers_near, near[amounts.key][pieces.node(rank)] - itself)
 
 
 def _everywhere(rank: int) -> Hashable:
@@ -151,7 +182,9 @@ def _everywhere(rank: int) -> Hashable:
 
 def _add(
     by_rank: Mapping[int, _Amounts],
+    partners: _Partners,
     holders: Holders,
+    sums: KeySums,
     workers: Mapping[int, int],
     key: Key,
     pieces: Pieces,
@@ -159,12 +192,8 @@ def _add(
     parts: bool,
 ) -> None:
     """Add the routes of all matrices of one kind in one phase; `workers` counts the matrices of each worker."""
-    stored, stored_near = Counter[Hashable](), Counter[Hashable]()
     done, done_near = Counter[Hashable](), Counter[Hashable]()
-    for rank, elements, node, _ in holders.found:
-        place = key(rank)
-        stored[place] += elements
-        stored_near[place, node] += elements
+    stored, stored_near, ranks, ranks_near = sums
     for worker, count in workers.items():
         place, node, mine = key(worker), pieces.node(worker), holders.on_rank.get(worker, 0)
         done[place] += count
@@ -173,21 +202,41 @@ def _add(
         direction.owned += count * (stored[place] - mine)
         direction.owned_near += count * (stored_near[place, node] - mine)
         direction.parts = direction.parts or parts
+        itself = worker in holders.on_rank
+        direction.peers = max(direction.peers, ranks[place] - itself)
+        direction.peers_near = max(direction.peers_near, ranks_near[place, node] - itself)
+        partners.workers.setdefault(place, set()).add(worker)
     for rank, elements, node, _ in holders.found:
         place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
         direction.home += elements * done[place]
         direction.kept += elements * count
         direction.home_near += elements * (done_near[place, node] - count)
         direction.parts = direction.parts or parts
+        direction.key = place
 
 
 def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
     leaves, comes = gather.home - gather.kept, back.home - back.kept
-    there = Flow(gather.home_near, leaves - gather.home_near, gather.owned_near, gather.owned - gather.owned_near)
-    returns = Flow(back.owned_near, back.owned - back.owned_near, back.home_near, comes - back.home_near)
+    there = Flow(
+        sent_near=gather.home_near,
+        sent_far=leaves - gather.home_near,
+        received_near=gather.owned_near,
+        received_far=gather.owned - gather.owned_near,
+        near_peers=gather.peers_near,
+        far_peers=gather.peers - gather.peers_near,
+    )
+    returns = Flow(
+        sent_near=back.owned_near,
+        sent_far=back.owned - back.owned_near,
+        received_near=back.home_near,
+        received_far=comes - back.home_near,
+        near_peers=back.peers_near,
+        far_peers=back.peers - back.peers_near,
+    )
     mirrored = not gather.parts and (gather.home, gather.owned) == (back.home, back.owned)
     buffers = (max(gather.home, back.home), gather.owned, 0 if mirrored else back.owned)
-    return BucketTotals(owned, back.home, leaves + back.owned, comes + gather.owned, buffers, (there, returns), calls)
+    sent, received = leaves + back.owned, comes + gather.owned
+    return BucketTotals(owned, back.home, sent, received, buffers, (there, returns), calls, back.pieces)
 
 
 def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:

@@ -17,19 +17,24 @@ KindCounts = tuple[tuple[int, int], ...]
 
 
 class Flow(NamedTuple):
-    """Elements that one rank exchanges in a collective, with ranks of its own node (near) and of others (far)."""
+    """Elements that one rank exchanges in a collective, with ranks of its own node (near) and of others (far).
+
+    `near_peers` and `far_peers` are the ranks that it exchanges them with, one message each way.
+    """
 
     sent_near: int
     sent_far: int
     received_near: int
     received_far: int
+    near_peers: int = 0
+    far_peers: int = 0
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
         """Time that the rank's busiest link needs for it."""
         # Each way has its own wires, and so have the node and the network: all four are at work at once.
-        near = max(self.sent_near, self.received_near) / machine.node.bandwidth
-        far = max(self.sent_far, self.received_far) / machine.network.bandwidth
-        return max(near, far) * element_bytes
+        near = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
+        far = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
+        return max(near, far)
 
 
 class BucketTotals(NamedTuple):
@@ -43,6 +48,7 @@ class BucketTotals(NamedTuple):
         buffers: elements of its home buffer, inbox, outbox and, if replicas share results, of the shared buffer.
         legs: what it exchanges in the gather, the return and over replicas.
         collectives: number of legs in which anything travels; all ranks leave out the others.
+        pieces: number of pieces that it stores.
     """
 
     owned: KindCounts
@@ -52,6 +58,7 @@ class BucketTotals(NamedTuple):
     buffers: tuple[int, ...]
     phases: tuple[Flow, ...]
     collectives: int
+    pieces: int
 
 
 def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
@@ -76,7 +83,8 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
         node = pieces.node(rank)
         near = whole - elements if members[node] > 1 else 0
         far = -(-(whole - inside[node]) // members[node])
-        flows[rank] = Flow(near, far, near, far)
+        # A ring has a hop for each other rank of the node, and for each other node.
+        flows[rank] = Flow(near, far, near, far, members[node] - 1, len(members) - 1)
     return flows
 
 

@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import Work
+from .work import FLOAT32_PASSES, Passes, Work
 
 
 class Interval(NamedTuple):
@@ -143,7 +143,8 @@ class Parameter:
     """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of its mesh has one.
 
     `own`: theirs are not the same, or not known to be, so that no rank can do another's work. `state_ranks` keep its
-    momentum, in the order of its parts; where there are none, every rank that has the parameter does.
+    momentum, in the order of its parts; where there are none, every rank that has the parameter does. An element has
+    `element_bytes`.
     """
 
     fqn: str
@@ -153,6 +154,7 @@ class Parameter:
     plain: bool = False
     own: bool = False
     state_ranks: tuple[int, ...] = ()
+    element_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,8 @@ class Plan:
     buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
     have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
     The stacks of `parameters` have slices of what is sliced. `reason` says if the planner left off before it had tried
-    all it would, what became of `split_over`, and what ranks do each for itself although it looks like copies.
+    all it would, what became of `split_over`, and what ranks do each for itself although it looks like copies. `passes`
+    are those of momentum and updates over the stored pieces.
     """
 
     # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
@@ -261,6 +264,7 @@ class Plan:
     wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""
+    passes: Passes = FLOAT32_PASSES
 
     @property
     def rounds(self) -> int:

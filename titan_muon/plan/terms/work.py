@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
@@ -94,6 +94,53 @@ class Work:
     bytes: int = 0
     dtype: str = "bfloat16"
     team: TeamCost | None = None
+
+
+class Passes(NamedTuple):
+    """Element-wise passes of the foreach calls over memory, for one element of a stored piece.
+
+    Attributes:
+        momentum: bytes that advancing the momentum and packing read and write.
+        momentum_launches: operators of a call.
+        apply: bytes that decay and update read and write.
+        apply_launches: operators of a call.
+    """
+
+    momentum: float
+    momentum_launches: int
+    apply: float
+    apply_launches: int
+
+
+NORMALIZING_BYTES = 10
+"""For an element of a whole matrix: its norm (2), its quotient in float16 (2 + 2), and the result from there (2 + 2)."""
+
+
+def passes(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Passes:
+    """The passes over parameters, momentum and buffers whose elements have so many bytes.
+
+    `stochastic` and `cautious` are rounding and weight decay. Counted from the operators of `step/update.py` and
+    `step/rounding.py`, as if no cache kept anything; tests/unit/plan/test_passes.py counts again.
+    """
+    # Momentum: lerp in the wider dtype, lerp once more for Nesterov, and packing.
+    wide = max(element, state)
+    momentum, launches = 3 * wide + 3 * wide + wide + wire, 3
+    if element < wide:
+        momentum, launches = momentum + element + wide, launches + 1
+    if state < wide:
+        momentum, launches = momentum + 2 * (state + wide), launches + 2
+    if stochastic:
+        # Weights and updates in float32, a hash for each element, and the way back.
+        return Passes(momentum, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+    # Apply: decay, updates in the dtype of wider weights, and the sum.
+    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
+    if cautious:
+        apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
+    return Passes(momentum, launches, apply, apply_launches)
+
+
+FLOAT32_PASSES = passes(4, 4, 2, stochastic=False, cautious=False)
+"""Of float32 parameters and momentum, whose matrices travel in bfloat16."""
 
 
 class WorkOf(Protocol):
