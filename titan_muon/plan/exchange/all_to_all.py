@@ -206,7 +206,7 @@ def _add(
         direction.peers = max(direction.peers, ranks[place] - itself)
         direction.peers_near = max(direction.peers_near, ranks_near[place, node] - itself)
         partners.workers.setdefault(place, set()).add(worker)
-    for rank, elements, node, _ in holders.found:
+    for rank, elements, node, _ in holders.holders:
         place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
         direction.home += elements * done[place]
         direction.kept += elements * count
