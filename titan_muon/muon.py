@@ -1,7 +1,6 @@
 """Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
 
-`Muon.build` makes the plan, at the first use. The engine (`engine.py`) runs the plan in each step, stage by stage
-(`step/stages.py`).
+`Muon.build` makes the plan, at the first use. The engine (`engine.py`) runs the stages of each step.
 """
 
 from __future__ import annotations
@@ -100,6 +99,7 @@ class Muon(Optimizer):
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
+        keep_buffers: bool = False,
         overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,

@@ -21,11 +21,13 @@ from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
-from .plan.terms.work import Work, WorkOf
-from .rules import check_rule
+from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
+from .rules import check_rule, rule_of
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
+from .step.foreach import WIDE_BYTES, chunk_bytes
+from .step.rounding import BYTES as CHUNK_BYTES
 from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
 from .tensors.matrices import check_splits, planned
@@ -87,7 +89,8 @@ def plan_step(
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
-    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    dtypes = frozenset(tensor.dtype for _, tensor in named)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
     check_rule(options, plan)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
     if said := blocks_reason(options, parameters, plan.parameters):
@@ -101,13 +104,48 @@ def plan_parameters(
     dispatch: Dispatch,
     options: MuonOptions,
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
     """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
     work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
-    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
+    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
+
+
+def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
+    """Temporary memory and traffic of the element-wise stages, for weights of these dtypes with gradients of the same dtypes."""
+    rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
+    advance, apply, drawn = [0], [0], False
+    for dtype in dtypes:
+        wide = max(state_bytes, dtype.itemsize)
+        # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
+        advance.append(wide * (1 + (state_bytes < wide)))
+        stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
+        drawn = drawn or stochastic
+        scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+    # Of several dtypes, the one with the most traffic.
+    moved = (
+        traffic(
+            dtype.itemsize,
+            state_bytes,
+            options.wire_bytes,
+            stochastic=options.rounding == "stochastic" and dtype == torch.bfloat16,
+            cautious=options.cautious,
+        )
+        for dtype in dtypes
+    )
+    return Passes(
+        advance_elements=limit // WIDE_BYTES,
+        advance_bytes=max(advance),
+        apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
+        apply_bytes=max(apply),
+        finish_bytes=rule.finish_bytes,
+        states=len(rule.states),
+        traffic=max(moved, key=lambda found: found.advance + found.apply, default=FLOAT32_PASSES.traffic),
+    )
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:

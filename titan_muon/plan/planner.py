@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from math import prod
 
 from ..options import MuonOptions, OptionError
 from .cost.times import Costs
@@ -19,11 +17,15 @@ from .terms.layout import Geometries
 from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
-from .terms.work import Passes, Work, WorkOf, passes
+from .terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
 
 
 def make_plan(
-    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: MachineRates | None = None
+    parameters: Sequence[Parameter],
+    work_of: WorkOf,
+    options: MuonOptions,
+    machine: MachineRates | None = None,
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
@@ -44,9 +46,7 @@ def make_plan(
         geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
-    costs = Costs(
-        Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on, _passes(parameters, options)
-    )
+    costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on, passes)
     problem = make_problem(parameters, geometries, options, costs)
     candidate, simulation = _best(problem, geometries, work_of)
     problem = candidate.problem
@@ -60,22 +60,7 @@ def make_plan(
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
-        passes=costs.passes,
-    )
-
-
-def _passes(parameters: Sequence[Parameter], options: MuonOptions) -> Passes:
-    """The passes of most elements."""
-    sizes = Counter[int]()
-    for parameter in parameters:
-        sizes[parameter.element_bytes] += prod(parameter.layout.shape)
-    (element, _), *_ = sizes.most_common(1) or [(4, 0)]
-    return passes(
-        element,
-        2 if options.state_dtype == "bfloat16" else 4,
-        options.wire_bytes,
-        stochastic=options.rounding == "stochastic" and element == 2,
-        cautious=options.cautious,
+        passes=passes,
     )
 
 

@@ -42,8 +42,7 @@ def split_of(fqn: str, splits: Sequence[Split]) -> Split | None:
 def planned(fqn: str, tensor: Tensor, splits: Sequence[Split] = (), *, own: bool = False) -> Parameter:
     """The planner's record of a parameter; `own` as in Parameter. Raises ValueError as `stack_of` and `layout_of`."""
     plain = not isinstance(tensor, DTensor)
-    stack, size = stack_of(fqn, tensor.shape, splits), tensor.element_size()
-    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack, plain, own, element_bytes=size)
+    return Parameter(fqn, layer_of(fqn), layout_of(fqn, tensor), stack_of(fqn, tensor.shape, splits), plain, own)
 
 
 def check_splits(names: Iterable[str], splits: Sequence[Split]) -> None:

@@ -66,17 +66,17 @@ def test_a_pass_moves_the_bytes_that_the_planner_counts(dtype: torch.dtype, opti
     muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
     parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
     muon.step()
-    rank, step, passes = muon.engine.rank, muon._checked(), muon.plan.passes
+    rank, step, counted = muon.engine.rank, muon._checked(), muon.plan.passes.traffic
     rank.begin(step)
     with torch.no_grad(), Moved() as momentum:
         rank.advance(0, step)
     with torch.no_grad(), Moved() as update:
         rank.apply(0, step)
-    assert momentum.bytes / parameter.numel() == pytest.approx(passes.momentum, rel=0.01)
-    assert update.bytes / parameter.numel() == pytest.approx(passes.apply, rel=0.03)
-    assert momentum.calls.total() == passes.momentum_launches
+    assert momentum.bytes / parameter.numel() == pytest.approx(counted.advance, rel=0.01)
+    assert update.bytes / parameter.numel() == pytest.approx(counted.apply, rel=0.03)
+    assert momentum.calls.total() == counted.advance_launches
     if options.get("rounding") == "nearest" or dtype == torch.float32:
-        assert update.calls.total() == passes.apply_launches
+        assert update.calls.total() == counted.apply_launches
 
 
 def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, count: int = 5) -> Plan:

@@ -61,7 +61,10 @@ class Costs:
         works: the plan's.
         wire_bytes: of an element in transit.
         machine: what the ranks run on.
-        passes: the plan's.
+        passes: element-wise stages.
+
+    Attributes:
+        longest_row: columns of the widest matrix.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Costs:
     ) -> None:
         self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
         self.passes = passes
+        self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
@@ -98,11 +102,15 @@ class Costs:
 
     def pack_seconds(self, elements: int, calls: int = 1) -> float:
         """Seconds to advance the momentum of so many stored elements and to pack them."""
-        return self.machine.pass_seconds(elements * self.passes.momentum, calls * self.passes.momentum_launches)
+        return self.machine.pass_seconds(
+            elements * self.passes.traffic.advance, calls * self.passes.traffic.advance_launches
+        )
 
     def apply_seconds(self, elements: int, calls: int = 1) -> float:
         """Seconds to decay and update so many stored elements."""
-        return self.machine.pass_seconds(elements * self.passes.apply, calls * self.passes.apply_launches)
+        return self.machine.pass_seconds(
+            elements * self.passes.traffic.apply, calls * self.passes.traffic.apply_launches
+        )
 
     def _find(self, counts: KindCounts) -> OwnerTime:
         found = OwnerTime(0, 0.0, 0, 0)
@@ -112,7 +120,7 @@ class Costs:
                 elements=found.elements + size * matrix.numel,
                 seconds=found.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
                 assembled=max(found.assembled, size * matrix.numel * self.wire_bytes),
-                iteration=max(found.iteration, size * work.bytes),
+                iteration=max(found.iteration, size * max(work.bytes, matrix.numel * self.passes.finish_bytes)),
                 matrices=found.matrices + size,
                 flops=found.flops + size * matrix.flops,
                 batches=found.batches + 1,

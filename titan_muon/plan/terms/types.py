@@ -144,8 +144,7 @@ class Parameter:
     """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
 
     `own`: plain tensors that differ, or may differ, between ranks, so every rank orthogonalizes the local tensor.
-    `state_ranks` keep the momentum, in order of dim 0; if empty, every holder keeps momentum. An element has
-    `element_bytes`.
+    `state_ranks` keep the momentum, in order of dim 0; if empty, every holder keeps momentum.
     """
 
     fqn: str
@@ -155,7 +154,6 @@ class Parameter:
     plain: bool = False
     own: bool = False
     state_ranks: tuple[int, ...] = ()
-    element_bytes: int = 4
 
 
 @dataclass(frozen=True)
@@ -254,7 +252,7 @@ class Plan:
         wire_bytes: bytes of an element in transit.
         works: the distinct methods and costs of orthogonalization.
         reason: notes for the user: search truncated, slicing outcome, differing plain tensors.
-        passes: element-wise passes of momentum and updates over stored pieces.
+        passes: element-wise stages over stored pieces.
     """
 
     # A Plan is plain data and equal on every rank, because ranks compare digests before the first collective.

@@ -95,19 +95,19 @@ class Work:
     team: TeamCost | None = None
 
 
-class Passes(NamedTuple):
-    """Element-wise passes of the foreach calls over memory, for one element of a stored piece.
+class Traffic(NamedTuple):
+    """Element-wise stages on one element of a stored piece.
 
     Attributes:
-        momentum: bytes that advancing the momentum and packing read and write.
-        momentum_launches: operators of a call.
-        apply: bytes that decay and update read and write.
+        advance: bytes read and written to advance the momentum and to pack.
+        advance_launches: operators of a call.
+        apply: bytes read and written to decay and update.
         apply_launches: operators of a call.
     """
 
-    momentum: float
-    momentum_launches: int
-    apply: float
+    advance: int
+    advance_launches: int
+    apply: int
     apply_launches: int
 
 
@@ -115,31 +115,53 @@ NORMALIZING_BYTES = 10
 """Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
 
 
-def passes(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Passes:
-    """The passes over parameters, momentum and buffers whose elements have so many bytes.
+def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Traffic:
+    """The traffic for elements of weights, momentum and buffers with these sizes in bytes.
 
-    `stochastic` and `cautious` are rounding and weight decay. Counted from the operators of `step/update.py` and
-    `step/rounding.py`, as if no cache kept anything; tests/unit/plan/test_passes.py counts again.
+    Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
+    compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
     """
-    # Momentum: lerp in the wider dtype, lerp once more for Nesterov, and packing.
+    # lerp in the wider dtype, another lerp for Nesterov, and packing.
     wide = max(element, state)
-    momentum, launches = 3 * wide + 3 * wide + wide + wire, 3
+    advance, launches = 7 * wide + wire, 3
     if element < wide:
-        momentum, launches = momentum + element + wide, launches + 1
+        advance, launches = advance + element + wide, launches + 1
     if state < wide:
-        momentum, launches = momentum + 2 * (state + wide), launches + 2
+        advance, launches = advance + 2 * (state + wide), launches + 2
     if stochastic:
-        # Weights and updates in float32, a hash for each element, and the way back.
-        return Passes(momentum, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
-    # Apply: decay, updates in the dtype of wider weights, and the sum.
+        # Weights and updates in float32, a hash of each element, and the way back.
+        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+    # Decay, updates in the dtype of wider weights, and the sum.
     apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
     if cautious:
         apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
-    return Passes(momentum, launches, apply, apply_launches)
+    return Traffic(advance, launches, apply, apply_launches)
 
 
-FLOAT32_PASSES = passes(4, 4, 2, stochastic=False, cautious=False)
-"""Of float32 parameters and momentum, whose matrices travel in bfloat16."""
+@dataclass(frozen=True)
+class Passes:
+    """The element-wise stages and the rule: temporary memory and traffic. The default has float32 weights and momentum.
+
+    Attributes:
+        advance_elements: limit on the elements of a call for the momentum, or one row.
+        advance_bytes: temporary bytes of an element in such a call.
+        apply_elements: limit on the elements of a call for the weights, or one row.
+        apply_bytes: temporary bytes of an element in such a call.
+        finish_bytes: temporary bytes of the rule for an element of a whole matrix.
+        states: numbers of the rule's float32 states for each output of a matrix.
+        traffic: bytes and launches.
+    """
+
+    advance_elements: int = 2**23
+    advance_bytes: int = 4
+    apply_elements: int = 2**23
+    apply_bytes: int = 4
+    finish_bytes: int = 0
+    states: int = 0
+    traffic: Traffic = traffic(4, 4, 2, stochastic=False, cautious=False)
+
+
+FLOAT32_PASSES = Passes()
 
 
 class WorkOf(Protocol):
