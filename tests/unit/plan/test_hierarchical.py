@@ -95,7 +95,7 @@ def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: s
     """Fewer bytes on slow links, fewer messages on fast ones, fewer calls where each takes a second."""
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {taken}
-    assert ("copies all-gather them among each other" in plan.reason) == (taken == "hierarchical")
+    assert ("replicas all-gather the results" in plan.reason) == (taken == "hierarchical")
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])

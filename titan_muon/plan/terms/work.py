@@ -138,6 +138,9 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     return Traffic(advance, launches, apply, apply_launches)
 
 
+FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
+
+
 @dataclass(frozen=True)
 class Passes:
     """The element-wise stages and the rule: temporary memory and traffic. The default has float32 weights and momentum.
@@ -158,7 +161,7 @@ class Passes:
     apply_bytes: int = 4
     finish_bytes: int = 0
     states: int = 0
-    traffic: Traffic = traffic(4, 4, 2, stochastic=False, cautious=False)
+    traffic: Traffic = FLOAT32_TRAFFIC
 
 
 FLOAT32_PASSES = Passes()

@@ -132,7 +132,7 @@ class MuonTrainer(Trainer):
             # A step's faults are raised in the next step. The last step has no next step.
             self.optimizers.check_last_step()
         except FloatingPointError as error:
-            # In the recipe's words: Muon knows its keyword alone.
+            # Name the recipe's key instead of Muon's keyword.
             reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
             self.metrics_processor.log_divergence(self.step, reason)
             raise FloatingPointError(reason) from error
