@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
@@ -36,7 +36,7 @@ from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import check_saved_groups, saved_averages
-from .step.gradients import Step
+from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -107,7 +107,9 @@ class Muon(Optimizer):
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_keywords(unknown)
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -191,9 +193,11 @@ class Muon(Optimizer):
                 previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
                 (`rebuild` accepts most changes).
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        first = self._engine is None
         self.engine.flush()
+        if first and self._options.missing_grad == "error":
+            self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
         step = self._checked()
         self.engine.run(step, *features_of_step(self, self.engine.rank))
         for group in self.param_groups:
