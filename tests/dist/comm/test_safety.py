@@ -238,7 +238,7 @@ def refusals() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_cannot_be_planned_is_refused_at_construction(fn: Callable[..., object]) -> None:
+def test_impossible_plans_are_refused_at_construction(fn: Callable[..., object]) -> None:
     for messages in refusals():
         assert REFUSED[fn] in messages[fn.__name__]
 
@@ -303,7 +303,7 @@ def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **
 
 
 @pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
-def test_what_cannot_be_stepped_with_gets_no_update_and_is_an_error_on_every_rank(fn: Callable[..., None]) -> None:
+def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(fn: Callable[..., None]) -> None:
     for found in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
         assert found.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
         assert STOPPED[fn] in found.error_when_asked

@@ -190,7 +190,6 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan) -> Iterable[str]:
-    """Algorithm per shape, with the reason."""
     wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
     counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
     for index in dict.fromkeys(index for index, _ in counts):

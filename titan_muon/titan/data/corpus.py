@@ -60,7 +60,6 @@ class CorpusSource:
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The `[data]` table, for TorchTitan's record of the configuration."""
         return self.documents.to_dict()
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
@@ -81,7 +80,6 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 
 def _paths(path: Path) -> tuple[Path, Path]:
-    """Index and tokens of a corpus."""
     return path.with_suffix(".index.npz"), path.with_suffix(".tokens")
 
 

@@ -230,7 +230,6 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:
-    """Message of the first failed rank."""
     rank, (cause, _) = min(error.failures.items())
     first_line = str(cause).strip().partition("\n")[0]
     return (

@@ -152,7 +152,6 @@ def discard(run: Run) -> None:
 
 
 def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
-    """Run folder and step to continue from; None for a new run."""
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:

@@ -354,7 +354,7 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
     assert bytes_per_token(dataloader_config(bpe, validation=True), tokenizer, 1) > 1.0
 
 
-def test_bytes_per_token_are_of_the_sequences_that_a_validation_reads(data, tmp_path):
+def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss is of the first sequences alone, and two documents may differ in bytes per token."""
     folder = tmp_path / "two"
     folder.mkdir()
@@ -397,7 +397,7 @@ def test_tokenizers_round_trip_any_text(data, text):
         assert tokenizer.decode(ids) == text
 
 
-def test_what_utf8_cannot_hold_is_replaced(data, tmp_path):
+def test_invalid_utf8_is_replaced(data, tmp_path):
     tokenizer = ByteTokenizer.Config().build()
     assert tokenizer.decode([0xFF, ord("a"), 0xF0, 0x9F]) == "�a�"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
@@ -502,7 +502,7 @@ def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
     assert [d.name for d in documents.all] == ["a/b/two.txt", "a/one.txt", "top.txt"]
 
 
-def test_order_and_split_are_those_of_the_files_not_of_their_paths(data, tmp_path, monkeypatch):
+def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
     """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
     monkeypatch.chdir(tmp_path / "text")
     found = []

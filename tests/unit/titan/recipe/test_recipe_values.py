@@ -376,7 +376,7 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
         (ValueError("muon.split: nothing matches"), "muon.split: nothing matches"),
     ],
 )
-def test_what_the_library_refuses_is_said_by_the_recipes_key(error: ValueError, message: str) -> None:
+def test_errors_of_the_library_name_the_recipes_key(error: ValueError, message: str) -> None:
     assert str(recipe_error(error)).startswith(message)
 
 

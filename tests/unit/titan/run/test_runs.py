@@ -204,7 +204,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
         ({"checkpoint__load": "CORPUS"}, "has no whole checkpoint"),
     ],
 )
-def test_what_cannot_be_continued_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
+def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
     """A folder or a step that is not there, or torn when it was asked for, must be refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
