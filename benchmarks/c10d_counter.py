@@ -24,7 +24,9 @@ class Call:
     """A collective of this rank among global `ranks`, named like the operator without underscores.
 
     `payload`: bytes of the input tensors. `sent`: bytes that must leave the rank with any backend: the other ranks'
-    data, once per rank; a ring's share for an all-reduce. `operations`: number of NCCL operations.
+    data, once per rank; a ring's share for an all-reduce. `operations`: number of NCCL operations. `root`: global rank
+    of the root, if any. `sends` and `receives`: bytes to and from each rank of `ranks`, for collectives whose parts may
+    be unequal.
     """
 
     name: str
@@ -32,6 +34,9 @@ class Call:
     payload: int
     sent: int
     operations: int = 1
+    root: int | None = None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -83,10 +88,14 @@ class Operator:
         return next(self.arguments[name] for name in names if name in self.arguments)
 
     @property
+    def root(self) -> int | None:
+        """Place in the group of the rank where the collective starts or ends, if it has a root."""
+        return self.arguments.get("root_rank", self.arguments.get("src"))
+
+    @property
     def is_root(self) -> bool:
-        """Whether the collective starts or ends at this rank; roots are ranks of the group."""
-        root = self.arguments["root_rank"] if "root_rank" in self.arguments else self.arguments["src"]
-        return bool(root == self.rank)
+        """Whether the collective starts or ends at this rank."""
+        return self.root == self.rank
 
 
 def _call(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -98,7 +107,33 @@ def _call(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     group = _group(arguments)
     operator = Operator(arguments, dist.get_world_size(group), dist.get_rank(group))
     ranks = tuple(dist.get_process_group_ranks(group))
-    return Call(plain, ranks, _bytes(operator.input), SENT[plain](operator), _operations(plain, operator))
+    root = None if operator.root is None else ranks[operator.root]
+    parts = _parts(plain, operator)
+    return Call(plain, ranks, _bytes(operator.input), SENT[plain](operator), _operations(plain, operator), root, *parts)
+
+
+def _parts(name: str, operator: Operator) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes to and from each rank of the group, for collectives whose parts may be unequal."""
+    arguments, size = operator.arguments, operator.size
+    if name in ("alltoall_base", "all_to_all_single"):
+        sent = operator.input
+        sizes = [arguments[f"{way}_split_sizes"] or [sent.shape[0] // size] * size for way in ("input", "output")]
+        # An empty tensor has rows of any length.
+        row = _bytes(sent) // sent.shape[0] if sent.shape[0] else _row_bytes(arguments.get("output"))
+        return tuple(rows * row for rows in sizes[0]), tuple(rows * row for rows in sizes[1])
+    if name == "alltoall":
+        return tuple(map(_bytes, operator.input)), tuple(map(_bytes, arguments["output_tensors"]))
+    if name == "allgather":
+        (outputs,) = arguments["output_tensors"]
+        return (_bytes(operator.input),) * size, tuple(map(_bytes, outputs))
+    if name == "reduce_scatter":
+        (inputs,) = arguments["input_tensors"]
+        return tuple(map(_bytes, inputs)), (_bytes(arguments["output_tensors"]),) * size
+    return (), ()
+
+
+def _row_bytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None or not tensor.shape[0] else _bytes(tensor) // tensor.shape[0]
 
 
 def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:

@@ -144,7 +144,8 @@ def rehearsed(case: Case, ranks: int) -> Outcome:
             if problem:
                 return Outcome(case, expected, tuple(seen), (f"rank {rank} failed: {problem}",))
             seen.append(Seen.read(file))
-        return Outcome(case, expected, tuple(seen), (*faults(seen[0], expected), *collective_faults(seen)))
+        memory = [fault for record in seen for fault in faults(record, expected)]
+        return Outcome(case, expected, tuple(seen), (*memory, *collective_faults(seen)))
 
 
 def _ranks(first: int, world: int, number: int) -> list[int]:

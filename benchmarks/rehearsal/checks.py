@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
@@ -26,11 +26,13 @@ class Expected:
         fullest: the rank.
         planned: bytes without activations.
         offloaded: whether states are on the host, and `planned` has the peak of a step.
+        others: by rank, bytes of the exchange buffers and of orthogonalization.
     """
 
     fullest: int
     planned: Bytes
     offloaded: bool = False
+    others: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> Expected:
@@ -41,27 +43,36 @@ class Expected:
         cost = next((item for item in ranks if item["rank"] == fullest), {"buffer_bytes": 0, "work_bytes": 0})
         held = (memory["parameters"], memory["gradients"], memory["optimizer_states"])
         planned = Bytes(*held, cost["buffer_bytes"], cost["work_bytes"], 0)
-        return cls(fullest, planned, offloaded=memory["host_states"] > 0)
+        others = {item["rank"]: (item["buffer_bytes"], item["work_bytes"]) for item in ranks}
+        return cls(fullest, planned, offloaded=memory["host_states"] > 0, others=others)
 
 
 def faults(seen: Seen, expected: Expected) -> Iterator[str]:
-    """Faults of the dry run's rank."""
+    """Faults of a rehearsed rank. Only the fullest rank has all of its memory in the dry run."""
     planned, step = expected.planned, seen.step_peak
-    for what in ("parameters", "gradients", "optimizer_states", "exchange_buffers"):
-        found, said = getattr(step, what), getattr(planned, what)
-        # With several optimizers, the window at the peak need not be the largest.
-        fits = 0 < found <= said if expected.offloaded and what == "optimizer_states" else found == said
-        if not fits:
-            yield f"{what.replace('_', ' ')} take {found:,} bytes, and the dry run says {said:,}"
-    # Without states, because AdamW makes them in the first step. Too little memory is a fault too: missing tensors are
-    # on the host.
+    buffers, workspace = planned.exchange_buffers, planned.orthogonalization
+    if seen.rank != expected.fullest:
+        buffers, workspace = expected.others.get(seen.rank, (0, 0))
+    else:
+        for purpose in ("parameters", "gradients", "optimizer_states"):
+            size, planned_size = getattr(step, purpose), getattr(planned, purpose)
+            # With several optimizers, the window at the peak need not be the largest.
+            offloaded = expected.offloaded and purpose == "optimizer_states"
+            if not (0 < size <= planned_size if offloaded else size == planned_size):
+                yield f"{purpose.replace('_', ' ')} take {size:,} bytes, and the dry run says {planned_size:,}"
+        # Without states, because AdamW makes them in the first step.
+        states = 0 if expected.offloaded else planned.optimizer_states
+        kept = planned.parameters + states
+        if seen.at_rest[1] > kept + seen.constant + SMALL:
+            yield f"{seen.at_rest[1]:,} bytes are alive after a step, and {kept + seen.constant:,} should be"
+    if step.exchange_buffers != buffers:
+        yield f"exchange buffers take {step.exchange_buffers:,} bytes, and the dry run says {buffers:,}"
+    # Too little memory is a fault too: missing tensors are on the host.
     used = step.rest - seen.step_start.rest + step.orthogonalization
-    if abs(used - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
-        yield f"the step takes {used:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
-    states = 0 if expected.offloaded else planned.optimizer_states
-    kept = planned.parameters + states
-    if seen.at_rest[1] > kept + seen.constant + SMALL:
-        yield f"{seen.at_rest[1]:,} bytes are alive after a step, and {kept + seen.constant:,} should be"
+    if abs(used - workspace) > workspace * WITHIN + SMALL:
+        yield f"the step takes {used:,} bytes beside them, and the dry run says {workspace:,}"
+    if seen.at_rest[1] > seen.at_rest[0]:
+        yield f"{seen.at_rest[1] - seen.at_rest[0]:,} bytes more are alive after the second step than after the first"
     if seen.orthogonalized and not MATRIX_PRODUCTS & seen.operations.keys():
         yield f"{seen.orthogonalized} matrices are orthogonalized, and no matrix product is on the device"
     if seen.groups_made:
@@ -69,25 +80,42 @@ def faults(seen: Seen, expected: Expected) -> Iterator[str]:
 
 
 def collective_faults(ranks: Sequence[Seen]) -> Iterator[str]:
-    """Differences of two ranks' collectives in common groups."""
+    """Differences between the collectives of two ranks, in the groups with both."""
+    first = ranks[0]
     for other in ranks[1:]:
-        first = ranks[0]
         for part in ("training", "step"):
             yield from _differences(first.rank, getattr(first, part), other.rank, getattr(other, part), part)
+        if first.reads != other.reads:
+            yield f"the host reads {first.reads} numbers on rank {first.rank} and {other.reads} on rank {other.rank}"
 
 
 def _differences(
     one: int, ones: Sequence[Collective], two: int, twos: Sequence[Collective], part: str
 ) -> Iterator[str]:
-    shared = {call.ranks for call in (*ones, *twos) if one in call.ranks and two in call.ranks}
-    for group in sorted(shared):
-        pairs = zip_longest((c for c in ones if c.ranks == group), (c for c in twos if c.ranks == group))
-        for number, (left, right) in enumerate(pairs):
-            if left != right:
-                said = f"{part}: collective {number} of a group of {len(group)} ranks"
-                yield f"{said} is {_name(left)} on rank {one} and {_name(right)} on rank {two}"
-                break
+    # One sequence over all groups: NCCL hangs if two ranks enter two common groups in different orders.
+    pairs = zip_longest(*([call for call in calls if {one, two} <= {*call.ranks}] for calls in (ones, twos)))
+    for number, (left, right) in enumerate(pairs):
+        if left is None or right is None or _key(left) != _key(right):
+            yield f"{part}: shared collective {number} is {_name(left)} on rank {one} and {_name(right)} on rank {two}"
+            return
+        for source, target, sender, receiver in ((one, two, left, right), (two, one, right, left)):
+            sent, expected = _part(sender.sends, left, target), _part(receiver.receives, left, source)
+            if sent != expected:
+                parts = f"rank {source} sends {sent} bytes to rank {target}, which expects {expected}"
+                yield f"{part}: shared collective {number}, {left.name} of {len(left.ranks)} ranks: {parts}"
+                return
+
+
+def _key(call: Collective) -> tuple[object, ...]:
+    return call.name, call.ranks, call.payload, call.root
+
+
+def _part(parts: Sequence[int], call: Collective, rank: int) -> int | None:
+    return parts[call.ranks.index(rank)] if parts else None
 
 
 def _name(call: Collective | None) -> str:
-    return "absent" if call is None else f"{call.name} of {call.payload} bytes"
+    if call is None:
+        return "absent"
+    root = "" if call.root is None else f" with root {call.root}"
+    return f"{call.name} of {call.payload} bytes among {len(call.ranks)} ranks{root}"

@@ -9,11 +9,20 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Collective:
-    """Collective that the group's members must agree on: `payload` in bytes if it must be equal, otherwise None."""
+    """Collective that the group's members must agree on.
+
+    Attributes:
+        payload: bytes of the input if all members must pass as many, otherwise None.
+        root: global rank of the root, if any.
+        sends, receives: bytes to and from each rank of `ranks`, for collectives whose parts may be unequal.
+    """
 
     name: str
     ranks: tuple[int, ...]
     payload: int | None
+    root: int | None = None
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,6 @@ class Seen:
         matrices: matrices of Muon's plan, over all ranks.
         orthogonalized: matrices orthogonalized by this rank.
         operations: operators on the device in the optimizer step, by name.
-        growing: operators whose number grows with the number of matrices.
         training_peak: memory at the peak of forward and backward.
         step_start: memory at the begin of the optimizer step.
         step_peak: memory at the peak of the optimizer step.
@@ -50,14 +58,13 @@ class Seen:
         training: collectives of forward, backward and clipping.
         step: collectives of the optimizer step.
         groups_made: process groups made after construction.
-        reads: reads and waits of the host outside of the optimizer step.
+        reads: reads and waits of the host outside of clipping and the optimizer step.
     """
 
     rank: int
     matrices: int
     orthogonalized: int
     operations: dict[str, int]
-    growing: dict[str, int]
     training_peak: Bytes
     step_start: Bytes
     step_peak: Bytes
@@ -73,12 +80,15 @@ class Seen:
 
     @classmethod
     def read(cls, file: Path) -> Seen:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        record = json.loads(file.read_text(encoding="utf-8"))
         for name in ("training_peak", "step_start", "step_peak"):
-            found[name] = Bytes(**found[name])
+            record[name] = Bytes(**record[name])
         for name in ("training", "step"):
-            found[name] = tuple(Collective(c["name"], tuple(c["ranks"]), c["payload"]) for c in found[name])
-        return cls(**{**found, "at_rest": tuple(found["at_rest"])})
+            record[name] = tuple(
+                Collective(**{key: tuple(value) if isinstance(value, list) else value for key, value in call.items()})
+                for call in record[name]
+            )
+        return cls(**{**record, "at_rest": tuple(record["at_rest"])})
 
 
 UNEQUAL = frozenset(
@@ -87,8 +97,8 @@ UNEQUAL = frozenset(
         "all_to_all_single",
         "alltoall",
         "allgather",
-        "reduce",
         "gather",
+        "scatter",
         "send",
         "isend",
         "recv",

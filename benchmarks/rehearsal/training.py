@@ -61,14 +61,12 @@ class _Rehearsal:
         if self.muon is not None:
             self.muon.finish_step()
         second = self.memory.alive
-        # Before `growing` builds another optimizer with groups of its own.
         made = len(dist.distributed_c10d._world.pg_map) - made
         return Seen(
             rank=rank,
             matrices=0 if self.muon is None else len(self.muon.plan.matrices),
             orthogonalized=0 if self.muon is None else self.muon.orthogonalized,
             operations=dict(self.operations),
-            growing={} if self.muon is None else growing_operations(self.muon, self.gpu),
             training_peak=self.training_peak,
             step_start=self.step_start,
             step_peak=self.step_peak,
@@ -87,8 +85,17 @@ class _Rehearsal:
         self.gpu.syncs.clear()
         self.memory.reset()
         batches = trainer.batch_generator(trainer.dataloader)
-        watched = self._watched(trainer.optimizers.step)
-        with mock.patch.object(trainer.optimizers, "step", watched), CollectiveCounter() as self.counter:
+        watched, clip = self._watched(trainer.optimizers.step), trainer.clip
+
+        def clip_without_waits() -> Tensor:
+            with self.gpu.no_sync():
+                return clip()
+
+        with (
+            mock.patch.object(trainer.optimizers, "step", watched),
+            mock.patch.object(trainer, "clip", clip_without_waits),
+            CollectiveCounter() as self.counter,
+        ):
             if trainer.parallel_dims.pp_enabled:
                 # Stages exchange shapes, which the fake group cannot answer: run only clipping and the step.
                 give_gradients(p for part in trainer.model_parts for p in part.parameters())
@@ -161,28 +168,6 @@ def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
     return found
 
 
-def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
-    """Operators of Muon's step whose number grows with the matrices: half of the matrices need clearly fewer."""
-    options = {field.name: getattr(muon._options, field.name) for field in fields(muon._options)}
-    if muon._options.overlap == "forward":
-        # No forward follows the steps of the half, and Muon would refuse to leave results to a forward.
-        options["overlap"] = "none"
-    named = [pair for group in muon.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
-    whole = _operations_of_a_step(muon, gpu)
-    half = _operations_of_a_step(Muon(named[: len(named) // 2], **options), gpu)
-    # The number of rare operators may differ by chance.
-    return {name: count for name, count in whole.items() if count > 8 and half[name] <= 0.75 * count}
-
-
-def _operations_of_a_step(muon: Muon, gpu: FakeGpu) -> Counter[str]:
-    give_gradients(parameter for group in muon.param_groups for parameter in group["params"])
-    unwatched = muon._options.offload == "parameters"
-    with _no_sync(gpu, unwatched=unwatched), Operations() as operations:
-        muon.step()
-    muon.zero_grad()
-    return operations.counts
-
-
 def _no_sync(gpu: FakeGpu, *, unwatched: bool) -> AbstractContextManager[None]:
     # With parameters on the host, the host waits for the end of the step before reading them.
     return nullcontext() if unwatched else gpu.no_sync()
@@ -203,5 +188,13 @@ def _bytes(alive: Mapping[object, int], held: Mapping[str, Mapping[object, int]]
 
 def _collectives(counter: CollectiveCounter) -> tuple[Collective, ...]:
     return tuple(
-        Collective(call.name, call.ranks, None if call.name in UNEQUAL else call.payload) for call in counter.calls
+        Collective(
+            call.name,
+            call.ranks,
+            None if call.name in UNEQUAL else call.payload,
+            call.root,
+            call.sends,
+            call.receives,
+        )
+        for call in counter.calls
     )

@@ -27,13 +27,18 @@ needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(), reason="needs a CUDA build of PyTorch, with or without a GPU: make newest"
 )
 PLANNED = Bytes(100 << 20, 100 << 20, 200 << 20, 50 << 20, 80 << 20, 0)
-CALLS = (Collective("allgather_base", (0, 1), 64), Collective("alltoall_base", (0, 1), None))
+SENDS, RECEIVES = (8, 24), (8, 40)
+CALLS = (
+    Collective("allgather_base", (0, 1), 64),
+    Collective("alltoall_base", (0, 1), None, sends=SENDS, receives=RECEIVES),
+)
+# What rank 1 passes to the same collectives.
+PEER_CALLS = (CALLS[0], Collective("alltoall_base", (0, 1), None, sends=(40, 16), receives=(24, 16)))
 RIGHT = Seen(
     rank=0,
     matrices=8,
     orthogonalized=4,
     operations={"bmm": 40},
-    growing={},
     training_peak=replace(PLANNED, rest=1 << 30),
     step_start=replace(PLANNED, orthogonalization=20 << 20, rest=30 << 20),
     step_peak=replace(PLANNED, orthogonalization=20 << 20, rest=90 << 20),
@@ -46,9 +51,12 @@ RIGHT = Seen(
 )
 
 
+PEER = replace(RIGHT, rank=1, training=PEER_CALLS, step=PEER_CALLS[1:])
+
+
 def test_what_the_dry_run_says_has_no_fault() -> None:
     assert list(faults(RIGHT, Expected(0, PLANNED))) == []
-    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1)])) == []
+    assert list(collective_faults([RIGHT, PEER])) == []
 
 
 @pytest.mark.parametrize("what", ["parameters", "gradients", "optimizer_states", "exchange_buffers"])
@@ -67,7 +75,8 @@ def test_one_byte_more_than_the_dry_run_says_is_a_fault(what: str) -> None:
             replace(RIGHT, operations={"copy_": 8}),
             "4 matrices are orthogonalized, and no matrix product is on the device",
         ),
-        (replace(RIGHT, at_rest=(320 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
+        (replace(RIGHT, at_rest=(500 << 20, 500 << 20)), "524,288,000 bytes are alive after a step"),
+        (replace(RIGHT, at_rest=(320 << 20, (320 << 20) + 1)), "1 bytes more are alive after the second step"),
         (replace(RIGHT, groups_made=1), "1 process groups were made after construction"),
     ],
 )
@@ -77,21 +86,49 @@ def test_what_is_wrong_is_said(seen: Seen, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "said"),
+    ("training", "message"),
     [
-        (CALLS[:1], "alltoall_base of None bytes on rank 0 and absent on rank 1"),
-        (CALLS[::-1], "allgather_base of 64 bytes on rank 0 and alltoall_base of None bytes on rank 1"),
-        ((replace(CALLS[0], payload=32), CALLS[1]), "allgather_base of 64 bytes on rank 0 and allgather_base of 32"),
+        (PEER_CALLS[:1], "alltoall_base of None bytes among 2 ranks on rank 0 and absent on rank 1"),
+        (PEER_CALLS[::-1], "allgather_base of 64 bytes among 2 ranks on rank 0 and alltoall_base of None bytes"),
+        ((replace(CALLS[0], payload=32), PEER_CALLS[1]), "64 bytes among 2 ranks on rank 0 and allgather_base of 32"),
+        ((replace(CALLS[0], root=1), PEER_CALLS[1]), "with root 1 on rank 1"),
+        (
+            (CALLS[0], replace(PEER_CALLS[1], receives=(20, 16))),
+            "alltoall_base of 2 ranks: rank 0 sends 24 bytes to rank 1, which expects 20",
+        ),
+        (
+            (CALLS[0], replace(PEER_CALLS[1], sends=(44, 16))),
+            "alltoall_base of 2 ranks: rank 1 sends 44 bytes to rank 0, which expects 40",
+        ),
     ],
 )
-def test_ranks_that_see_other_collectives_are_named(training: tuple[Collective, ...], said: str) -> None:
-    (fault,) = collective_faults([RIGHT, replace(RIGHT, rank=1, training=training)])
-    assert said in fault
+def test_ranks_that_see_other_collectives_are_named(training: tuple[Collective, ...], message: str) -> None:
+    (fault,) = collective_faults([RIGHT, replace(PEER, training=training)])
+    assert message in fault
+
+
+def test_ranks_that_enter_two_groups_in_different_orders_are_named() -> None:
+    wide = Collective("allreduce", (0, 1, 2), 64)
+    ones, twos = replace(RIGHT, step=(*RIGHT.step, wide)), replace(PEER, step=(wide, *PEER.step))
+    (fault,) = collective_faults([ones, twos])
+    assert "shared collective 0 is alltoall_base of None bytes among 2 ranks on rank 0 and allreduce" in fault
+
+
+def test_a_host_that_reads_more_on_one_rank_is_named() -> None:
+    (fault,) = collective_faults([RIGHT, replace(PEER, reads=3)])
+    assert fault == "the host reads 2 numbers on rank 0 and 3 on rank 1"
+
+
+def test_buffers_of_further_ranks_are_those_of_the_dry_run() -> None:
+    expected = Expected(0, PLANNED, others={1: (PLANNED.exchange_buffers, PLANNED.orthogonalization)})
+    assert list(faults(PEER, expected)) == []
+    (fault,) = faults(replace(PEER, step_peak=replace(PEER.step_peak, exchange_buffers=1)), expected)
+    assert fault.startswith("exchange buffers take 1 bytes")
 
 
 def test_collectives_of_other_groups_are_not_compared() -> None:
-    alone = Collective("allgather_base", (1, 3), 64)
-    assert list(collective_faults([RIGHT, replace(RIGHT, rank=1, training=(alone, *CALLS))])) == []
+    single = Collective("allgather_base", (1, 3), 64)
+    assert list(collective_faults([RIGHT, replace(PEER, training=(single, *PEER_CALLS))])) == []
 
 
 @pytest.mark.parametrize(("states", "fits"), [(0, False), (1, True), (200 << 20, True), ((200 << 20) + 1, False)])
@@ -113,8 +150,9 @@ def test_the_rank_that_holds_most_is_held_against_its_own_figures() -> None:
     ranks = [{"rank": rank, "buffer_bytes": 10 + rank, "work_bytes": 20 + rank} for rank in range(3)]
     owners = [{"rank": 1, "bytes": 5}, {"rank": 2, "bytes": 9}]
     shared = {"memory": memory, "ranks": ranks}
-    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0))
-    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0))
+    others = {rank: (10 + rank, 20 + rank) for rank in range(3)}
+    assert Expected.of({**shared, "owners": owners}) == Expected(2, Bytes(1, 2, 3, 12, 22, 0), others=others)
+    assert Expected.of({**shared, "owners": []}) == Expected(0, Bytes(1, 2, 3, 10, 20, 0), others=others)
     stages = [{**shared, "owners": []}, {**shared, "owners": owners}]
     assert Expected.of({"pipeline_ranks": stages}).fullest == 0, "rank 0 is of the first stage"
     assert Expected.of({"memory": memory, "owners": []}).planned.exchange_buffers == 0, "Muon takes nothing"
@@ -185,6 +223,9 @@ def test_a_step_that_is_right_is_rehearsed_without_a_fault(step: str) -> None:
         ("offloaded and on the device", "bytes are alive after a step"),
         ("skipped", "on rank 0 and allreduce of"),
         ("mixed", "mixed torch.Tensor and DTensor"),
+        ("grows", "bytes more are alive after the second step than after the first"),
+        ("moved", "which expects"),
+        ("norm read", "DeviceSync: aten._local_scalar_dense.default"),
     ],
 )
 def test_a_fault_is_caught(fault: str, said: str) -> None:
@@ -203,6 +244,26 @@ def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_pa
     seen = Seen.read(file)
     assert seen.orthogonalized > 0
     assert MATRIX_PRODUCTS & seen.operations.keys()
+
+
+@needs_cuda_build
+@pytest.mark.parametrize(
+    ("right", "wrong", "message"),
+    [("owned", "other owners", "with root"), ("replicas", "report first", "step: shared collective")],
+)
+def test_two_ranks_are_compared_over_all_groups(tmp_path: Path, right: str, wrong: str, message: str) -> None:
+    """Each rank in a process: PyTorch keeps meshes, with the place of the first rank."""
+    records = {}
+    for rank, fault in ((0, right), (4, right), (4, wrong)):
+        file = tmp_path / f"{rank} {fault}.json"
+        subprocess.run(
+            [sys.executable, "-m", "tests.rehearsed_faults", tmp_path, str(rank), fault, file],
+            check=True, cwd=ROOT, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        records[rank, fault] = Seen.read(file)
+    assert list(collective_faults([records[0, right], records[4, right]])) == []
+    (fault_of_ranks,) = collective_faults([records[0, right], records[4, wrong]])
+    assert message in fault_of_ranks
 
 
 @needs_cuda_build
