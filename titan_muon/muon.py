@@ -81,9 +81,13 @@ class Muon(Optimizer):
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
         eps: float = 1e-7,
-        lr_scale: str = "match_rms_adamw",
+        lr_scale: float | str = "match_rms_adamw",
         rule: str = "muon",
         beta2: float = 0.95,
+        update_factor: float = 1.0,
+        decay_follows_lr: bool = False,
+        momentum_warmup_steps: int = 0,
+        momentum_start: float = 0.85,
         cautious: bool = False,
         orthogonalize: str = "auto",
         ns_dtype: str = "auto",
@@ -113,6 +117,7 @@ class Muon(Optimizer):
         given = locals()
         self._options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
         self._collectives = registry.exchange_entry(exchange).collectives
+        self._rule = rule_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
@@ -340,7 +345,7 @@ class Muon(Optimizer):
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
         """The states of the rule on this rank, made where they are missing. All ranks call it together."""
-        specs, params = rule_of(self._options).states, self._trained_params()
+        specs, params = self._rule.states, self._trained_params()
         return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
 
     def _replanned(self) -> bool:
@@ -400,6 +405,7 @@ class Muon(Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
+            self._rule.check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -417,6 +423,7 @@ class Muon(Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
+            self._rule = rule_of(state["_options"])
         super().__setstate__(state)
 
     def _build(self) -> None:
@@ -430,7 +437,7 @@ class Muon(Optimizer):
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options))
+        self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
         own = unequal_tensors(params, self._agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
@@ -447,4 +454,6 @@ class Muon(Optimizer):
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
         stochastic = self._options.rounding == "stochastic"
-        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=stochastic))
+        counted = self._options.momentum_warmup_steps > 0
+        rank = self._agreed.rank
+        return tuple(trained_params(self.param_groups, self.state, rank, stochastic=stochastic, counted=counted))

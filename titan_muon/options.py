@@ -209,6 +209,13 @@ SLOWEST_IN_BFLOAT16 = 0.99
 # root within 20 %). At 0.999 the average never shrinks.
 
 
+LR_SCALES = ("match_rms_adamw", "original", "spectral")
+LR_SCALE = Constraint(
+    f"{', '.join(LR_SCALES)}, or a number above 0",
+    lambda value: value in LR_SCALES or (type(value) in (int, float) and POSITIVE.holds(value)),
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Hyperparameters:
     """Options that may differ between parameter groups."""
@@ -237,20 +244,33 @@ class Hyperparameters:
     eps: Annotated[float, POSITIVE] = 1e-7
     """Lower bound of the norm that divides a matrix."""
 
-    lr_scale: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
-    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n)."""
+    lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
+    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
+    instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of all parameters of a Muon."""
 
-    rule: Literal["muon", "normuon"] = "muon"
-    """Arithmetic of the update. `normuon` divides each row of an update (a neuron) by a running root mean square
-    (arXiv:2510.05491)."""
+    rule: Annotated[str, TEXT] = "muon"
+    """Arithmetic of the update: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
+    elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix."""
 
     beta2: Annotated[float, FRACTION] = 0.95
-    """Decay of the average of squared updates by rows, with `rule` = "normuon"."""
+    """Decay of the average of squared updates, with `rule` = "normuon" or "adamuon"."""
+
+    update_factor: Annotated[float, POSITIVE] = 1.0
+    """Factor on updates besides `lr_scale`. Weight decay is not scaled."""
+
+    decay_follows_lr: bool = False
+    """Multiply weight decay by the learning rate over its highest value in the schedule (AdamC, arXiv:2506.02285)."""
+
+    momentum_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps in which the decay of the momentum rises linearly from `momentum_start` to `momentum`."""
+
+    momentum_start: Annotated[float, FRACTION] = 0.85
+    """Decay of the momentum in the first step, with `momentum_warmup_steps`."""
 
     cautious: bool = False
     """Decay weights only where the update also moves the weight towards zero (arXiv:2510.12402)."""

@@ -36,6 +36,9 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    feature = rank.rule.feature(agreement)
+    if feature is not None:
+        yield feature
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:

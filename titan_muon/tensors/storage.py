@@ -16,7 +16,7 @@ from ..plan.terms.types import Parameter
 from .dtensor import held_indices, layout_of, local
 
 STEP = "step"
-"""Key of a parameter group: the number of steps, for stochastic rounding."""
+"""Key of a parameter group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,17 @@ def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
 
 
 def trained_params(
-    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, *, stochastic: bool
+    groups: Iterable[dict[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+    rank: int,
+    *,
+    stochastic: bool,
+    counted: bool = False,
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
 
-    With `stochastic`, adds STEP to groups with bfloat16 weights. Raises ValueError for a repeated parameter and for a
-    parameter without storage.
+    With `stochastic`, adds STEP to groups with bfloat16 weights; with `counted`, to all groups. Raises ValueError for a
+    repeated parameter and for a parameter without storage.
     """
     seen: set[str] = set()
     for group in groups:
@@ -70,8 +75,8 @@ def trained_params(
                 continue
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
-            if stochastic and parameter.dtype == torch.bfloat16:
-                # Only for bfloat16, so that other checkpoints keep their keys.
+            if counted or (stochastic and parameter.dtype == torch.bfloat16):
+                # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
             shard, key = local(parameter), placement_key(parameter)

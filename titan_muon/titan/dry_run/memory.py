@@ -16,7 +16,9 @@ from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.search.state import state_elements
+from titan_muon.rules import rule_states
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
+from titan_muon.state.rule_states import state_bytes
 from titan_muon.step.foreach import call_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
@@ -93,6 +95,9 @@ def memory_per_rank(
         states_on_device = _window_bytes(held, summary, recipe)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
+    if meta.plan is not None:
+        # On the device under offload too. The owner with the largest states may not hold the largest shards.
+        states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
     if summary is not None:
