@@ -1,17 +1,18 @@
-"""Trains a recipe, or shows its plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
+"""Trains a recipe, or shows the plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
 
 import os
 import sys
 
 import models  # noqa: F401 (registers the families)
+from titan_muon.titan.launch.endings import earlier_end, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 
 def main(command: Command) -> int:
-    """Do what was asked for. Returns the exit code."""
-    # Imported here so that --help and a mistake in the recipe need not wait for PyTorch.
+    """Train or print the plan. Returns the exit code."""
+    # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan import compat
 
     compat.install()
@@ -28,11 +29,15 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(parse(sys.argv[1:]))
+        # torchrun's restarts would only repeat a refusal or a divergence.
+        ended = earlier_end()
+        code = main(parse(sys.argv[1:])) if ended is None else ended
     except RecipeError as error:
         code = 2
         # Every rank reads the same recipe and finds the same mistake.
-        if os.environ.get("RANK", "0") == "0":
+        first = os.environ.get("RANK", "0") == "0"
+        record_end(str(error), code, first=first)
+        if first:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         code = 130

@@ -1,12 +1,13 @@
-"""What a run says on the console: rank 0's own words, and of TorchTitan's log what helps a user."""
+"""Console output of a run: rank 0's lines, and the useful part of TorchTitan's log."""
 
+import hashlib
 import logging
-import os
 import sys
 import warnings
-from pathlib import Path
 
 import torch.distributed as dist
+
+from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
     "[GC]",
@@ -26,18 +27,18 @@ NOISE = (
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
 )
-"""Beginnings of TorchTitan's messages that repeat what a run says itself, or that no user acts on; never warnings."""
+"""Beginnings of TorchTitan's redundant messages (no warnings)."""
 
 NOISY_WARNINGS = (
-    # torchrun sets it, TorchTitan sets it to another value: no user did.
+    # torchrun sets this variable and TorchTitan changes the value.
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
-    # Without it a model is written as one file, which is what a recipe asks for.
+    # Without an index the model is written as a single file, as recipes intend.
     "model.safetensors.index.json not found",
-    # The rank that has the loss reports it here.
+    # RunMetrics reports on the rank with the loss.
     "Pipeline Parallel loss is not visible",
 )
-"""Beginnings of warnings that no user can act on, each by its own words: any other may be the reason for a bad run."""
+"""Beginnings of warnings without a remedy. Listed in full, because any other warning may explain a bad run."""
 
 
 def say(text: str) -> None:
@@ -46,35 +47,49 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def say_error(error: Exception) -> None:
-    """Print an error of the user on stderr once: by the first rank that has it, which need not be rank 0.
+def say_error(error: Exception, code: int) -> None:
+    """Print an error of the user on stderr, by the first rank with the error. torchrun's summary gets the error too.
 
-    TorchTitan's trainer leaves its traceback for torchrun to print; that is withdrawn.
+    Args:
+        error: what the user has to know.
+        code: exit code of this process.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
-    try:
-        first = dist.distributed_c10d._get_default_store().add("titan_muon/errors", 1) == 1
-    except RuntimeError:
-        # The process that keeps the store has already ended, and so has said its error.
-        return
+    first = _is_first("errors")
+    # In place of the traceback that TorchTitan's trainer leaves for torchrun to print.
+    record_end(str(error), code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+def _is_first(event: str) -> bool:
+    """Whether this rank is the first to report an event."""
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
+    except RuntimeError:
+        # The process that keeps the store has already ended, after it reported its own events.
+        return False
+
+
 class _Useful(logging.Filter):
-    """Lets messages through that are not noise; from ranks other than 0, errors only."""
+    """Lets messages through that are not noise; from ranks other than 0, a warning that no rank has said before."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank != 0 and record.levelno < logging.ERROR:
+        text = record.getMessage()
+        if text.startswith(NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE):
             return False
-        noise = NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE
-        return not record.getMessage().startswith(noise)
+        if record.levelno != logging.WARNING or not dist.is_initialized():
+            return rank == 0 or record.levelno > logging.WARNING
+        # A slow link or a faulty GPU warns on its own rank alone; most other warnings are the same on all ranks.
+        if not _is_first(f"warnings/{hashlib.sha256(text.encode()).hexdigest()}"):
+            return rank == 0
+        if rank != 0:
+            record.msg, record.args = f"rank {rank}: {text}", None
+        return True
 
 
 class _Formatter(logging.Formatter):
-    """The bare message, with its level before it from WARNING on."""
+    """The bare message, prefixed with the level from WARNING on."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -83,11 +98,11 @@ class _Formatter(logging.Formatter):
 
 def set_up_logging() -> None:
     """Send the log to the console. TorchTitan logs to Python's root logger."""
-    # MoE routers ask for float32 autocast; the CPU has none and needs none.
+    # MoE routers request float32 autocast. The CPU has none and needs none.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
-    # On the CPU models draw their starting values without DTensor's generator (models/common.py).
+    # On the CPU, models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
-    # TorchTitan's schedules ask for the rate this way when a checkpoint is loaded, and get the right one.
+    # TorchTitan's schedules query the rate in this way on loading, and get the right rate.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(_Useful())

@@ -19,7 +19,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
 from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run, run_folders  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.run_name import what_differs  # noqa: E402
+from titan_muon.titan.run_name import distinguishing_keys  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -110,6 +110,28 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_metrics_of_every_rank_go_on_after_the_checkpoint(tmp_path: Path) -> None:
+    """Under metrics.save_for_all_ranks each rank has a file, and no step may stand in it twice."""
+    run = finished_run(tmp_path, 3)
+    (run / "rank-1").mkdir()
+    (run / "rank-1" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert list(tiny.records(run / "rank-1", "loss")) == [1, 2, 3]
+    beside = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3)).folder
+    assert beside == str(run)
+
+
+def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to rank 0 alone, an error of another class would leave the others in the broadcast."""
+    sent: list[object] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, **_: sent.extend(objects))
+    monkeypatch.setattr("titan_muon.titan.run.runs.open_run", lambda *_: {}["step"])
+    with FolderLock() as lock, pytest.raises(KeyError):
+        agree(tiny.recipe(tmp_path), object(), lock)  # type: ignore[arg-type]
+    assert isinstance(sent[0], KeyError)
+
+
 def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first start of a job that always asks for `latest` must be a new run."""
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
@@ -141,7 +163,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     ("values", "named"),
     [
         ({"checkpoint__load": "nowhere"}, "no such folder"),
-        ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "steps saved: 9, 6, 3"),
+        ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "saved steps: 9, 6, 3"),
         ({"checkpoint__load": "RUN", "checkpoint__load_step": 9}, "step-9 cannot be used: __0_0.distcp is missing"),
         ({"checkpoint__load": "latest", "checkpoint__load_step": 5}, "no run in"),
         ({"checkpoint__load_step": 5}, 'needs checkpoint.load = "latest"'),
@@ -286,5 +308,5 @@ def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path
     for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):
         (tmp_path / f"{number}.toml").write_text(text)
     files = [tmp_path / f"{number}.toml" for number in range(3)]
-    assert what_differs(Recipe(), files, ()) == ""
-    assert what_differs(recipe, files, ()) == "training.steps=6"
+    assert distinguishing_keys(Recipe(), files, ()) == ""
+    assert distinguishing_keys(recipe, files, ()) == "training.steps=6"
