@@ -1,8 +1,4 @@
-"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
-
-`Muon.build` makes the plan, at the first use. The engine (`engine.py`) runs the plan in each step, stage by stage
-(`step/stages.py`).
-"""
+"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan, which `Muon.build` makes."""
 
 from __future__ import annotations
 
@@ -25,7 +21,6 @@ from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
-from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
@@ -339,14 +334,12 @@ class Muon(Optimizer):
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
-            self._engine = self.engine.rebuilt(
-                self._trained_params(), self._options, self._agreed, self._rule_states(self.plan)
-            )
+            states = self._rule_states(self.plan)
+            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
         """The states of the rule on this rank, made where they are missing. All ranks call it together."""
-        specs, params = self._rule.states, self._trained_params()
-        return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
+        return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
@@ -453,7 +446,4 @@ class Muon(Optimizer):
         )
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
-        stochastic = self._options.rounding == "stochastic"
-        counted = self._options.momentum_warmup_steps > 0
-        rank = self._agreed.rank
-        return tuple(trained_params(self.param_groups, self.state, rank, stochastic=stochastic, counted=counted))
+        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

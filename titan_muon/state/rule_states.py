@@ -48,7 +48,6 @@ MatrixStates = Mapping[int, Mapping[str, Tensor]]
 
 def with_rule_states(
     plan: Plan,
-    geometries: Geometries,
     params: Sequence[TrainedParam],
     specs: Sequence[StateSpec],
     state: Mapping[Tensor, dict[str, Any]],
@@ -59,9 +58,7 @@ def with_rule_states(
     orthogonalize the matrix, so that torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    if not specs:
-        return states
-    for number, ranks in enumerate(workers(plan, geometries)):
+    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
 from .dtensor import held_indices, layout_of, local
@@ -53,17 +54,12 @@ def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
 
 
 def trained_params(
-    groups: Iterable[dict[str, Any]],
-    state: Mapping[Tensor, Mapping[str, Any]],
-    rank: int,
-    *,
-    stochastic: bool,
-    counted: bool = False,
+    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, options: MuonOptions
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
 
-    With `stochastic`, adds STEP to groups with bfloat16 weights; with `counted`, to all groups. Raises ValueError for a
-    repeated parameter and for a parameter without storage.
+    Adds STEP to groups if the options count steps. Raises ValueError for a repeated parameter and for a parameter
+    without storage.
     """
     seen: set[str] = set()
     for group in groups:
@@ -75,7 +71,8 @@ def trained_params(
                 continue
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
-            if counted or (stochastic and parameter.dtype == torch.bfloat16):
+            rounds = options.rounding == "stochastic" and parameter.dtype == torch.bfloat16
+            if rounds or options.momentum_warmup_steps:
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
