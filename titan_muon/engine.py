@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm.agreement import Agreement, PlanReport, digest_of
-from .comm.buffers import Buffers
+from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, FaultReport, fault_of
@@ -195,11 +197,13 @@ def engine_of(
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
-    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype])
+    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=needs_exclusive_groups(options))
     report = FaultReport(len(params), buffers.device, agreement, replicated_plain(plan))
     arithmetic = arithmetic_of(params, plan, options)
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
+    if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
+        warnings.warn(warning, stacklevel=6)
     return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
 
 

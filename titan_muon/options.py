@@ -241,8 +241,9 @@ class Hyperparameters:
     ] = "keller_jordan"
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
-    eps: Annotated[float, POSITIVE] = 1e-7
-    """Lower bound of the norm that divides a matrix."""
+    eps: Annotated[float, POSITIVE] = 1e-14
+    """Lower bound of the norm that divides a matrix. A smaller matrix gets a smaller update. float32 cannot sum the
+    squares of much smaller norms. torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
     lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
     """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
@@ -324,6 +325,10 @@ class StepOptions:
 
     release_grads: bool = False
     """Free each gradient after packing."""
+
+    keep_buffers: bool = False
+    """Keep exchange buffers and workspace allocated between steps. Without, each step allocates and frees them, which
+    fragments the memory of a GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and

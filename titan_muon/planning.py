@@ -21,11 +21,13 @@ from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
-from .plan.terms.work import Work, WorkOf
-from .rules import check_rule
+from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
+from .rules import check_rule, rule_of, sliced_names
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
+from .step.foreach import WIDE_BYTES, chunk_bytes
+from .step.rounding import BYTES as CHUNK_BYTES
 from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
 from .tensors.matrices import check_splits, planned
@@ -87,12 +89,26 @@ def plan_step(
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
-    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    dtypes = frozenset(tensor.dtype for _, tensor in named)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
     check_rule(options, plan)
+    check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
     if said := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
     return plan
+
+
+def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
+    """Raise OptionError for coefficients that begin with a scaling, where the iteration has no scaling."""
+    sliced = sliced_names(plan)
+    scaled = [iteration.name for iteration in iterations if iteration.prescaled]
+    if scaled and (sliced or options.orthogonalize == "reference"):
+        raise OptionError(
+            "ns_coefficients",
+            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
+            f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+        )
 
 
 def plan_parameters(
@@ -101,13 +117,36 @@ def plan_parameters(
     dispatch: Dispatch,
     options: MuonOptions,
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
     """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
     # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
     work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
-    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
+    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
+
+
+def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
+    """Temporary memory of the element-wise stages, for weights of these dtypes with gradients of the same dtypes."""
+    rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
+    advance, apply, drawn = [0], [0], False
+    for dtype in dtypes:
+        wide = max(state_bytes, dtype.itemsize)
+        # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
+        advance.append(wide * (1 + (state_bytes < wide)))
+        stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
+        drawn = drawn or stochastic
+        scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+    return Passes(
+        advance_elements=limit // WIDE_BYTES,
+        advance_bytes=max(advance),
+        apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
+        apply_bytes=max(apply),
+        finish_bytes=rule.finish_bytes,
+        states=len(rule.states),
+    )
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:

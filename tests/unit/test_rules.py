@@ -129,6 +129,19 @@ def test_what_a_rule_cannot_use_is_refused_at_construction(options: dict[str, An
     assert message in str(refused.value)
 
 
+def test_scaled_coefficients_are_refused_for_the_reference_and_run_otherwise() -> None:
+    param = nn.Parameter(torch.randn(16, 24))
+    options: dict[str, Any] = {"ns_coefficients": "aol", "ns_steps": 4}
+    with pytest.raises(ValueError, match="ns_coefficients = 'aol' begins with a scaling"):
+        Muon([("w", param)], orthogonalize="reference", **options).build()
+    muon = Muon([("w", param)], lr=1.0, lr_scale="spectral", weight_decay=0.0, **options)
+    before, param.grad = param.detach().clone(), torch.randn(16, 24)
+    muon.step()
+    values = torch.linalg.svdvals((before - param.detach()) * (24 / 16) ** 0.5)
+    assert values.min() > 0.9
+    assert values.max() < 1.2
+
+
 def test_muonh_refuses_bfloat16_weights_by_name() -> None:
     muon = Muon([("w", nn.Parameter(torch.eye(16).bfloat16()))], rule="muonh", weight_decay=0.0)
     with pytest.raises(ValueError, match=r"rule = 'muonh' needs float32 weights.*: w"):

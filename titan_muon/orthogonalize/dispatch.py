@@ -121,8 +121,10 @@ class Method:
         itemsize = DTYPES[self.dtype].itemsize
         spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
         iteration = (elements(rows, cols) - spared) * itemsize
-        # The CPU normalizes to float16 through two float32 copies.
-        return max(iteration, 10 * rows * cols) if (device, self.dtype) == ("cpu", "float16") else iteration
+        if device != "cpu":
+            return iteration
+        # The CPU normalizes to float16 through two float32 copies, and from float32 to bfloat16 through one.
+        return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
 
 
 @dataclass(frozen=True)

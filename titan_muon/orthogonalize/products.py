@@ -11,8 +11,8 @@ from torch import Tensor
 class Products(Protocol):
     """How the symmetric products of an iteration are made. X is (count, m, n), all others are (count, m, m)."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
-        """Fill `out` with X Xᵀ."""
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Fill `out` with alpha X Xᵀ."""
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
@@ -23,8 +23,11 @@ class Products(Protocol):
 class PlainProducts:
     """Products that compute all of a symmetric matrix, at the rate of the device's matrix library."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
-        torch.bmm(x, x.mT, out=out)
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        if alpha == 1:
+            torch.bmm(x, x.mT, out=out)
+        else:
+            torch.baddbmm(out, x, x.mT, beta=0, alpha=alpha, out=out)
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
@@ -62,12 +65,12 @@ def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: floa
         out.diagonal(dim1=1, dim2=2).add_(delta)
 
 
-def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric."""
+def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with alpha P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric."""
     # Tall matrices from the right, and not as transposed views from the left: results go to transposed memory a
     # thousand times slower on CPUs.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
-    if beta == 0:
+    if beta == 0 and alpha == 1:
         torch.bmm(left, right, out=out)
     else:
-        torch.baddbmm(x, left, right, beta=beta, out=out)
+        torch.baddbmm(x, left, right, alpha=alpha, beta=beta, out=out)

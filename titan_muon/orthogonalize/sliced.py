@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import wide_gram
-from .standard import delivered, normalized
+from .standard import delivered, normalized, start_norm
 
 
 class Team(Protocol):
@@ -70,15 +70,17 @@ def sliced(
     """
     x = normalized(stack, eps, dtype, norms)[0]
     following = torch.empty_like(x)
+    count = sum(runs)
     for first, last in pairwise(accumulate(runs, initial=0)):
         beta, part = _accumulated(_gram(x, of), steps[first:last], of.team)
         q = of.team.gathered(part)
         # From the right where rows are cut, as in `multiply`.
         left, right = (x, q) if of.cuts_rows else (q, x)
-        if beta == 0:
+        scale = 1 / start_norm(dtype) if last == count else 1.0
+        if beta == 0 and scale == 1:
             torch.mm(left, right, out=following)
         else:
-            torch.addmm(x, left, right, beta=beta, out=following)
+            torch.addmm(x, left, right, alpha=scale, beta=beta * scale, out=following)
         x, following = following, x
     return delivered(x[None], stack.dtype, out)
 
@@ -86,7 +88,8 @@ def sliced(
 def _gram(x: Tensor, of: Slice) -> Tensor:
     """This rank's rows of X Xᵀ, the sum over all slices."""
     # Rounded once, as that of a whole matrix: in 16 bits the parts would add a quarter to the error of the result.
-    return of.team.summed(wide_gram(x.mT if of.cuts_rows else x)).to(x.dtype)
+    wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
+    return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)
 
 
 def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Tensor]:

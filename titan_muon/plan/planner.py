@@ -17,11 +17,15 @@ from .terms.layout import Geometries
 from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
-from .terms.work import Work, WorkOf
+from .terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
 
 
 def make_plan(
-    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: MachineRates | None = None
+    parameters: Sequence[Parameter],
+    work_of: WorkOf,
+    options: MuonOptions,
+    machine: MachineRates | None = None,
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
     """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
 
@@ -42,7 +46,7 @@ def make_plan(
         geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
     on = machine_of(options.machine) if machine is None else machine
-    costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
+    costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on, passes)
     problem = make_problem(parameters, geometries, options, costs)
     candidate, simulation = _best(problem, geometries, work_of)
     problem = candidate.problem
@@ -56,6 +60,7 @@ def make_plan(
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
+        passes=passes,
     )
 
 

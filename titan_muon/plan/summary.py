@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..options import Machine
+from .cost.memory import step_bytes
 from .cost.times import Costs, OwnerTime
 from .cost.totals import Totals
+from .program import workers
 from .search.state import state_elements
 from .terms.layout import Geometries
 from .terms.machine import machine_of
@@ -30,12 +34,12 @@ class RankCost:
     bytes_sent: int
     bytes_received: int
     buffer_bytes: int
-    whole_bytes: int
     work_bytes: int
     collectives: int
     loads: int
     load_elements: int
     state_elements: int
+    rule_state_bytes: int
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,7 @@ class Summary:
         collectives_per_step: calls of the rank that launches most. On gloo, which gathers equal parts only, an
             all-gather of unequal ones is as many broadcasts as ranks.
         buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
-        whole_bytes_max: bytes of the largest batch that any rank assembles, which is there all through the step.
-        work_bytes_max: bytes of the rank that needs most to assemble its largest batch of matrices (allocated once) and
-            to orthogonalize it (in each step).
+        work_bytes_max: most bytes of any rank in a step besides exchange buffers, `StepBytes.work`.
     """
 
     ranks: tuple[RankCost, ...]
@@ -63,18 +65,18 @@ class Summary:
     bytes_sent_max: int
     collectives_per_step: int
     buffer_bytes_max: int
-    whole_bytes_max: int
     work_bytes_max: int
 
 
 def summarize(plan: Plan) -> Summary:
     """Count everything that the plan will do."""
-    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    geometries = Geometries(plan.parameters)
+    pieces = Pieces(plan.matrices, geometries)
     # Counts are the same on any machine.
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()))
-    totals, states = Totals(plan.buckets, pieces), state_elements(plan)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)
+    totals, states, of_rule = Totals(plan.buckets, pieces), state_elements(plan), rule_state_bytes(plan, geometries)
     ranks = tuple(
-        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()))
+        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()), of_rule.get(rank, 0))
         for rank, local in costs.local(plan.local).items()
     )
     further = len(plan.matrices) - plan.whole_matrices
@@ -87,28 +89,38 @@ def summarize(plan: Plan) -> Summary:
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
         collectives_per_step=max(cost.collectives for cost in ranks),
         buffer_bytes_max=max(cost.buffer_bytes for cost in ranks),
-        whole_bytes_max=max(cost.whole_bytes for cost in ranks),
         work_bytes_max=max(cost.work_bytes for cost in ranks),
     )
 
 
-def _rank_cost(rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
+def rule_state_bytes(plan: Plan, geometries: Geometries) -> Mapping[int, int]:
+    """Bytes of the rule's states by rank, see `Passes.states`."""
+    counts = Counter[int]()
+    for number, ranks in enumerate(workers(plan, geometries)) if plan.passes.states else ():
+        for rank in ranks:
+            counts[rank] += 4 * plan.passes.states * plan.out_in(number)[0]
+    return counts
+
+
+def _rank_cost(
+    rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int, of_rule: int
+) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     shared = sum(one.team_sent for one in owned)
-    # The largest of each, although of different batches: the workspace stays while all batches take turns in it.
-    whole, iteration = max(one.assembled for one in owned), max(one.iteration for one in owned)
+    elements = totals.buffer_elements(rank, max(1, min(plan.buffer_sets, plan.rounds)))
+    memory = step_bytes(local, buckets, elements, costs)
     return RankCost(
         rank=rank,
         matrices=sum(one.matrices for one in owned),
         ns_flops=sum(one.flops for one in owned),
         bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
         bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
-        buffer_bytes=totals.buffer_elements(rank, max(1, min(plan.buffer_sets, plan.rounds))) * plan.wire_bytes,
-        whole_bytes=whole,
-        work_bytes=whole + iteration,
+        buffer_bytes=memory.buffers,
+        work_bytes=memory.work,
         collectives=sum(bucket.collectives for bucket in buckets) + sum(one.team_calls for one in owned),
         loads=local.batches + len(buckets),
         load_elements=max([local.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
         state_elements=kept,
+        rule_state_bytes=of_rule,
     )

@@ -29,6 +29,8 @@ class NorMuonRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+    # The matrix and its squares in float32.
+    finish_bytes = 8
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Normalize the rows of each matrix of `whole` (count, rows, cols), in place; columns if `transposed`."""

@@ -23,9 +23,11 @@ class Rule(Protocol):
 
     Attributes:
         states: states of each matrix besides the momentum.
+        finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
     states: tuple[StateSpec, ...] = ()
+    finish_bytes: int = 0
 
     def check(self, group: Group) -> None:
         """Raise OptionError for hyperparameters of a parameter group that the rule cannot use."""

@@ -11,7 +11,7 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
-from ..terms.work import Work
+from ..terms.work import FLOAT32_PASSES, Passes, Work
 from .batches import counted_batches
 
 MOMENTUM_BYTES = 12
@@ -66,10 +66,23 @@ class Costs:
         works: the plan's.
         wire_bytes: of an element in transit.
         machine: what the ranks run on.
+        passes: temporary memory of the element-wise stages.
+
+    Attributes:
+        longest_row: columns of the widest matrix.
     """
 
-    def __init__(self, pieces: Pieces, works: Sequence[Work], wire_bytes: int, machine: MachineRates) -> None:
+    def __init__(
+        self,
+        pieces: Pieces,
+        works: Sequence[Work],
+        wire_bytes: int,
+        machine: MachineRates,
+        passes: Passes = FLOAT32_PASSES,
+    ) -> None:
         self.pieces, self.works, self.wire_bytes, self.machine = pieces, works, wire_bytes, machine
+        self.passes = passes
+        self.longest_row = max((pieces.matrices[example].cols for example in pieces.examples), default=0)
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
@@ -98,7 +111,7 @@ class Costs:
                 elements=found.elements + size * matrix.numel,
                 seconds=found.seconds + self.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), size),
                 assembled=max(found.assembled, size * matrix.numel * self.wire_bytes),
-                iteration=max(found.iteration, size * work.bytes),
+                iteration=max(found.iteration, size * max(work.bytes, matrix.numel * self.passes.finish_bytes)),
                 matrices=found.matrices + size,
                 flops=found.flops + size * matrix.flops,
                 batches=found.batches + 1,

@@ -7,6 +7,7 @@ from itertools import zip_longest
 
 from ..exchange.all_gather import PATTERNS
 from ..exchange.pattern import BucketTotals
+from ..exchange.phases import aligned
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
 
@@ -34,4 +35,4 @@ class Totals:
             largest[number % buffer_sets, place] = [
                 max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)
             ]
-        return sum(map(sum, largest.values()))
+        return sum(aligned(elements) for buffers in largest.values() for elements in buffers)

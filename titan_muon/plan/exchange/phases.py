@@ -9,6 +9,14 @@ from functools import cached_property
 
 from ..terms.types import Bucket, Piece
 
+ALIGNMENT = 64
+"""Elements that a buffer's place in a block is a multiple of, so that collectives read aligned memory."""
+
+
+def aligned(elements: int) -> int:
+    """The elements of a buffer with its padding in a block."""
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
 
 class Collective(Enum):
     """What moves the parcels of a leg."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from ...options import OptionError, Overlap
+from ..cost.memory import step_bytes
 from ..cost.timeline import simulate
 from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
@@ -233,7 +234,11 @@ class _Search:
             for bucket, found in zip(buckets, totals.of_buckets, strict=True)
         ]
         numbers, local = [bucket.round for bucket in buckets], [one.seconds for one in self._local]
-        busiest, work = self._computed(times)
+        busiest = self._busiest(times)
+        work = [
+            step_bytes(self._local[place].owned, [each for _, each in totals.buckets[rank]], 0, problem.costs).work
+            for rank, place in self._place.items()
+        ]
         added = []
         ordered = ordered_rounds(buckets, self._overlap)
         # In backward and in forward all can travel that have buffers of their own.
@@ -262,19 +267,14 @@ class _Search:
                 found.append(Bucket(problem.pattern.name, problem.groups[group], chosen, ranks, number))
         return tuple(found)
 
-    def _computed(self, times: Sequence[BucketTimes]) -> tuple[float, list[int]]:
-        """Seconds that the busiest rank computes, and bytes of the workspace of each rank."""
+    def _busiest(self, times: Sequence[BucketTimes]) -> float:
+        """Seconds that the busiest rank computes."""
         busy = [local.seconds for local in self._local]
-        whole, iteration = (
-            [getattr(local.owned, name) for local in self._local] for name in ("assembled", "iteration")
-        )
         for one in times:
             parts = zip(one.group, one.pack, one.owned, one.copies, one.apply, strict=True)
             for index, pack, owned, copies, apply in parts:
                 busy[index] += pack + owned.seconds + copies + apply
-                whole[index] = max(whole[index], owned.assembled)
-                iteration[index] = max(iteration[index], owned.iteration)
-        return max(busy, default=0.0), [sum(pair) for pair in zip(whole, iteration, strict=True)]
+        return max(busy, default=0.0)
 
     def run_until_it_fits(self) -> None:
         """Unless a draft fits, simulate more and more rounds of matrices that follow each other until one does."""

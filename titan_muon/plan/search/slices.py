@@ -230,7 +230,7 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
     return replace(
         problem,
         parameters=parameters,
-        costs=Costs(pieces, works, costs.wire_bytes, costs.machine),
+        costs=Costs(pieces, works, costs.wire_bytes, costs.machine, costs.passes),
         local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,

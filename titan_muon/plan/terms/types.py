@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import Work
+from .work import FLOAT32_PASSES, Passes, Work
 
 
 class Interval(NamedTuple):
@@ -265,6 +265,7 @@ class Plan:
     wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""
+    passes: Passes = FLOAT32_PASSES
 
     @property
     def rounds(self) -> int:
