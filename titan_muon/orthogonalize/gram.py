@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
-from .standard import almost_orthogonal_, delivered, following, normalized, start_norm
+from .standard import almost_orthogonal_, delivered, next_buffer, normalized, start_norm
 
 
 def gram(
@@ -27,30 +27,31 @@ def gram(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute: so it can be run on the small R, with
-    Q the product of all polynomials, and X be multiplied by Q once, or before each step of `restarts` and at the end.
-    Source: Zhang et al., "Gram Newton-Schulz" (2026). The result, `norms`, `out` and `prescale` are as in `standard`.
+    The standard iteration multiplies X by polynomials in R = X Xᵀ, and polynomials in R commute. So iterate on the
+    small R, accumulate the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the
+    end.
+    Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms`, `out` and `prescale` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, following(x, out), steps, restarts, products, prescale), stack.dtype, out)
+    return delivered(_iterated(x, next_buffer(x, out), steps, restarts, products, prescale), stack.dtype, out)
 
 
 def _iterated(
-    x: Tensor, other: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
+    x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
 ) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
-    # R is advanced by itself and never compared with X: what rounding adds to its small eigenvalues grows with each
-    # step, until R is no X Xᵀ any more. A restart makes it from X again, for the price of two products with X.
+    # R is iterated without X, so rounding errors in small eigenvalues grow with each step. A restart recomputes R from
+    # X, for two products with X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products, prescale and first == 0)
-        multiply(q, x, alpha=1 / start_norm(x.dtype) if last == len(steps) else 1.0, out=other)
-        x, other = other, x
+        multiply(q, x, alpha=1 / start_norm(x.dtype) if last == len(steps) else 1.0, out=spare)
+        x, spare = spare, x
     return x
 
 
 def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products, prescale: bool) -> Tensor:
-    """The product of the steps' polynomials a I + b R + c R R, R advanced from X Xᵀ by each; it is one of `work`."""
+    """The product of the steps' polynomials a I + b R + c R R, with R advanced from X Xᵀ by each; one of `work`."""
     r, q, z, spare = work
     products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
     if prescale:
@@ -59,8 +60,8 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)
             break
-        # Z without its a I, which enters below as `beta`, before a product is rounded: added to Z, a number around 4
-        # would take the last digits of a diagonal that is nearly zero.
+        # Z omits a I, added below as `beta` before rounding, because adding a (about 4) to Z would lose the last digits
+        # of a nearly zero diagonal.
         polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
@@ -68,7 +69,7 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
             products.symmetric(q, z, q, alpha=1.0, beta=a, out=spare)
             q, spare = spare, q
         if index + 1 < len(steps):
-            # R (Z + a I)² is the next X Xᵀ, since all of them commute.
+            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
             products.symmetric(r, z, r, alpha=1.0, beta=a, out=spare)
             products.symmetric(spare, z, spare, alpha=1.0, beta=a, out=r)
     return q

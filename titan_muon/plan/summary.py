@@ -1,4 +1,4 @@
-"""What a plan costs, in numbers: for each rank and in total."""
+"""Counts of a plan, for each rank and in total: FLOPs, bytes, buffers and collectives."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ from .terms.types import Plan
 
 @dataclass(frozen=True)
 class RankCost:
-    """What one rank does in a step; FLOPs are of Newton-Schulz, bytes are to and from other ranks.
+    """Counts of a rank in a step: FLOPs of Newton-Schulz, bytes to and from other ranks.
 
-    `matrices` counts those whole and slices of others.
-
-    It keeps `state_elements` of momentum, which is advanced in `loads`, of `load_elements` at most: what offloaded
-    momentum comes to the device in.
+    `matrices` counts whole matrices and slices. `state_elements`: momentum on the rank. Offloaded momentum comes to the
+    device in `loads` loads of at most `load_elements` elements.
     """
 
     rank: int
@@ -44,18 +42,18 @@ class RankCost:
 
 @dataclass(frozen=True)
 class Summary:
-    """A plan in numbers.
+    """Totals and maxima of a plan.
 
     Attributes:
-        ranks: costs of each rank.
-        muon_matrices: matrices over the whole world, copies counted once.
-        orthogonalizations: matrices orthogonalized over all ranks; more than `muon_matrices` if replicas repeat work.
-        ns_flops_max: FLOPs of the rank that has most of them.
-        bytes_sent_max: bytes of the rank that sends most.
-        collectives_per_step: calls of the rank that launches most. On gloo, which gathers equal parts only, an
-            all-gather of unequal ones is as many broadcasts as ranks.
-        buffer_bytes_max: exchange buffers of the rank that has most, allocated once.
-        work_bytes_max: most bytes of any rank in a step besides exchange buffers, `StepBytes.work`.
+        ranks: counts of each rank.
+        muon_matrices: matrices over the whole world; replicas count once.
+        orthogonalizations: matrices orthogonalized over all ranks; above `muon_matrices` if replicas repeat work.
+        ns_flops_max: most FLOPs of a rank.
+        bytes_sent_max: most bytes sent by a rank.
+        collectives_per_step: most collective calls of a rank. On gloo an uneven all-gather runs as a broadcast per
+            rank.
+        buffer_bytes_max: most bytes of exchange buffers on a rank, allocated at construction.
+        work_bytes_max: most bytes of a rank in a step besides exchange buffers, `StepBytes.work`.
     """
 
     ranks: tuple[RankCost, ...]
@@ -69,10 +67,10 @@ class Summary:
 
 
 def summarize(plan: Plan) -> Summary:
-    """Count everything that the plan will do."""
+    """Count the FLOPs, bytes and collectives of a plan."""
     geometries = Geometries(plan.parameters)
     pieces = Pieces(plan.matrices, geometries)
-    # Counts are the same on any machine.
+    # Counts do not depend on the machine.
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)
     totals, states, of_rule = Totals(plan.buckets, pieces), state_elements(plan), rule_state_bytes(plan, geometries)
     ranks = tuple(
@@ -83,7 +81,7 @@ def summarize(plan: Plan) -> Summary:
     return Summary(
         ranks=ranks,
         muon_matrices=plan.whole_matrices,
-        # One group alone has slices, and each of them one owner.
+        # Slices are in a single group, with an owner each.
         orthogonalizations=sum(cost.matrices for cost in ranks) - further,
         ns_flops_max=max(cost.ns_flops for cost in ranks),
         bytes_sent_max=max(cost.bytes_sent for cost in ranks),
@@ -107,18 +105,18 @@ def _rank_cost(
 ) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
-    shared = sum(one.team_sent for one in owned)
+    sliced_bytes = sum(owner.team_sent for owner in owned)
     elements = totals.buffer_elements(rank, max(1, min(plan.buffer_sets, plan.rounds)))
     memory = step_bytes(local, buckets, elements, costs)
     return RankCost(
         rank=rank,
-        matrices=sum(one.matrices for one in owned),
-        ns_flops=sum(one.flops for one in owned),
-        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + shared,
-        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + shared,
+        matrices=sum(owner.matrices for owner in owned),
+        ns_flops=sum(owner.flops for owner in owned),
+        bytes_sent=sum(bucket.sent for bucket in buckets) * plan.wire_bytes + sliced_bytes,
+        bytes_received=sum(bucket.received for bucket in buckets) * plan.wire_bytes + sliced_bytes,
         buffer_bytes=memory.buffers,
         work_bytes=memory.work,
-        collectives=sum(bucket.collectives for bucket in buckets) + sum(one.team_calls for one in owned),
+        collectives=sum(bucket.collectives for bucket in buckets) + sum(owner.team_calls for owner in owned),
         loads=local.batches + len(buckets),
         load_elements=max([local.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
         state_elements=kept,

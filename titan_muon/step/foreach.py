@@ -307,7 +307,6 @@ def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of each parameter's group, by identity."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Geometries, Geometry
@@ -22,12 +22,22 @@ class Holder(NamedTuple):
     replica: Replica
 
 
+class KeySums(NamedTuple):
+    """Elements and ranks of the holders with one key of a route: of all, and by (key, node)."""
+
+    elements: Counter[Hashable]
+    elements_near: Counter[tuple[Hashable, int]]
+    ranks: Counter[Hashable]
+    ranks_near: Counter[tuple[Hashable, int]]
+
+
 class Holders:
     """The holders of the matrices of a kind in a group, and the elements of one such matrix by rank, node, replica,
     and (replica, node)."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
+        self._sums: dict[tuple[str, int], KeySums] = {}
         self.total, self.on_rank = 0, dict[int, int]()
         self.on_node, self.of_replica = Counter[int](), Counter[Replica]()
         self.of_part = Counter[tuple[Replica, int]]()
@@ -37,6 +47,20 @@ class Holders:
             self.on_node[node] += elements
             self.of_replica[replica] += elements
             self.of_part[replica, node] += elements
+
+    def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
+        """Sums by the `key` of a rank, which is the same in every call for a pattern and a direction."""
+        # A search deals the same matrices to buckets hundreds of times.
+        if (pattern, direction) not in self._sums:
+            sums = KeySums(Counter(), Counter(), Counter(), Counter())
+            for rank, elements, node, _ in self.holders:
+                place = key(rank)
+                sums.elements[place] += elements
+                sums.elements_near[place, node] += elements
+                sums.ranks[place] += 1
+                sums.ranks_near[place, node] += 1
+            self._sums[pattern, direction] = sums
+        return self._sums[pattern, direction]
 
 
 class Pieces:
@@ -60,28 +84,22 @@ class Pieces:
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
 
     def ranks(self) -> list[int]:
-        """All holders of any parameter, ascending."""
         return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
 
     def geometry(self, matrix: int) -> Geometry:
-        """The geometry of a matrix's parameter."""
         return self._geometries[self.matrices[matrix].parameter]
 
     def find(self, matrix: int, rank: int) -> Piece | None:
-        """The piece of a matrix on a rank of the mesh, if any."""
         return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
 
     def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(rank, elements) of each piece of a matrix on some ranks."""
         stored = self.geometry(matrix).elements(self.matrices[matrix].index)
         return ((rank, elements) for rank, elements in stored.items() if rank in ranks)
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def holders(self, kind: int, group: tuple[int, ...]) -> Holders:
-        """The holders of the matrices of a kind in a group."""
         key = (kind, group)
         if key not in self._holders:
             example, members = self.examples[kind], frozenset(group)
@@ -105,7 +123,6 @@ class Pieces:
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The kind of each matrix, and an example of each kind."""
     # By geometry first: comparing the elements on all ranks for every expert of every layer would take longer than
     # kinds save.
     stored: dict[tuple[int, int], int] = {}

@@ -1,6 +1,6 @@
-"""Endings that a restart does not change, a refusal or a divergence, in torchrun's error files.
+"""Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-torchrun shows the message of an error file in its summary. Under `--max-restarts` it starts all processes again.
+torchrun shows the message of an error file in the summary, and restarts all processes under `--max-restarts`.
 Imports no torch, so that a process of a later attempt ends at once.
 """
 
@@ -11,11 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 
 ENDED = "titan_muon_ended"
-"""Key of an error file whose process ended for good: the message and the exit code."""
+"""Key of a final ending in an error file: message and exit code."""
 
 
 def record_end(message: str, code: int, *, first: bool) -> None:
-    """Write why this process ends, with exit code `code`, to torchrun's error file. Other launchers have no such file.
+    """Write the reason and the exit code of this process to torchrun's error file. Other launchers have none.
 
     `first`: whether this rank is the first with the error.
     """
@@ -29,9 +29,9 @@ def record_end(message: str, code: int, *, first: bool) -> None:
 
 
 def earlier_end() -> int | None:
-    """The exit code of an earlier attempt of this job on this node that ended for good; None without one.
+    """Exit code of an earlier attempt of this job on this node with a final ending; None without one.
 
-    Records the end of that attempt again, for torchrun's summary of this attempt.
+    Records the ending again, for torchrun's summary of this attempt.
     """
     if (file := _error_file()) is None:
         return None
@@ -39,7 +39,7 @@ def earlier_end() -> int | None:
     for path in file.parents[2].glob("attempt_*/*/error.json"):
         with suppress(OSError, ValueError, KeyError):
             message, code = json.loads(path.read_text(encoding="utf-8"))[ENDED]
-            # By each rank: the first to end has the others killed, and they record nothing.
+            # On each rank, because torchrun kills the others at the first end.
             record_end(message, code, first=True)
             return int(code)
     return None

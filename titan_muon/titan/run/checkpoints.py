@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.optimizer import LRSchedulersContainer
 
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
@@ -91,6 +90,28 @@ class Schedule:
         )
 
 
+class KnownOptions:
+    """A container's state without the options that a checkpoint lacks, because an older version had no such option.
+
+    A checkpoint has each option of each parameter. The recipe decides about options, so the load needs none of them.
+    """
+
+    def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
+        self._optimizers, self._saved = optimizers, saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries to load."""
+        return {
+            key: value
+            for key, value in self._optimizers.state_dict().items()
+            if not key.startswith("param_groups.") or f"optimizer.{key}" in self._saved
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load entries; the container adds the other options."""
+        self._optimizers.load_state_dict(state_dict)
+
+
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager; loads the checkpoint chosen by `runs.open_run`."""
 
@@ -144,7 +165,11 @@ class RunCheckpoints(CheckpointManager):
                 self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
-        _use_scheduled_rates(self.states["lr_scheduler"])
+        # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run
+        # would otherwise use the rate after the old end, 0.
+        for scheduler in self.states["lr_scheduler"]:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
         for change in (*self.states["optimizer"].changes, *self._dtypes, *self.schedule.changes):
             say(f"changed since the checkpoint: {change}")
         return True
@@ -160,6 +185,7 @@ class RunCheckpoints(CheckpointManager):
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
+            states["optimizer"] = KnownOptions(states["optimizer"], saved)
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         if f"{SCHEDULE}.recipe" in saved:
@@ -203,16 +229,7 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
         )
 
 
-def _use_scheduled_rates(schedulers: LRSchedulersContainer) -> None:
-    # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run would
-    # otherwise use the rate after the old end, 0.
-    for scheduler in schedulers:
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
-
-
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:
-    """Message of the first failed rank."""
     rank, (cause, _) = min(error.failures.items())
     first_line = str(cause).strip().partition("\n")[0]
     return (

@@ -150,7 +150,6 @@ def _raise_file_limit() -> None:
 
 
 def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
-    """Trainer with the checkpoint loaded."""
     trainer: MuonTrainer | None = None
     try:
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
@@ -175,7 +174,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
 
 
 def _traced(error: Exception, run: Run) -> str:
-    """Where an error was raised, and the file of the run's folder with its traceback."""
+    """Line of an error, and the file with the traceback in the run's folder."""
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
     # The first rank with an error writes, because most errors of building are the same on all ranks.
     with suppress(OSError), file.open("x", encoding="utf-8") as stream:
@@ -224,7 +223,6 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
 
 
 def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
-    """Report on the part of the model on `ranks`."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
     # A stage without Muon's matrices still has a Muon, for the agreements among all ranks.
