@@ -36,7 +36,12 @@ SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row"
 METHODS = [Method("standard", dtype) for dtype in DTYPES] + [Method("gram", d) for d in ("float16", "float32")]
 # Five steps make the rounding of an element (2^-9, 2^-12, 2^-25) some times as much; most where a first step is steep,
 # at the singular value 1 of a row.
-TOLERANCES = {"bfloat16": 0.15, "float16": 0.03, "float32": 2e-4}
+TOLERANCES = {"bfloat16": 0.15, "float16": 0.02, "float32": 2e-4}
+
+
+def tolerance(name: str, dtype: str) -> float:
+    """CANS amplifies rounding most: its steps are steep up to the singular value 1."""
+    return (3 if name == "cans" else 1) * TOLERANCES[dtype]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -71,7 +76,7 @@ def test_the_iteration_is_that_of_float64(shape: str, name: str, method: Method)
     stack = drawn(*SHAPES[shape])
     found = run(stack.float(), name, method)
     assert found.shape == stack.shape
-    assert relative_error(found, exact(stack, name)).max() < TOLERANCES[method.dtype]
+    assert relative_error(found, exact(stack, name)).max() < tolerance(name, method.dtype)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
@@ -81,7 +86,7 @@ def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Metho
     stack[1] = 0
     found = run(stack, name, method)
     assert torch.equal(found[1], torch.zeros(20, 48))
-    assert relative_error(found[::2], exact(stack[::2], name)).max() < TOLERANCES[method.dtype]
+    assert relative_error(found[::2], exact(stack[::2], name)).max() < tolerance(name, method.dtype)
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
