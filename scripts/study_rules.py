@@ -271,18 +271,19 @@ def main(arguments: Arguments, keys: Sequence[str] = ()) -> dict[str, Any]:
         results = [Run(**{**run, "losses": tuple(run["losses"])}) for run in earlier["runs"]]
         before = 60 * earlier["cpu_minutes"]
     known = {run.key for run in results}
+    missing = [run for run in runs(arguments) if run.key not in known]
     study: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _start(folder)
-        for run in runs(arguments):
-            if run.key in known:
-                continue
+        if missing:
+            _start(folder)
+        for run in missing:
             losses = train(recipe_of(run, arguments, keys, folder), os.path.join(folder, "run"))
             results.append(Run(*run.key, tuple(round(loss, 4) for loss in losses)))
             print(*run.key, f"{results[-1].final(arguments.steps):.4f}", f"{time.process_time():.0f} s", flush=True)
             study = record(arguments, keys, results, before + time.process_time())
             file.write_text(json.dumps(study) + "\n", encoding="utf-8")
-        dist.destroy_process_group()
+        if missing:
+            dist.destroy_process_group()
     study = study or json.loads(file.read_text(encoding="utf-8"))
     (arguments.out / "rules.md").write_text(page(study), encoding="utf-8")
     draw(study, arguments.out / "rules.png")

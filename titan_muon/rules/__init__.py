@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from importlib import import_module
 
@@ -12,7 +12,12 @@ from ..plan.terms.types import Plan
 from ..state.rule_states import StateSpec
 from ..step.rule import Rule
 
-RULES = {"muon": "MuonRule", "normuon": "NorMuonRule", "muonh": "MuonHRule", "adamuon": "AdaMuonRule"}
+RULES: Mapping[str, str] = {
+    "muon": "MuonRule",
+    "normuon": "NorMuonRule",
+    "muonh": "MuonHRule",
+    "adamuon": "AdaMuonRule",
+}
 """The class of each rule, in the file with the rule's name."""
 
 
