@@ -120,7 +120,7 @@ def _check_sequence(training: Training, parallelism: Parallelism) -> None:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a multiple "
-            f"of {divisor}: the tensor parallel degree under sequence parallel, times twice the context parallel degree "
+            f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a "
+            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context degree "
             "above 1."
         )
