@@ -121,6 +121,6 @@ def _check_sequence(training: Training, parallelism: Parallelism) -> None:
         degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
             f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a "
-            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context degree "
-            "above 1."
+            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context "
+            "degree above 1."
         )
