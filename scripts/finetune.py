@@ -173,9 +173,9 @@ def page(study: dict[str, Any]) -> str:
     lines = [
         "# Finetuning with another optimizer than in pretraining",
         "",
-        "Held-out losses of a byte-level transformer with two layers, in nats per byte: mean ± standard deviation over",
-        "seeds at the best finetuning rate. Pretraining reads source text, finetuning reads help text. The model is tiny",
-        "and trains for seconds: an experiment to repeat on your model, not a result about language models.",
+        "Held-out losses of a byte-level transformer with two layers, in nats per byte, at the best finetuning rate:",
+        "mean ± standard deviation over seeds. Pretraining reads source text, finetuning reads help text. The model is",
+        "tiny and trains for seconds: an experiment to repeat on your model, not a result about language models.",
         "",
         f"Written by `{study['command']}` on {study['date']}, commit {study['commit']}, PyTorch {study['torch']}.",
         "",
