@@ -36,6 +36,10 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    if "skip" in (options.missing_grad, options.nonfinite):
+        from .skip import Skips
+
+        yield Skips(agreement)
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:
