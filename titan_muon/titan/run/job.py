@@ -40,6 +40,7 @@ from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.run.console import say, say_error, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
@@ -169,7 +170,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     if dist.get_rank() == 0:
         begin(run, recipe)
         _say_optimizers(trainer, recipe, run, reports)
-        _say_start(trainer, run)
+        _say_start(trainer, recipe, run)
     return trainer
 
 
@@ -182,7 +183,9 @@ def _traced(error: Exception, run: Run) -> str:
     return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 
-def _say_start(trainer: MuonTrainer, run: Run) -> None:
+def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
+    if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
+        say(note)
     steps = trainer.config.training.steps
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
