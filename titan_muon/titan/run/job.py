@@ -191,6 +191,8 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
         say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
+        if recipe.checkpoint.last_save_in_hf:
+            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"
