@@ -63,7 +63,7 @@ class SummingWriter(FileSystemWriter):
 
     def __init__(self, path: str | Path, step: int) -> None:
         super().__init__(path)
-        self.fs = _SummingFiles(step)
+        self._files = self.fs = _SummingFiles(step)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items, then read the files again, most likely from the page cache."""
@@ -82,9 +82,9 @@ class SummingWriter(FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the checksums and `.metadata`; called on the coordinator."""
-        self.fs.files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
-        self.fs.world = len(results)
-        self.fs.save = self.save_id
+        self._files.files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
+        self._files.world = len(results)
+        self._files.save = self.save_id
         super().finish(metadata, results)
 
 
