@@ -28,6 +28,7 @@ from .state.groups import iteration_changed
 from .state.rule_states import MatrixStates
 from .step.feature import Feature
 from .step.gradients import Step
+from .step.ranges import trace_range, with_ranges
 from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
 from .tensors.storage import TrainedParam
@@ -64,7 +65,8 @@ class Engine:
     """
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
-        self.rank, self.features, self.stages = rank, tuple(features), rank.stages
+        # Ranges are innermost, so that a trace shows when a feature runs a stage.
+        self.rank, self.features, self.stages = rank, tuple(features), with_ranges(rank.stages)
         self._names = frozenset(trained.fqn for trained in rank.params)
         for feature in self.features:
             self.stages = feature.wrap(self.stages, rank)
@@ -85,8 +87,9 @@ class Engine:
                 stage(bucket, step)
         for feature in features:
             feature.after()
-        # Read by the check of the next step.
-        rank.report.send()
+        with trace_range("tell"):
+            # Read by the check of the next step.
+            rank.report.send()
         rank.end()
         if not any(feature.holds_buffers for feature in features):
             rank.buffers.memory.free()
@@ -105,6 +108,12 @@ class Engine:
             groups: the optimizer's parameter groups.
             state: the optimizer's state.
         """
+        with trace_range("check"):
+            return self._faults(groups, state)
+
+    def _faults(
+        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    ) -> tuple[list[Fault], bool]:
         rank = self.rank
         given = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []

@@ -27,6 +27,7 @@ from ..plan.program import replicated_plain
 from ..plan.terms.types import Plan
 from ..step.feature import Feature
 from ..step.gradients import Step, grad_matrix
+from ..step.ranges import trace_range
 from ..step.stages import RankStages, Stages
 from ..tensors.storage import TrainedParam, placement_key
 
@@ -143,7 +144,7 @@ class EarlyGathers(Feature):
     def launch(self, step: Step, packed: dict[int, Packed]) -> None:
         bucket, rank = self.first[self._launched], self._rank
         self._stream.wait_stream(self.module.current_stream())
-        with self.module.stream(self._stream):
+        with trace_range("gather", bucket), self.module.stream(self._stream):
             for call in rank.runs[bucket].advances:
                 for advance in rank.with_gradients(call, step):
                     if advance.packed:

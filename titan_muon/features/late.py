@@ -21,6 +21,7 @@ from ..options import OptionError
 from ..step.feature import Feature
 from ..step.foreach import Apply, without_parameters
 from ..step.gradients import Step
+from ..step.ranges import trace_range
 from ..step.stages import RankStages, Stages
 
 
@@ -35,12 +36,13 @@ class Update:
 
     def run(self) -> list[str]:
         """Apply the updates. Returns the names of parameters with replaced storage, whose updates are lost."""
-        self.rank.exchange.wait(self.bucket)
         params = self.rank.params
         stored = {part.parameter for call in self.applies for part in call.parts}
         moved = {index for index in stored if not self.rank.storage[index].is_of_weights(params[index])}
-        for call in without_parameters(self.applies, moved):
-            self.rank.update(call, call.params)
+        with trace_range("apply", self.bucket):
+            self.rank.exchange.wait(self.bucket)
+            for call in without_parameters(self.applies, moved):
+                self.rank.update(call, call.params)
         return [params[index].fqn for index in sorted(moved)]
 
 

@@ -1,6 +1,7 @@
 """A run that is continued must equal the one that was not interrupted, and validation must not touch training."""
 
 import contextlib
+import gzip
 import io
 import json
 from pathlib import Path
@@ -130,8 +131,12 @@ def test_torn_checkpoint_is_passed_over_and_a_garbled_one_is_named(tmp_path: Pat
     assert "checkpoint.load_step" in message
 
 
+SHORT = {"training__steps": 2, "metrics__log_freq": 2}
+
+
 def run_once(rank: int, world_size: int, folder: Path) -> str:
-    return train(tiny.recipe(folder, training__steps=2, metrics__log_freq=2))
+    profiler = {"enable_profiling": True, "profile_freq": 2, "profiler_warmup": 1}
+    return train(tiny.recipe(folder, **SHORT, **{f"profiler__{key}": value for key, value in profiler.items()}))
 
 
 def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
@@ -142,7 +147,7 @@ def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
 
     tiny.write_recipe(tmp_path)
     folder = Path(run_ranks(run_once, 2, tmp_path)[0])
-    assert load(folder / "recipe.toml") == tiny.recipe(tmp_path, training__steps=2, metrics__log_freq=2)
+    assert load(folder / "recipe.toml").training == tiny.recipe(tmp_path, **SHORT).training
     assert (tmp_path / "runs" / "tiny" / "latest").read_text().strip() == folder.name
     assert (folder / "checkpoint" / "step-2" / ".metadata").is_file()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -158,6 +163,19 @@ def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
     assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
     assert {"tokens_per_second", "time/optimizer", "memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
+    assert_ranges(folder / "profile_traces")
+
+
+def assert_ranges(traces: Path) -> None:
+    """Every stage of the second step, with its bucket, is a range in the trace of each rank."""
+    files = sorted(traces.rglob("rank*_trace.json*"))
+    assert [file.name.partition("_")[0] for file in files] == ["rank0", "rank1"]
+    for file in files:
+        packed = file.read_bytes()
+        events = json.loads(gzip.decompress(packed) if file.suffix == ".gz" else packed)["traceEvents"]
+        names = {event["name"] for event in events if event.get("cat") == "user_annotation"}
+        stages = ("advance", "gather", "orthogonalize", "send_back", "apply")
+        assert {"Muon.check", "Muon.tell", *(f"Muon.{stage} bucket 0" for stage in stages)} <= names
 
 
 def checks_of_a_run(rank: int, world_size: int, folder: Path) -> int:
