@@ -4,6 +4,7 @@ import os
 import sys
 
 import models  # noqa: F401 (registers the families)
+from titan_muon.titan.launch.endings import earlier_end, record_end
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.command_line import Command, parse
 from titan_muon.titan.recipe.files import keys_of_the_command_line
@@ -28,11 +29,15 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        code = main(parse(sys.argv[1:]))
+        # torchrun's restarts would repeat a refusal or a divergence, which is already on the screen.
+        ended = earlier_end()
+        code = main(parse(sys.argv[1:])) if ended is None else ended
     except RecipeError as error:
         code = 2
         # Every rank reads the same recipe and finds the same mistake.
-        if os.environ.get("RANK", "0") == "0":
+        first = os.environ.get("RANK", "0") == "0"
+        record_end(str(error), code, first=first)
+        if first:
             print(f"error: {error}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         code = 130

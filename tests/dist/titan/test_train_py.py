@@ -146,18 +146,30 @@ def test_a_diverged_model_is_never_saved(rules: str, tmp_path: Path) -> None:
         assert all(bool(tensor.isfinite().all()) for tensor in loaded.values() if tensor.is_floating_point())
 
 
+DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_freq=9", "--validator.freq=1")
+
+
 @pytest.mark.parametrize(
-    ("word", "expected"),
+    ("words", "expected", "code"),
     [
-        ("--checkpoint.load=no/such/folder", "no such folder"),
-        ("--training.seq_len=60000", "Training sequence length 60000 exceeds"),
+        (("--training.seq_len=60000",), "Training sequence length 60000 exceeds", 2),
+        (DIVERGES, "the loss on the held-out text is not finite", 1),
     ],
 )
-def test_mistake_on_two_ranks_is_said_once(word: str, expected: str, tmp_path: Path) -> None:
-    """A mistake of both ranks, before TorchTitan's trainer or inside it, must be said once, without traceback."""
-    process = start(TORCHRUN, tiny.write_recipe(tmp_path), word)
-    shown = process.communicate(timeout=120)[0]
+def test_an_end_on_two_ranks_is_said_once_and_not_repeated(
+    words: tuple[str, ...], expected: str, code: int, tmp_path: Path
+) -> None:
+    """A refusal and a divergence: one error, no restart that repeats the error, and torchrun's summary ends with it."""
+    process = start([*TORCHRUN, "--max-restarts=2"], tiny.write_recipe(tmp_path), *words)
+    shown = process.communicate(timeout=240)[0]
     assert process.returncode != 0
-    assert shown.count(expected) == 1
-    assert "exitcode  : 2" in shown
+    assert shown.count("error: ") == 1, shown
+    assert expected in shown.splitlines()[-2], "the root cause is the end of torchrun's summary, but for its border"
+    assert f"exitcode  : {code} " in shown
     assert "RecipeError" not in shown
+    runs = [path for path in (tmp_path / "runs" / "tiny").glob("2*") if path.is_dir()]
+    if "60000" in expected:
+        assert "exceeds" in (runs[0] / "traceback.txt").read_text(), "a developer finds where it was raised"
+    if code == 1:
+        assert len(runs) == 1, "each restart would have begun another run"
+        assert next(iter(tiny.records(runs[0], "diverged").values())) in shown

@@ -150,15 +150,22 @@ def vocab_size(data: Data) -> int | None:
     return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
-def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer) -> float | None:
-    """Bytes of UTF-8 over tokens predicted, in all documents that a loader of `config` reads; None for source `hf`."""
+def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
+    """Bytes of UTF-8 over tokens predicted, in the sequences that a loader of `config` reads; None for source `hf`.
+
+    A document that a sequence cuts counts in proportion to its tokens.
+    """
     if not isinstance(config, PackedDataLoader.Config):
         return None
     documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
     side = documents.validation if config.validation else documents.training
     # Closing marks are predicted and hold no bytes. They count here because the loss counts them too: bits per byte is
     # then loss / ln 2 / bytes_per_token with nothing left out.
-    return float(corpus.text_bytes[side].sum() / corpus.predictions[side].sum())
+    ends = np.cumsum(corpus.predictions[side])
+    sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
+    predicted = min(sequences * seq_len, ends[-1])
+    read = np.interp(predicted, [0, *ends], [0, *np.cumsum(corpus.text_bytes[side])])
+    return float(read / predicted)
 
 
 def _too_short(validation: bool, blocks: TokenBlocks) -> str:

@@ -1,5 +1,6 @@
 """The loss on held-out documents. Every validation, under every layout of the ranks, reads the same sequences."""
 
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,8 @@ class HeldOutValidator(Validator):
         super().__init__(_with_an_end(config), **kwargs)
         self.last = self.stopped = False
         """Whether the step that ends is the run's last, and whether the run was asked to stop; set by the trainer."""
+        self.check: Callable[[int], None] = lambda step: None
+        """Raises FloatingPointError after a validation of a diverged model; set by the trainer."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
@@ -61,6 +64,7 @@ class HeldOutValidator(Validator):
         """Report the loss on the held-out text, outside the training's time."""
         with self.metrics_processor.paused():
             super().validate(model_parts, step)
+            self.check(step)
 
 
 def _with_an_end(config: HeldOutValidator.Config) -> HeldOutValidator.Config:

@@ -43,9 +43,10 @@ class FolderLock:
                 f"checkpoint.load: {folder} is in use by {holder}; end that job first, or start a run of its own with "
                 'checkpoint.load = "none" or another name'
             ) from error
-        except OSError:
-            # A file system without locks. Two jobs in one folder are a mistake that it cannot keep anybody from.
+        except OSError as error:
+            # A file system without locks cannot keep a second job out of the folder.
             file.close()
+            print(f"warning: {folder} cannot be locked ({error}): start no second job in this folder", flush=True)
             return
         self._file = file
         with suppress(OSError):

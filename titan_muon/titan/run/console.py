@@ -1,12 +1,13 @@
 """What a run says on the console: rank 0's own words, and of TorchTitan's log what helps a user."""
 
+import hashlib
 import logging
-import os
 import sys
 import warnings
-from pathlib import Path
 
 import torch.distributed as dist
+
+from titan_muon.titan.launch.endings import record_end
 
 NOISE = (
     "[GC]",
@@ -46,31 +47,45 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def say_error(error: Exception) -> None:
-    """Print an error of the user on stderr once: by the first rank that has it, which need not be rank 0.
+def say_error(error: Exception, code: int) -> None:
+    """Print an error of the user on stderr, by the first rank with the error. torchrun's summary gets the error too.
 
-    TorchTitan's trainer leaves its traceback for torchrun to print; that is withdrawn.
+    Args:
+        error: what the user has to know.
+        code: exit code of this process.
     """
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).unlink(missing_ok=True)
-    try:
-        first = dist.distributed_c10d._get_default_store().add("titan_muon/errors", 1) == 1
-    except RuntimeError:
-        # The process that keeps the store has already ended, and so has said its error.
-        return
+    first = _is_first("errors")
+    # In place of the traceback that TorchTitan's trainer leaves for torchrun to print.
+    record_end(str(error), code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)
 
 
+def _is_first(event: str) -> bool:
+    """Whether this rank is the first to report an event."""
+    try:
+        return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
+    except RuntimeError:
+        # The process that keeps the store has already ended, after it reported its own events.
+        return False
+
+
 class _Useful(logging.Filter):
-    """Lets messages through that are not noise; from ranks other than 0, errors only."""
+    """Lets messages through that are not noise; from ranks other than 0, a warning that no rank has said before."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
-        if rank != 0 and record.levelno < logging.ERROR:
+        text = record.getMessage()
+        if text.startswith(NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE):
             return False
-        noise = NOISY_WARNINGS if record.levelno >= logging.WARNING else NOISE
-        return not record.getMessage().startswith(noise)
+        if record.levelno != logging.WARNING or not dist.is_initialized():
+            return rank == 0 or record.levelno > logging.WARNING
+        # A slow link or a faulty GPU warns on its own rank alone; most other warnings are the same on all ranks.
+        if not _is_first(f"warnings/{hashlib.sha256(text.encode()).hexdigest()}"):
+            return rank == 0
+        if rank != 0:
+            record.msg, record.args = f"rank {rank}: {text}", None
+        return True
 
 
 class _Formatter(logging.Formatter):

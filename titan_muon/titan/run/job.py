@@ -5,8 +5,10 @@
 
 import gc
 import os
+import resource
 import signal
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +47,7 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 OPTIMIZERS_FILE = "optimizers.txt"
+TRACEBACK_FILE = "traceback.txt"
 # The launcher ends after its last process, and has two of the five seconds that a job may take after a time-out.
 SECONDS_TO_EXIT = 3
 
@@ -65,8 +68,8 @@ def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
     try:
         train(recipe, given, lasting)
     except (RecipeError, FloatingPointError) as error:
-        say_error(error)
         code = 2 if isinstance(error, RecipeError) else 1
+        say_error(error, code)
     except Exception:
         # While it exits, the process may wait for collectives or threads whose peers are gone. The launcher stops or
         # restarts the job only once it has ended.
@@ -111,6 +114,7 @@ def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | Non
     if compat.install():
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
+    _raise_file_limit()
     # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
     # that is queued before them.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
@@ -130,6 +134,18 @@ def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | Non
     return run.folder
 
 
+def _raise_file_limit() -> None:
+    """Let this process open as many files as the system allows.
+
+    Each gloo group of all ranks has a socket to every other rank, and the usual limit is 1,024. The stop signal and
+    asynchronous checkpoints need a group each: both run collectives at the same time, from two threads.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Some systems refuse their own hard limit; then the limit stays.
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _watchdog(recipe: Recipe) -> Watchdog:
     store = dist.distributed_c10d._get_default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
@@ -147,12 +163,11 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
             trainer.close()
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and isinstance(error, RecipeError):
             discard(run)
         if isinstance(error, RecipeError):
             raise
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        raise RecipeError(f"{error} (refused at {where.filename}:{where.lineno})") from error
+        raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
     said = _gather_parts(trainer, recipe, group)
     # Only now: a run that was refused has written no recipe, and `latest` still names the last one that began.
     if dist.get_rank() == 0:
@@ -160,6 +175,15 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         _say_optimizers(trainer, recipe, run, said)
         _say_start(trainer, run)
     return trainer
+
+
+def _traced(error: Exception, run: Run) -> str:
+    """Where an error was raised, and the file of the run's folder with its traceback."""
+    file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
+    # The first rank with an error writes, because most errors of building are the same on all ranks.
+    with suppress(OSError), file.open("x", encoding="utf-8") as stream:
+        stream.write("".join(traceback.format_exception(error)))
+    return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 
 def _say_start(trainer: MuonTrainer, run: Run) -> None:

@@ -115,11 +115,11 @@ class WandB(BaseLogger):
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested metrics by their path, joined with slashes."""
+    """Numbers of nested metrics by their path, joined with slashes. Text is left out."""
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
-        else:
+        elif not isinstance(value, str):
             yield prefix + key, value
 
 
@@ -138,7 +138,8 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
         except ValueError:
             # A crash has torn the last line. A step is logged before it is saved, so this one is done again.
             continue
-        if record["step"] <= step:
+        # A line without a step is of another tool.
+        if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
     return lines, seconds
@@ -168,6 +169,9 @@ class RunMetrics(MetricsProcessor):
     """Reports the step by its loss and gradient norm; set by the trainer, which knows what else there is to report."""
     bytes_per_token: float | None = None
     """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
+
+    validation_loss = 0.0
+    """The last validation's loss; under pipeline parallelism only ranks of the last stage have a loss."""
 
     tokens: int | None = None
     """Tokens trained on until the validation that comes next; None where they are not counted."""
@@ -270,8 +274,13 @@ class RunMetrics(MetricsProcessor):
             f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
         )
 
+    def log_divergence(self, step: int, reason: str) -> None:
+        """Record that training ended at `step` because numbers were not finite; called on every rank."""
+        self.logger.log({"diverged": reason}, step)
+
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""
+        self.validation_loss = loss
         record: dict[str, Any] = {"val_loss": loss}
         if self.tokens is not None:
             record["tokens"] = self.tokens

@@ -60,7 +60,7 @@ def agree(
     `open_run` raises, and RecipeError for a folder that another job is in.
     """
     # The error is sent like the answer: raised on rank 0 alone, it would leave the others waiting in the broadcast.
-    answer: list[Run | ValueError | None] = [None]
+    answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
             opened = open_run(recipe, given) if interrupted is None else _open_again(recipe, interrupted)
@@ -70,9 +70,11 @@ def agree(
             answer[0] = error
         except OSError as error:
             answer[0] = RecipeError(f"dump_folder = {recipe.dump_folder!r} cannot be written: {error}")
+        except Exception as error:
+            answer[0] = error
     if group is not None:
         dist.broadcast_object_list(answer, src=0, group=group)
-    if isinstance(answer[0], ValueError):
+    if isinstance(answer[0], Exception):
         raise answer[0]
     assert answer[0] is not None, "rank 0 always answers"
     return answer[0]
@@ -125,10 +127,14 @@ def begin(run: Run, recipe: Recipe) -> None:
     _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
     if run.source is not None:
-        lines, _ = read_until(Path(run.source) / METRICS_FILE, run.step)
-        # In one stroke: a crash here must not cost the record of the run that is continued.
-        with atomic(folder / METRICS_FILE) as temporary:
-            temporary.write_text("".join(lines), encoding="utf-8")
+        # The reporter's file, and one of each rank under metrics.save_for_all_ranks.
+        for file in (Path(run.source) / METRICS_FILE, *Path(run.source).glob(f"rank-*/{METRICS_FILE}")):
+            lines, _ = read_until(file, run.step)
+            target = folder / file.relative_to(run.source)
+            target.parent.mkdir(exist_ok=True)
+            # In one stroke: a crash here must not cost the record of the run that is continued.
+            with atomic(target) as temporary:
+                temporary.write_text("".join(lines), encoding="utf-8")
     if run.source == run.folder:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):

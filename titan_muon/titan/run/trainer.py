@@ -72,8 +72,9 @@ class MuonTrainer(Trainer):
         # device, reported late and without a name.
         self._check_vocabulary()
         if config.validator.enable:
-            held_out = config.validator.dataloader
-            self.metrics_processor.bytes_per_token = bytes_per_token(held_out, self.tokenizer)
+            read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
+            self.metrics_processor.bytes_per_token = read
+            self.validator.check = self._check_validation
         self.metrics_processor.report_step = self._report
         self.checkpointer.paused = self.metrics_processor.paused
         self.checkpointer.check = self._check_weights
@@ -128,10 +129,16 @@ class MuonTrainer(Trainer):
         """Train until the last step, or until `stop` was asked for; then save."""
         self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
-        with compat.ending_at_once():
-            super().train()
-        # Each step is told of by the next one, and the last has none.
-        self.optimizers.check_last_step()
+        try:
+            with compat.ending_at_once():
+                super().train()
+            # Each step is told of by the next one, and the last has none.
+            self.optimizers.check_last_step()
+        except FloatingPointError as error:
+            # In the recipe's words: Muon knows its keyword alone.
+            reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
+            self.metrics_processor.log_divergence(self.step, reason)
+            raise FloatingPointError(reason) from error
         self.checkpointer.maybe_wait_for_saving()
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
@@ -207,6 +214,17 @@ class MuonTrainer(Trainer):
         if found.item():
             raise FloatingPointError(
                 f"step {step}: some weights are not finite, and nothing is saved from this step. Lower the learning "
+                "rates, warm up for longer, or continue from an earlier checkpoint."
+            )
+
+    def _check_validation(self, step: int) -> None:
+        """Raise FloatingPointError on all ranks if the validation's loss is not finite."""
+        loss = self.metrics_processor.validation_loss
+        broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
+        dist.all_reduce(broken, op=dist.ReduceOp.MAX)
+        if broken.item():
+            raise FloatingPointError(
+                f"step {step}: the loss on the held-out text is not finite; training cannot go on. Lower the learning "
                 "rates, warm up for longer, or continue from an earlier checkpoint."
             )
 

@@ -272,10 +272,29 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
     sizes = [documents.all[i].size for i in documents.validation]
     config = dataloader_config(data, validation=True)
     expected = sum(sizes) / sum(size + 1 for size in sizes)
-    assert bytes_per_token(config, ByteTokenizer.Config().build()) == pytest.approx(expected, rel=1e-12)
+    assert bytes_per_token(config, ByteTokenizer.Config().build(), 1) == pytest.approx(expected, rel=1e-12)
     bpe = dataclasses.replace(data, tokenizer="bpe", vocab_size=300)
     tokenizer = tokenizer_config(bpe).build()
-    assert bytes_per_token(dataloader_config(bpe, validation=True), tokenizer) > 1.0
+    assert bytes_per_token(dataloader_config(bpe, validation=True), tokenizer, 1) > 1.0
+
+
+def test_bytes_per_token_are_of_the_sequences_that_a_validation_reads(data, tmp_path):
+    """The loss is of the first sequences alone, and two documents may differ in bytes per token."""
+    folder = tmp_path / "two"
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / f"{name}.txt").write_text("é" * 64 if name == "a" else "plain text " * 12)
+    tokenizer = ByteTokenizer.Config().build()
+    tokenizer.document = lambda text: [BOS, *range(min(len(text), 250)), EOS]
+    tokenizer.fingerprint = "characters"
+    two = dataclasses.replace(data, files=(str(folder / "*.txt"),), validation_fraction=0.9999999)
+    config = dataloader_config(two, validation=True)
+    (held_out,) = Documents(two).validation
+    characters = {0: 64, 1: 132}[int(held_out)]
+    size = {0: 128, 1: 132}[int(held_out)]
+    whole = dataclasses.replace(config, sequences=1)
+    assert bytes_per_token(whole, tokenizer, characters + 1) == pytest.approx(size / (characters + 1))
+    assert bytes_per_token(whole, tokenizer, 8) == pytest.approx(size / (characters + 1)), "a part in proportion"
 
 
 def test_the_longest_document_and_the_standard_library_pack(tmp_path, monkeypatch):
@@ -483,7 +502,7 @@ def test_hf_source_is_torchtitans_own_loader():
         config = dataloader_config(hf, validation=validation)
         assert isinstance(config, HuggingFaceTextDataLoader.Config)
         assert (config.dataset, config.dataset_path) == (name, "local/c4")
-        assert bytes_per_token(config, ByteTokenizer.Config().build()) is None
+        assert bytes_per_token(config, ByteTokenizer.Config().build(), 1) is None
     with pytest.raises(RecipeError, match=r"data\.dataset = 'c5'.*c4"):
         dataloader_config(dataclasses.replace(hf, dataset="c5"))
     with pytest.raises(RecipeError, match=r"c4_test_validation.*validator\.enable"):

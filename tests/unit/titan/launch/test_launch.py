@@ -219,6 +219,22 @@ def test_a_folder_is_for_one_job_until_that_ends(tmp_path: Path) -> None:
         assert f"process {os.getpid()} on " in (tmp_path / LOCK_FILE).read_text()
 
 
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lustre without flock, for example: the user must know that nothing keeps a second job out."""
+
+    def unlocked(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.lockf", unlocked)
+    with FolderLock() as lock:
+        lock.take(str(tmp_path))
+    shown = capsys.readouterr().out
+    assert shown.startswith(f"warning: {tmp_path} cannot be locked")
+    assert "second job" in shown
+
+
 def test_only_processes_of_the_same_launcher_may_be_ended() -> None:
     """A host's name may be that of another container, where the same process number means another process."""
     ours = "import sys, titan_muon.titan.launch.watchdog as w; sys.exit(not w.is_sibling(int(sys.argv[1])))"

@@ -94,6 +94,20 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
     )
 
 
+def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
+    reporter.log_divergence(7, "step 7: the loss is nan")
+    assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
+    assert dict(tagged(record(tmp_path))) == {"step": 7}, "TensorBoard has no curve of texts"
+
+
+def test_lines_of_another_tool_are_kept(tmp_path: Path) -> None:
+    """A record without a step must not end a resume."""
+    lines = ['{"step": 1, "seconds": 2.0}', '{"event": "preempted"}', "[1, 2]", '{"step": 2}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    kept, seconds = read_until(tmp_path / "metrics.jsonl", 1)
+    assert ([line.strip() for line in kept], seconds) == (lines[:2], 2.0)
+
+
 def test_validation_is_recorded_in_bits_per_byte(
     reporter: RunMetrics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

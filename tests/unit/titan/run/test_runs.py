@@ -110,6 +110,28 @@ def test_latest_continues_after_the_newest_whole_checkpoint(tmp_path: Path, caps
     assert list(tiny.records(run, "loss")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_metrics_of_every_rank_go_on_after_the_checkpoint(tmp_path: Path) -> None:
+    """Under metrics.save_for_all_ranks each rank has a file, and no step may stand in it twice."""
+    run = finished_run(tmp_path, 3)
+    (run / "rank-1").mkdir()
+    (run / "rank-1" / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text())
+    start(tiny.recipe(tmp_path, checkpoint__load="latest"))
+    assert list(tiny.records(run / "rank-1", "loss")) == [1, 2, 3]
+    beside = start(tiny.recipe(tmp_path, checkpoint__load=str(run), checkpoint__load_step=3)).folder
+    assert beside == str(run)
+
+
+def test_any_error_of_rank_0_is_raised_on_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left to rank 0 alone, an error of another class would leave the others in the broadcast."""
+    sent: list[object] = []
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda objects, **_: sent.extend(objects))
+    monkeypatch.setattr("titan_muon.titan.run.runs.open_run", lambda *_: {}["step"])
+    with FolderLock() as lock, pytest.raises(KeyError):
+        agree(tiny.recipe(tmp_path), object(), lock)  # type: ignore[arg-type]
+    assert isinstance(sent[0], KeyError)
+
+
 def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The first start of a job that always asks for `latest` must be a new run."""
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))

@@ -1,0 +1,62 @@
+"""What one attempt of a job leaves for the next one and for torchrun's summary."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from titan_muon.titan.launch.endings import earlier_end, record_end
+
+
+def attempt(folder: Path, number: int, local_rank: int, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make this process local rank `local_rank` of attempt `number` of a job of torchrun."""
+    file = folder / f"attempt_{number}" / str(local_rank) / "error.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    return file
+
+
+def test_the_first_error_is_the_root_cause_of_torchruns_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The summary ends with the root cause, and has the message once."""
+    failures = {}
+    for rank in range(3):
+        file = attempt(tmp_path, 0, rank, monkeypatch)
+        record_end("muon.lr = -1 is not accepted", 2, first=rank == 1)
+        failures[rank] = ProcessFailure(local_rank=rank, pid=rank, exitcode=2, error_file=str(file))
+    shown = str(ChildFailedError("train.py", failures))
+    assert shown.count("muon.lr = -1 is not accepted") == 1
+    assert shown.splitlines()[-2].endswith("muon.lr = -1 is not accepted")
+
+
+def test_a_later_attempt_ends_as_the_earlier_one_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt(tmp_path, 0, 1, monkeypatch)
+    assert earlier_end() is None
+    record_end("diverged", 1, first=True)
+    # Local rank 0 was ended by torchrun before it could write.
+    file = attempt(tmp_path, 1, 0, monkeypatch)
+    assert earlier_end() == 1
+    assert json.loads(file.read_text())["message"]["message"] == "diverged"
+
+
+def test_an_error_of_another_kind_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash, whose traceback TorchTitan writes, or a torn file, a restart trains."""
+    attempt(tmp_path, 0, 0, monkeypatch).write_text('{"message": {"message": "CUDA error"}}')
+    attempt(tmp_path, 0, 1, monkeypatch).write_text("{")
+    attempt(tmp_path, 1, 0, monkeypatch)
+    assert earlier_end() is None
+
+
+def test_without_torchrun_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    record_end("diverged", 1, first=True)
+    assert earlier_end() is None
+
+
+def test_a_later_attempt_ends_without_loading_torch() -> None:
+    code = "import sys, titan_muon.titan.launch.endings; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,50 @@
+"""Endings that a restart does not change, a refusal or a divergence, in torchrun's error files.
+
+torchrun shows the message of an error file in its summary. Under `--max-restarts` it starts all processes again.
+Imports no torch, so that a process of a later attempt ends at once.
+"""
+
+import json
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+ENDED = "titan_muon_ended"
+"""Key of an error file whose process ended for good: the message and the exit code."""
+
+
+def record_end(message: str, code: int, *, first: bool) -> None:
+    """Write why this process ends, with exit code `code`, to torchrun's error file. Other launchers have no such file.
+
+    `first`: whether this rank is the first with the error.
+    """
+    if (file := _error_file()) is None:
+        return
+    # torchrun calls the earliest failure the root cause, and prints the root cause last.
+    seconds = int(time.time()) - int(first)
+    text = message if first else "ended with the root cause below"
+    record = {"message": {"message": text, "extraInfo": {"timestamp": str(seconds)}}, ENDED: [message, code]}
+    file.write_text(json.dumps(record), encoding="utf-8")
+
+
+def earlier_end() -> int | None:
+    """The exit code of an earlier attempt of this job on this node that ended for good; None without one.
+
+    Records the end of that attempt again, for torchrun's summary of this attempt.
+    """
+    if (file := _error_file()) is None:
+        return None
+    # torchrun's layout: RUN/attempt_N/LOCAL_RANK/error.json.
+    for path in file.parents[2].glob("attempt_*/*/error.json"):
+        with suppress(OSError, ValueError, KeyError):
+            message, code = json.loads(path.read_text(encoding="utf-8"))[ENDED]
+            # By each rank: the first to end has the others killed, and they record nothing.
+            record_end(message, code, first=True)
+            return int(code)
+    return None
+
+
+def _error_file() -> Path | None:
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
