@@ -1,1 +1,1 @@
-"""How the processes of a job find each other, keep watch over each other, and keep other jobs out of their folder."""
+"""Start of a job's processes: environment, shared store, watchdog and lock of the run folder."""

@@ -1,4 +1,4 @@
-"""Attempts of a job: `torchrun --max-restarts` starts all processes again, beside a store that outlives them."""
+"""Attempts of a job: `torchrun --max-restarts` restarts all processes, beside a store that outlives them."""
 
 import os
 import time
@@ -11,8 +11,8 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
-    """The store of torchrun's agent, which is there before and after this process; None under another launcher."""
-    # PyTorch's own sign that MASTER_PORT is the agent's and not one for rank 0 to listen on.
+    """Store of torchrun's agent, which outlives this process; None under another launcher."""
+    # PyTorch sets this variable if MASTER_PORT is the agent's port, not a port for rank 0 to listen on.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -21,26 +21,26 @@ def lasting_store(timeout: timedelta) -> dist.Store | None:
 
 
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """A part of the lasting store that no process of an earlier attempt has written to; the same for all ranks.
+    """Store of the current attempt, unused by earlier attempts; equal on all ranks.
 
-    Raises TimeoutError on rank 0, naming the ranks that have not arrived within `timeout`, and on the others if rank 0
-    has not.
+    Raises TimeoutError on rank 0 with the ranks that have not arrived within `timeout`, and on other ranks if rank 0
+    has not arrived.
     """
     meeting = dist.PrefixStore("titan_muon/attempts", lasting)
     number = _gather_ranks(meeting, world_size, timeout) if rank == 0 else _arrive(meeting, rank, timeout)
     return dist.PrefixStore(f"attempt-{number}", lasting)
 
 
-# TORCHELASTIC_RESTART_COUNT is no number of the attempt: with several nodes, an agent that starts its processes again
-# because another node did has not counted a restart. So rank 0 numbers the attempt and tells the others. All processes
-# of an attempt have ended before any of the next begins, hence whoever arrives late is of the newest attempt.
+# TORCHELASTIC_RESTART_COUNT does not number the attempt: an agent that restarts because of another node does not count
+# the restart. So rank 0 numbers the attempt and sends the number. An attempt begins after all processes of the last
+# attempt have ended, so a late process belongs to the newest attempt.
 
 
 def _gather_ranks(meeting: dist.Store, world_size: int, timeout: timedelta) -> int:
     number, answered = meeting.add("number", 1), 0
     deadline = time.monotonic() + timeout.total_seconds()
     while meeting.add(f"{number}/arrived", 0) < world_size - 1:
-        # Processes of earlier attempts are answered too, which nobody reads: who has arrived is not known by rank.
+        # Also answers processes of earlier attempts, whose answers nobody reads: arrivals are not known by rank.
         arrivals = meeting.add("arrivals", 0)
         for place in range(answered + 1, arrivals + 1):
             meeting.set(f"answer-{place}", str(number))
@@ -64,13 +64,13 @@ def _arrive(meeting: dist.Store, rank: int, timeout: timedelta) -> int:
 
 
 def interrupted_run(lasting: dist.Store | None) -> str | None:
-    """The run folder that an earlier attempt of this job began, if there was one."""
+    """Run folder of an earlier attempt of this job; None in the first attempt."""
     if lasting is None or not lasting.check([RUN_KEY]):
         return None
     return lasting.get(RUN_KEY).decode()
 
 
 def remember_run(lasting: dist.Store | None, folder: str) -> None:
-    """Have a later attempt of this job find the run folder."""
+    """Store the run folder for a later attempt of this job."""
     if lasting is not None:
         lasting.set(RUN_KEY, folder)

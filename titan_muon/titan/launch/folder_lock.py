@@ -1,4 +1,4 @@
-"""One job at a time writes to a run folder: a lock that ends with the process that holds it, however that ends."""
+"""Lock of a run folder: a single job writes to the folder, and the lock ends with the job's process."""
 
 import fcntl
 import os
@@ -14,7 +14,7 @@ LOCK_FILE = "running.lock"
 
 
 class FolderLock:
-    """Context at whose end a folder that was taken is free again."""
+    """Context that releases the lock at the end."""
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
@@ -29,18 +29,18 @@ class FolderLock:
             self._file.close()
 
     def take(self, folder: str) -> None:
-        """Keep other jobs out of `folder`. Raises RecipeError that names the process which is in it already."""
+        """Lock `folder`. Raises RecipeError with the process that holds the lock."""
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)
         try:
-            # The operating system's own lock, over NFS too, and not the file's existence: that would outlive a job that
-            # was killed. Not `flock`: children inherit that one, and may outlive the job as well.
+            # A lock of the operating system, which also works over NFS. An existing file would outlive a killed job.
+            # Children inherit `flock`, and may outlive the job.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
             file.seek(0)
             holder = file.read().strip()
             file.close()
             raise RecipeError(
-                f"checkpoint.load: {folder} is in use by {holder}; end that job first, or start a run of its own with "
+                f"checkpoint.load: {folder} is in use by {holder}; end that job first, or start a new run with "
                 'checkpoint.load = "none" or another name'
             ) from error
         except OSError as error:

@@ -1,7 +1,7 @@
-"""Names the rank that the others wait for, and ends processes that nothing else would end.
+"""Names late ranks, and ends processes that would never end.
 
-Every rank tells the store, in the background, how far it has come. A collective that waits does not say for whom, and a
-process that is stopped, or whose peers are gone, may never end by itself.
+A collective does not say which rank it waits for, and a stopped process, or a process without peers, may hang forever.
+So a thread of every rank reports progress to the store.
 """
 
 import math
@@ -21,28 +21,28 @@ import torch.distributed as dist
 
 from titan_muon.titan.recipe import RecipeError
 
-# Of the time-out a fortieth, and six of them to be silent: who is late is known before 98 % of it are over, and so is
-# ended by the peers' errors. All ranks of a cluster ask one store, hence not much more often.
+# Heartbeat every timeout / 40, at most every 2.5 s because all ranks of a cluster use a single store. A rank is silent
+# after 6 missed beats, so late ranks are known before 98 % of the time-out.
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
-"""Share of the time-out after which late ranks are named: before a collective raises, or NCCL ends the process."""
+"""Late ranks are named at this share of the time-out, before a collective raises or NCCL ends the process."""
 GRACE_SECONDS = 2.0
-"""What a process has beyond the time-out, or a peer's failure, to end by an error: it says more than the watchdog's."""
+"""Grace period after the time-out or a peer's failure: the process may raise its own, more informative error first."""
 FAILED = "failed"
-"""Key that is there once a rank has failed."""
+"""Key of the first failure."""
 
 
 @dataclass(frozen=True)
 class Sign:
-    """What a rank says of itself.
+    """State of a rank.
 
     Attributes:
-        host: its host.
-        pid: its process.
-        stage: how often it has moved on: twice a step, at its begin and at its end.
-        beat: how often it has said so.
-        ended: whether it has nothing left to do.
+        host: host name.
+        pid: process id.
+        stage: number of advances: two per step, at the begin and at the end.
+        beat: number of heartbeats.
+        ended: whether the rank has finished.
     """
 
     host: str
@@ -52,31 +52,29 @@ class Sign:
     ended: bool = False
 
     def encode(self) -> str:
-        """The text that the store keeps."""
         return f"{self.host} {self.pid} {self.stage} {self.beat} {int(self.ended)}"
 
     @classmethod
     def decode(cls, text: str) -> "Sign":
-        """The sign of a text."""
         host, pid, stage, beat, ended = text.split()
         return cls(host, int(pid), int(stage), int(beat), ended == "1")
 
 
 class Watchdog:
-    """Context in which this rank tells how far it has come, and looks for those that others wait for.
+    """Context in which this rank reports progress and looks for late ranks.
 
-    It goes on after an error that no user made: that one may leave this process, or others, without an end.
+    After an error that is not a user error the thread stays alive: this process or others may hang.
 
     Args:
-        store: store of all ranks; a connection of its own is made to it.
+        store: store of all ranks; the watchdog makes its own connection.
         rank: this rank.
         world_size: number of ranks.
-        first_timeout: seconds that collectives wait until the first step is done.
-        timeout: seconds that they wait after it.
+        first_timeout: time-out of collectives until the end of the first step, in seconds.
+        timeout: time-out of collectives after the first step, in seconds.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, first_timeout: float, timeout: float) -> None:
-        # A connection serves one request at a time: what the main thread waits for must not silence this one.
+        # A connection serves a single request at a time: a wait of the main thread must not block the heartbeat.
         self._store = dist.PrefixStore("titan_muon/watchdog", store.clone())  # type: ignore[attr-defined]
         self._rank, self._world_size = rank, world_size
         self._first_timeout, self._timeout = first_timeout, timeout
@@ -106,18 +104,18 @@ class Watchdog:
             return
         self._closed.set()
         self._thread.join()
-        # The process that keeps the store may have ended before this one.
+        # The process with the store may have ended before this process.
         with suppress(RuntimeError):
             self._store.set(_key(self._rank), replace(self._sign(), ended=True).encode())
 
     def advance(self) -> None:
-        """Say that this rank has moved on; every rank does so when a step begins, and when it ends."""
+        """Report progress; every rank calls this at the begin and at the end of a step."""
         self._stage += 1
         self._moved = time.monotonic()
 
     @property
     def timeout(self) -> float:
-        """Seconds that collectives wait now."""
+        """Current time-out of collectives, in seconds."""
         return self._first_timeout if self._stage < 2 else self._timeout
 
     @property
@@ -144,27 +142,27 @@ class Watchdog:
                     print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
                     os._exit(1)
         except RuntimeError:
-            # Whoever keeps the store has ended. Nobody can be watched any more, and collectives fail by themselves.
+            # The process with the store has ended. The collectives fail without a watchdog.
             return
 
     def _name_late_ranks(self) -> None:
-        # One of those that wait looks: 1,000 ranks that each read 1,000 signs would hold up the store.
+        # Only one waiting rank looks: 1,000 ranks that each read 1,000 signs would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
         signs, silent = self._look()
         self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
         late = late_ranks(signs, silent, self._world_size)
-        # A rank that is late and lives looks as well, from the stage where it is.
+        # A late rank that is alive looks as well, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
             waited = time.monotonic() - self._moved
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
 
     def _outlives_failure(self) -> bool:
-        """Whether a peer has failed for so long that this rank, if it waited for it, would have failed as well."""
+        """Whether a peer failed more than the grace period ago."""
         if self._failing or not self._store.check([FAILED]):
             return False
-        # A rank that waits for something else than its peers knows nothing of it, and takes the launcher's SIGTERM for
-        # the wish to end after the step: the launcher would wait half a minute for it.
+        # A rank that does not wait for its peers would take the launcher's SIGTERM for a stop request after the step,
+        # and the launcher would wait for half a minute.
         self._peer_failed = min(self._peer_failed, time.monotonic())
         return time.monotonic() - self._peer_failed > GRACE_SECONDS
 
@@ -173,26 +171,26 @@ class Watchdog:
         return f"silent-{self._stage}"
 
     def _end_silent(self) -> bool:
-        """End this host's processes that were found silent, and still are. Returns whether any are, on any host."""
+        """Kill this host's processes that are still silent. Returns whether silent ranks remain on any host."""
         if not self._store.check([self._silent_key]):
             return False
-        found = self._store.get(self._silent_key).decode().split()
-        beats = {int(rank): int(beat) for rank, beat in (each.split(":") for each in found)}
+        entries = self._store.get(self._silent_key).decode().split()
+        beats = {int(rank): int(beat) for rank, beat in (entry.split(":") for entry in entries)}
         signs = {rank: Sign.decode(self._store.get(_key(rank)).decode()) for rank in beats}
         silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
         for sign in silent:
-            # Their launcher sends SIGTERM, which a stopped process does not get, and then waits for half a minute.
+            # A stopped process does not receive the launcher's SIGTERM, and the launcher waits for half a minute.
             if sign.host == socket.gethostname() and is_sibling(sign.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sign.pid, signal.SIGKILL)
         return bool(silent)
 
     def _look(self) -> tuple[dict[int, Sign], set[int]]:
-        """The signs of all ranks that ever gave one, and the ranks of them that give none now."""
+        """Signs of all ranks that have reported, and the ranks that are silent now."""
         before = self._signs()
         for _ in range(BEATS_TO_BE_SILENT):
             self._closed.wait(self._interval)
-            # Whoever looks at this rank meanwhile must find it alive.
+            # Other looking ranks must see this rank alive.
             self._tell()
         now = self._signs()
         return now, {rank for rank, sign in before.items() if sign == now[rank] and not sign.ended}
@@ -205,8 +203,8 @@ class Watchdog:
 
 
 def is_sibling(pid: int) -> bool:
-    """Whether a process was started by this one's launcher, as the other ranks of its node were."""
-    # Two containers may have one host name, and the same number there is somebody else's process here.
+    """Whether this process's launcher started process `pid`, as it started all ranks of the node."""
+    # Two containers may have the same host name, and `pid` may be another process here.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     except OSError:
@@ -215,24 +213,21 @@ def is_sibling(pid: int) -> bool:
 
 
 def late_ranks(signs: Mapping[int, Sign], silent: Collection[int], world_size: int) -> str:
-    """Who keeps the others waiting, in words; empty if nobody can be told.
+    """The late ranks in words; empty if no rank is known to be late.
 
-    A rank is late if it gives no sign of life, or is behind the one that came furthest.
+    A rank is late if it is silent or behind the furthest rank.
     """
     furthest = max((sign.stage for sign in signs.values()), default=0)
-    found = [f"rank {rank} has not come up" for rank in range(world_size) if rank not in signs]
+    late = [f"rank {rank} has not come up" for rank in range(world_size) if rank not in signs]
     for rank, sign in sorted(signs.items()):
         where = f"rank {rank} (process {sign.pid} on {sign.host})"
         if rank in silent:
-            found.append(f"{where} gives no sign of life")
+            late.append(f"{where} gives no sign of life")
         elif sign.stage < furthest and not sign.ended:
-            found.append(f"{where} has not {_stage(sign.stage + 1)}")
-    return ", ".join(found)
-
-
-def _stage(stage: int) -> str:
-    # Steps are counted from where this process began, which need not be the first of the run.
-    return f"{'begun' if stage % 2 else 'ended'} step {(stage + 1) // 2} of this attempt"
+            # Counted from the first step of this process, not of the run.
+            stage = f"{'ended' if sign.stage % 2 else 'begun'} step {sign.stage // 2 + 1} of this attempt"
+            late.append(f"{where} has not {stage}")
+    return ", ".join(late)
 
 
 def _key(rank: int) -> str:

@@ -1,6 +1,6 @@
-"""The recipe: tables of options, read from TOML and the command line, checked once.
+"""Recipes: tables of options from TOML and the command line, validated once.
 
-Imports neither torch nor torchtitan, so that a mistake and `--help` answer at once.
+Imports neither torch nor torchtitan, so that errors and `--help` appear at once.
 """
 
 from .constraints import recipe_error

@@ -1,4 +1,4 @@
-"""The command line of train.py: which recipe, its overrides, and whether to train it or only to show its plan."""
+"""The command line of train.py: a recipe, overrides, and train or dry run."""
 
 import inspect
 import os
@@ -19,49 +19,49 @@ HELP = {"-h", "--help"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Train a recipe, or show its plan. A value is taken from --section.key, else the file, its bases, the default.
+    """Train a recipe, or show its plan. Precedence: --section.key, the file, bases of the file, defaults.
 
-    Hyphens and underscores are the same in a flag, and a lone flag means true.
+    Hyphens and underscores are equal in a flag. A flag without a value means true.
     """
 
     config: str | None = None
     """Recipe to run: a TOML file. Required."""
 
     dry_run: bool = False
-    """Print the resolved recipe and its plan and stop. Needs neither torchrun nor a GPU."""
+    """Print the resolved recipe and the plan, and stop. Needs neither torchrun nor a GPU."""
 
     full: bool = False
     """With dry_run: list every parameter instead of one line for all layers."""
 
     world_size: int | None = None
-    """With dry_run: number of ranks to plan for, GPUs unless `device` says otherwise."""
+    """With dry_run: number of ranks to plan for, GPUs unless `device` is set."""
 
     device: Literal["cpu", "cuda"] | None = None
-    """With dry_run: kind of device to plan for. Absent, `cuda` with world_size, else what this machine trains on."""
+    """With dry_run: device to plan for. Absent: `cuda` with world_size, else this machine's device."""
 
     json: str | None = None
-    """With dry_run: file to write the plan to as JSON."""
+    """With dry_run: JSON file for the plan."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """What the user asked for: train `recipe`, or with `dry_run` show what training it would do."""
+    """Parsed command line: train `recipe`, or with `dry_run` show the plan."""
 
-    # Nameless, or tyro would call its flags --recipe.muon.lr.
+    # Without a name, so that tyro's flags are --muon.lr, not --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """The command that `argv` (without the program's name) asks for. `--help` prints and exits with status 0.
+    """Parse `argv` (without the program's name). `--help` prints and exits with status 0.
 
-    Raises RecipeError, with one message, for any mistake in the flags or in the recipe.
+    Raises RecipeError with a single message for any mistake in the flags or the recipe.
     """
     wants_help = bool(HELP & set(argv))
     entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in HELP])
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
-        # A recipe's help shows the recipe's values, so its mistakes must be said first.
+        # The help shows the recipe's values, so errors of the recipe come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
         print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:
@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> Command:
 
 
 def _notice(line: str) -> None:
-    # Every rank reads the same recipe.
+    # Once, because every rank reads the same recipe.
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
 
@@ -85,18 +85,18 @@ def _check(options: Options) -> None:
         "--device": options.device is not None,
         "--json": options.json is not None,
     }
-    stray = [flag for flag, given in needs_dry_run.items() if given]
+    stray = [flag for flag, is_set in needs_dry_run.items() if is_set]
     if stray and not options.dry_run:
         raise RecipeError(f"command line: {stray[0]} is only for --dry-run; add --dry-run or leave it out.")
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:
-    """A near miss of one of our own flags is named here, because a recipe's keys would suggest something else."""
+    """Suggest train.py's flag for a misspelt flag; the recipe's keys would give a wrong suggestion."""
     known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
-    # --name is a near miss of nothing: it is a key of the recipe.
+    # --name resembles a flag and is a key of the recipe.
     recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}
     for word in overrides:
         flag = word.partition("=")[0].replace("_", "-")
-        near = nearest(flag, known) if flag.startswith("--") and "." not in flag else None
-        if near and flag not in recipe_flags:
-            raise RecipeError(f"command line: unknown flag {word}. Did you mean {near}?")
+        suggestion = nearest(flag, known) if flag.startswith("--") and "." not in flag else None
+        if suggestion and flag not in recipe_flags:
+            raise RecipeError(f"command line: unknown flag {word}. Did you mean {suggestion}?")

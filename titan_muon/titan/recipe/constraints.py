@@ -1,4 +1,4 @@
-"""What a recipe's values must satisfy beyond their types: the range at each field, and relations between keys."""
+"""Validation of a recipe's values beyond types: ranges of fields, and relations between keys."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -10,8 +10,7 @@ from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError
 
-# Derived, never written by hand: a range that stood here too could differ from the one at the field, which Muon itself
-# and the table in docs/options.md read.
+# Derived from the fields, because Muon and the table in docs/options.md read the same ranges.
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
     f"{table}.{key}": constraint
     for table, kind in get_type_hints(Recipe).items()
@@ -22,7 +21,7 @@ CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
 
 @dataclass(frozen=True)
 class Relation:
-    """A condition that `key` must satisfy given the rest of the recipe, and its wording."""
+    """A condition on `key` given the rest of the recipe; `accepted` is the condition in words."""
 
     key: str
     accepted: str
@@ -77,7 +76,7 @@ RELATIONS = (
             or (r.parallelism.tensor_parallel_degree > 1 and (r.placement.tensor_parallel == "peers" or not owns(r)))
         ),
     ),
-    # A placement of another package places the whole model as it sees fit, and knows nothing of these rules.
+    # Another package's placement decides on the whole model and does not read these rules.
     Relation(
         "placement.rule",
         'none, unless placement.muon is "shard0" or "owned"',
@@ -88,7 +87,7 @@ RELATIONS = (
         'at least one glob pattern, because data.source = "files"',
         lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),
     ),
-    # `bpe` would be trained on the documents of [data], and TorchTitan's loader has none to offer.
+    # `bpe` trains on the documents of [data], and TorchTitan's loader has no documents.
     Relation(
         "data.tokenizer",
         '"hf" only, because data.source = "hf"',
@@ -109,13 +108,13 @@ RELATIONS = (
         "1 or more, because training.global_batch_size = -1",
         lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
     ),
-    # Ranks read parts of the dataset that end apart, and who is done first would wait for the others for ever.
+    # The ranks' parts of the dataset end at different times, and the first rank would wait for ever.
     Relation(
         "validator.steps",
         '1 or more, because data.source = "hf"',
         lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
     ),
-    # Its default divides every batch, so the key matters only where there are stages to feed.
+    # Without pipeline stages the key has no effect.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",
@@ -125,19 +124,19 @@ RELATIONS = (
             or recipe.training.local_batch_size % recipe.parallelism.pipeline_parallel_microbatch_size == 0
         ),
     ),
-    # Each chunk's gradient is written at a multiple of one length.
+    # All chunks have the same length.
     Relation(
         "loss.chunks",
         '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree',
         lambda recipe: recipe.loss.chunks == "auto" or _tokens_of_a_rank(recipe) % recipe.loss.chunks == 0,
     ),
-    # After the schedule's end the decay goes on below zero.
+    # Decay would continue below zero after the end of the schedule.
     Relation(
         "lr_scheduler.total_steps",
         "training.steps or more (or absent, which is training.steps)",
         lambda recipe: scheduled_steps(recipe) >= recipe.training.steps,
     ),
-    # TorchTitan would shorten both, so that the rates are not those that the recipe names.
+    # TorchTitan would shorten both, and the rates would differ from the recipe's.
     Relation(
         "lr_scheduler.warmup_steps",
         "at most the steps of the schedule (lr_scheduler.total_steps, or training.steps)",
@@ -161,10 +160,10 @@ RELATIONS = (
     _overlaps('optimizer.clip = "all", which scales gradients', lambda r: r.optimizer.clip != "all", "backward"),
     _overlaps('qk_clip.mode = "clip", which scales weights', lambda r: r.qk_clip.mode != "clip", "forward"),
     _overlaps("pipeline parallelism", lambda recipe: recipe.parallelism.pipeline_parallel_degree == 1),
-    # A graph that is replayed calls no hooks.
+    # A replayed graph calls no hooks.
     _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
     _held_by_bfloat16("adamw"),
-    # The text of `python` and `files` is memory-mapped tokens: there is nothing to wait for.
+    # The sources `python` and `files` are memory-mapped tokens and need no workers.
     Relation(
         "data.num_workers",
         '0 only, unless data.source = "hf"',
@@ -185,7 +184,7 @@ RELATIONS = (
         'false only, unless data.source = "hf": other sources pin by themselves',
         lambda recipe: not recipe.data.pin_memory or recipe.data.source == "hf",
     ),
-    # TorchTitan's own check is an assertion without the key, and comes after the model is built.
+    # TorchTitan's own check is an assertion without the key, after the model is built.
     Relation(
         "profiler.profile_freq",
         "profiler_warmup + profiler_active or more, because profiler.enable_profiling = true",
@@ -207,7 +206,7 @@ RELATIONS = (
             or (_compiles_the_model(recipe) and recipe.parallelism.tensor_parallel_degree > 1)
         ),
     ),
-    # Emulated products are not for the compiler, and experts' have no emulation.
+    # torch.compile does not support emulated products, and experts have no emulation.
     Relation(
         "float8.emulate",
         "true only with float8.linear = true, float8.experts = false and a model that is not compiled",
@@ -243,7 +242,7 @@ RELATIONS = (
             or (recipe.checkpoint.initial_load_in_hf and recipe.checkpoint.initial_load_path is not None)
         ),
     ),
-    # TorchTitan refuses the next two as well, but only after torch is imported, and without the file that wrote them.
+    # TorchTitan checks the next two as well, but after importing torch, and without the name of the file.
     Relation(
         "checkpoint.last_save_model_only",
         "true only, because checkpoint.last_save_in_hf = true",
@@ -258,7 +257,7 @@ RELATIONS = (
 
 
 def owns(recipe: Recipe) -> bool:
-    """Whether a recipe has parameters owned."""
+    """Whether any parameter has an owned placement."""
     return recipe.placement.muon == "owned" or any(rule.placement == "owned" for rule in recipe.placement.rule)
 
 
@@ -273,9 +272,9 @@ def _tokens_of_a_rank(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first value that a constraint or a relation refuses.
+    """Raise RecipeError for the first value that violates a constraint or a relation.
 
-    `sources` says which file, or the command line, wrote each key; `file` answers for keys left at their default.
+    `sources` maps keys to the file, or the command line, that sets them; `file` is the source of other keys.
     """
     for key, value in values(recipe).items():
         _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))
@@ -299,7 +298,7 @@ def _check_rule(recipe: Recipe, rule: Rule, place: str, source: str) -> None:
     for name, value in rule.options.items():
         _check_value(CONSTRAINTS.get(f"{rule.optimizer}.{name}"), value, f"{place}.options.{name}", source)
     if rule.optimizer in ("muon", "adamw"):
-        # A rule may set ns_steps and leave ns_coefficients to [muon]: each is sound alone, and together they are not.
+        # A rule may set ns_steps and inherit ns_coefficients from [muon], so relations are checked together.
         table: Any = getattr(recipe, rule.optimizer)
         tables: dict[str, Any] = {rule.optimizer: replace(table, **rule.options)}
         changed = replace(recipe, **tables)
@@ -312,28 +311,27 @@ def _check_value(constraint: Constraint | None, value: object, key: str, source:
 
 
 def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
-    found = values(recipe)
     for relation in RELATIONS:
         if not relation.holds(recipe):
             source = sources.get(relation.key, file)
-            raise refuse(source, relation.key + context, found[relation.key], relation.accepted)
+            raise refuse(source, relation.key + context, values(recipe)[relation.key], relation.accepted)
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:
-    """What the library refuses, in the recipe's words: a keyword becomes the key in `table`, and bytes become GiB."""
+    """An error of the library in terms of the recipe: a keyword becomes the key in `table`, bytes become GiB."""
     if not isinstance(error, OptionError):
         return RecipeError(str(error))
     if error.option.startswith("rules"):
         return RecipeError(f"optimizer.rule{error.option.removeprefix('rules')} {error.problem}")
     if "." in error.option:
-        # Of the machine, or of another optimizer.
+        # An option of the machine or of another optimizer.
         return RecipeError(str(error))
     if error.option == "offload":
-        # One key for all optimizers.
+        # The key of all optimizers.
         return RecipeError(f"optimizer.offload {error.problem}")
     if error.option != "buffer_bytes":
         return RecipeError(f"{table}.{error.option} {error.problem}")
-    # The value and every size that the planner names with it: a user who wrote 0.5 must not read 536870912.
+    # Convert the value and all sizes in the message: the user wrote 0.5 (GiB), not 536870912.
     sizes = re.compile(r"(?<=^= )\d+|\d+(?= bytes)")
     problem = sizes.sub(lambda size: f"{int(size[0]) / 2**30:.3g}", error.problem).replace(" bytes", " GiB")
     return RecipeError(f"muon.buffer_gib {problem}")

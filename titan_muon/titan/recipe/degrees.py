@@ -1,4 +1,4 @@
-"""Whether a recipe's parallel degrees, batch sizes and sequence length fit a number of ranks."""
+"""Checks of parallel degrees, batch sizes and sequence length against the number of ranks."""
 
 import importlib.metadata
 import math
@@ -19,36 +19,35 @@ def check_degrees(recipe: Recipe, world_size: int) -> None:
 
 
 def check_layout(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError unless the model can be laid out over `world_size` ranks; says nothing of the batch."""
+    """Raise RecipeError unless the model fits `world_size` ranks; does not check the batch."""
     parallelism, training = recipe.parallelism, recipe.training
     _check_pipeline(parallelism.pipeline_parallel_degree)
-    # The shard degree first: the other checks need it with -1 resolved.
+    # The shard degree comes first: the other checks need the resolved -1.
     shard = _shard_degree(parallelism, world_size)
     _check_experts(parallelism, shard, world_size)
     _check_sequence(training, parallelism)
 
 
 def has_torch(*numbers: int) -> bool:
-    """Whether the installed torch is of this version, a build on the way to it, or newer: `has_torch(2, 14)`."""
-    # By numbers, since as a text 2.9 comes after 2.14. Read from the installed package: importing torch takes seconds
-    # that a mistake in a recipe should not cost.
-    found = re.findall(r"\d+", importlib.metadata.version("torch"))
-    return tuple(int(number) for number in found[: len(numbers)]) >= numbers
+    """Whether the installed torch has at least this version, pre-releases included: `has_torch(2, 14)`."""
+    # As numbers, because "2.9" > "2.14". From the package metadata, because importing torch takes seconds.
+    installed = re.findall(r"\d+", importlib.metadata.version("torch"))
+    return tuple(int(number) for number in installed[: len(numbers)]) >= numbers
 
 
 def _check_pipeline(degree: int) -> None:
-    # Older schedules of torch do not take the lists of microbatches that torchtitan 0.3.0 gives them.
+    # Older schedules of torch do not take torchtitan 0.3.0's lists of microbatches.
     if degree > 1 and not has_torch(*PIPELINE_TORCH):
-        needed, found = ".".join(map(str, PIPELINE_TORCH)), importlib.metadata.version("torch")
+        needed, installed = ".".join(map(str, PIPELINE_TORCH)), importlib.metadata.version("torch")
         raise RecipeError(
             f"parallelism.pipeline_parallel_degree = {degree} is not accepted; pipeline parallelism needs torch "
-            f"{needed} or newer, and torch {found} is installed."
+            f"{needed} or newer, and torch {installed} is installed."
         )
 
 
 def _shard_degree(parallelism: Parallelism, world_size: int) -> int:
-    """Ranks that share one copy of the parameters, with -1 resolved for `world_size` ranks."""
-    # Expert parallelism is not among them: its ranks are taken out of these, so it multiplies nothing.
+    """Ranks per replica of the parameters, with -1 resolved for `world_size` ranks."""
+    # Without expert parallelism, which reuses these ranks.
     others = {
         "data_parallel_replicate_degree": parallelism.data_parallel_replicate_degree,
         "context_parallel_degree": parallelism.context_parallel_degree,
@@ -80,18 +79,17 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
 
 
 def batch_problem(recipe: Recipe, world_size: int) -> str | None:
-    """Why `world_size` ranks cannot share the global batch; None if they can."""
+    """Reason why `world_size` ranks cannot share the global batch; None if they can."""
     training, ranks = recipe.training, _data_ranks(recipe, world_size)
     whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
     if whole != -1 and whole % (local * ranks):
-        given = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
+        problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
         if training.local_batch_size == -1:
-            return f"{given} a multiple of the {ranks} data-parallel ranks."
-        each = whole // ranks
-        # Other curves are of other tokens, so the way that keeps the batch is named first.
-        keep = f" training.local_batch_size = {each} (or -1) keeps it." if whole % ranks == 0 else ""
+            return f"{problem} a multiple of the {ranks} data-parallel ranks."
+        # The remedy that keeps the batch comes first, because another batch gives another curve.
+        keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
         product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
-        return f"{given} -1, or a multiple of {product}.{keep}"
+        return f"{problem} -1, or a multiple of {product}.{keep}"
     stages, size = recipe.parallelism.pipeline_parallel_degree, recipe.parallelism.pipeline_parallel_microbatch_size
     if stages > 1 and local % size:
         return (
@@ -102,11 +100,11 @@ def batch_problem(recipe: Recipe, world_size: int) -> str | None:
 
 
 def local_batch_size(recipe: Recipe, world_size: int) -> int:
-    """Sequences per data-parallel rank in one forward and backward, with -1 resolved for `world_size` ranks."""
+    """Sequences per data-parallel rank in a forward and backward, with -1 resolved for `world_size` ranks."""
     training = recipe.training
     if training.local_batch_size != -1:
         return training.local_batch_size
-    # Never 0: a plan is also made for more ranks than the batch has sequences.
+    # At least 1: a plan may have more ranks than the batch has sequences.
     return max(1, training.global_batch_size // _data_ranks(recipe, world_size))
 
 
@@ -116,7 +114,7 @@ def _data_ranks(recipe: Recipe, world_size: int) -> int:
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # Twice the context degree: its load balancer gives each rank one chunk from the head and one from the tail.
+    # Twice the context degree: the load balancer gives a rank a chunk from the head and a chunk from the tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
         raise RecipeError(

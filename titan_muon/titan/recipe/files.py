@@ -1,4 +1,4 @@
-"""Recipes as files: one is loaded from defaults, bases, the file and the command line, and written back as TOML."""
+"""Load a recipe from defaults, bases, a file and the command line; write a recipe as TOML."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -15,62 +15,62 @@ TYPED_OPTIMIZERS: Mapping[str, type] = {"muon": Muon, "adamw": AdamW}
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str], None] = lambda line: None) -> Recipe:
-    """The recipe of a TOML file, its bases and `--section.key value` overrides, checked once.
+    """Recipe of a TOML file, its bases and `--section.key value` overrides, validated once.
 
     Args:
         path: TOML file.
         overrides: words of the command line.
-        notice: called with a line for each value that changed to fit another.
+        notice: called with a line for each value that was adjusted to another.
 
     Raises:
-        RecipeError: with one message, for anything that a recipe does not accept.
+        RecipeError: with a single message, for any invalid recipe.
     """
     file = Path(path)
     written = read_file(file)
-    given, unknown = read_flags(Recipe, Recipe(), overrides)
+    flags, unknown = read_flags(Recipe, Recipe(), overrides)
     for flag in unknown:
         refuse_moved(flag.removeprefix("--").partition("=")[0], "command line")
     for key, entry in written.items():
         refuse_moved(key, entry.source)
     refuse_unknown(unknown, list(keys(Recipe)))
-    # Later entries win: what the file and its bases say over the name of the file, the command line over all.
-    shorter = _shorter_warmup(written, given)
+    # Later entries win: the name of the file, the file and its bases, the command line.
+    shorter = _shorter_warmup(written, flags)
     for key, entry in shorter.items():
         notice(f"{key} = {entry.value}: {entry.source}")
-    entries = {"name": Entry(file.stem, str(file))} | written | shorter | given
+    entries = {"name": Entry(file.stem, str(file))} | written | shorter | flags
     sources = {key: entry.source for key, entry in entries.items()}
     recipe = _with_typed_options(build(Recipe, entries), sources.get("optimizer.rule", str(file)))
-    # Checked when all sources are joined: a base may be sound only together with the file that names it.
+    # Validated after joining all sources: a base may be valid only together with a file.
     check(recipe, sources, str(file))
     return recipe
 
 
-def _shorter_warmup(written: Mapping[str, Entry], given: Mapping[str, Entry]) -> dict[str, Entry]:
-    """The warm-up in proportion, if the command line asks for fewer steps than warm-up and decay of the file take."""
+def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) -> dict[str, Entry]:
+    """A proportional warm-up, if the command line sets fewer steps than warm-up and decay of the file."""
     fixed = ("lr_scheduler.warmup_steps", "lr_scheduler.total_steps", "lr_scheduler.decay_ratio")
-    if "training.steps" not in given or any(key in given for key in fixed):
+    if "training.steps" not in flags or any(key in flags for key in fixed):
         return {}
     known: dict[str, Any] = {**values(Recipe()), **{key: entry.value for key, entry in written.items()}}
-    steps: Any = given["training.steps"].value
+    steps: Any = flags["training.steps"].value
     before, warmup, total, decay = (known[key] for key in ("training.steps", *fixed))
     if total is not None or not all(isinstance(count, int) and count > 0 for count in (steps, before, warmup)):
         return {}
     if warmup + round(steps * (decay or 0)) <= steps:
         return {}
-    # At least one step, unless decay takes all of them.
+    # At least one step, unless decay takes all steps.
     shorter = min(max(1, warmup * steps // before), steps - round(steps * (decay or 0)))
     source = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
     return {"lr_scheduler.warmup_steps": Entry(shorter, source)}
 
 
 def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
-    """Give the options of each rule the types of its optimizer's own table."""
+    """Convert the options of each rule to the types of the optimizer's table."""
     rules = (_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule))
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
 
 
 def _typed(rule: Rule, place: str, source: str) -> Rule:
-    # Options of another package's optimizer have no table here; it refuses them itself once it is built.
+    # Optimizers of other packages have no table and validate their options when they are built.
     if rule.optimizer not in TYPED_OPTIMIZERS:
         return rule
     kinds = get_type_hints(TYPED_OPTIMIZERS[rule.optimizer])
@@ -78,14 +78,14 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as one TOML file that loads again to an equal recipe, whatever that file is called.
+    """The recipe as TOML that loads to an equal recipe under any file name.
 
-    Raises RecipeError for a value that no file can give the recipe, such as a NaN.
+    Raises RecipeError for a value that TOML cannot hold, such as a NaN.
     """
     kinds, defaults = keys(Recipe), values(Recipe())
     plain = {key: _plain(value) for key, value in values(recipe).items()}
     for key, value in plain.items():
-        # TOML has no null: left out, the key would load as its default, and the file would be of another recipe.
+        # TOML has no null: an absent key would load as the default.
         if value is None and defaults[key] is not None:
             raise RecipeError(f"recipe: {key} = None cannot be written: TOML has no null, and absent means a default.")
         if value is not None:
@@ -94,20 +94,20 @@ def to_toml(recipe: Recipe) -> str:
 
 
 def written_values(recipe: Recipe) -> dict[str, object]:
-    """What a resolved recipe file says, by dotted key; absent keys are left out, as in the file."""
+    """Values of a resolved recipe file by dotted key, without absent keys."""
     plain = {key: _plain(value) for key, value in values(recipe).items()}
     return {key: value for key, value in plain.items() if value is not None}
 
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
-    """The keys that `recipe` gives other values than its file alone does."""
-    # Not checked: a file may be sound only together with what the command line adds.
+    """Keys whose values in `recipe` differ from the values of the file alone."""
+    # Not validated: a file may be valid only together with the command line.
     alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
     return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as dicts without their absent keys, tuples as lists."""
+    """Dataclasses as dicts without absent keys, tuples as lists."""
     if is_dataclass(value):
         inner = {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
         return {name: item for name, item in inner.items() if item is not None}
@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """One key in which two recipes differ, with both values as TOML text; None is an absent key."""
+    """A key that differs between two recipes, with both values as TOML text; None is an absent key."""
 
     key: str
     left: str | None
@@ -128,7 +128,7 @@ class Difference:
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """The keys in which two recipes differ, in the order of the recipe's tables."""
+    """Keys that differ between two recipes, in the order of the recipe's tables."""
     left, right = values(a), values(b)
     return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
 

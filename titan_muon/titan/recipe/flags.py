@@ -1,6 +1,6 @@
-"""A dataclass as command-line flags. tyro finds the flags and prints the help; schema.py judges the values.
+"""A dataclass as command-line flags. tyro parses the flags and prints the help; schema.py validates the values.
 
-Every flag takes any number of words, so tyro itself never refuses one: files and flags share one set of errors.
+Every flag takes any number of words, so that files and flags share the same error messages.
 """
 
 import dataclasses
@@ -19,42 +19,41 @@ MOVED = {
     "link.latency_us": "machine.network_latency_us",
     "link.tflops": "machine.tflops",
 }
-"""Keys that recipes had, and those that took their place."""
+"""Old keys of recipes and their new names."""
 
 SOURCE = "command line"
 BOOLEANS = {"true": True, "True": True, "false": False, "False": False}
 
 
 class Words(tuple[str, ...]):
-    """What followed a flag on the command line, one item for each argument."""
+    """Words after a flag on the command line."""
 
-    # A type of its own, so that a key that was given is told from one that kept its default, even an equal one: only
-    # what was given may win over the file.
+    # A separate type marks keys set on the command line, even with the default value: only these override the file.
 
 
 def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
-    """The keys of `schema` that `arguments` give, as entries to convert, and the arguments that are not its flags.
+    """Parse `arguments` into entries by key of `schema`. Also returns the arguments that are not flags of `schema`.
 
-    Raises RecipeError for a number of words that the key's type cannot take.
+    Raises RecipeError for a number of words that does not fit the key's type.
     """
-    # tyro takes a third of a second even for nothing, and tests and scripts load many recipes without flags.
+    # tyro takes a third of a second even without arguments, and tests and scripts load many recipes.
     if not arguments:
         return {}, []
-    given, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
-    words = {key: value for key, value in values(given).items() if isinstance(value, Words)}
+    parsed, unknown_flags = _tyro(schema, default, arguments, return_unknown_args=True, add_help=False)
+    words = {key: value for key, value in values(parsed).items() if isinstance(value, Words)}
     kinds = keys(schema)
     return {key: Entry(_value(kinds[key], value, key), SOURCE) for key, value in words.items()}, unknown_flags
 
 
 def refuse_moved(key: str, source: str) -> None:
-    """Raise RecipeError for a key that has another name now."""
+    """Raise RecipeError for a renamed key."""
     if key in MOVED:
         table, _, leaf = MOVED[key].partition(".")
         raise RecipeError(f"{source}: {key} is {MOVED[key]} now; write `{leaf}` under [{table}].")
 
 
 def refuse_unknown(arguments: Sequence[str], known: Sequence[str]) -> None:
-    """Raise RecipeError if there are arguments that no flag takes; `known` are the keys to suggest from."""
+    """Raise RecipeError if `arguments` is not empty; suggests a key of `known`."""
     if not arguments:
         return
     flag, _, text = arguments[0].partition("=")
@@ -71,29 +70,25 @@ def print_help(schema: type, default: Any, description: str | None, prog: str) -
 
 
 def _tyro(schema: type, default: Any, arguments: Sequence[str], **options: Any) -> Any:
-    # One call for reading and for help, so that what the help shows is what is read.
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_words_of)
+    # The same call parses and prints the help, so that both agree.
     return tyro.cli(
         schema,
         args=arguments,
         default=default,
         use_underscores=True,
-        # A boolean takes a value like any other key: a pair of flags would have no form in a recipe file.
+        # A boolean takes a value like any other key, as in a recipe file.
         config=(tyro.conf.FlagConversionOff,),
-        registry=_registry(),
+        registry=registry,
         **options,
     )
-
-
-def _registry() -> tyro.constructors.ConstructorRegistry:
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_words_of)
-    return registry
 
 
 def _words_of(
     info: tyro.constructors.PrimitiveTypeInfo,
 ) -> tyro.constructors.PrimitiveConstructorSpec[Any] | None:
-    # Tables stay with tyro, which makes a group of flags of each. It asks here for their fields.
+    # tyro makes a group of flags of a dataclass, and calls this rule for its fields.
     if dataclasses.is_dataclass(info.type):
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -126,10 +121,10 @@ def _help_text(value: Any) -> str:
 
 
 def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
-    """The words after a flag as the value that TOML would hold; left as text where the type will refuse it."""
+    """Value that TOML would hold for the words after a flag; text if the type will refuse the words."""
     members = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) in (Union, types.UnionType):
-        # One word may be the name of a set or a list of one; only its bracket tells.
+        # A single word may be a name or a list of one element; a bracket marks the list.
         lists = [member for member in members if get_origin(member) is tuple]
         if lists and (len(words) != 1 or words[0].startswith("[")):
             return _value(lists[0], words, key)
@@ -149,7 +144,7 @@ def _word(kind: Any, word: str) -> object:
         return word
     if kind is bool:
         return BOOLEANS.get(word, word)
-    # int first: float would make 3.0 of 3, which an integer key refuses.
+    # int first: float would convert 3 to 3.0, which is invalid for an integer key.
     for number in (int, float) if kind in (int, float) else ():
         try:
             return number(word)

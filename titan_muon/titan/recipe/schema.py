@@ -1,7 +1,7 @@
-"""Dataclasses as a strict schema: entries with dotted keys become one frozen instance, or one error.
+"""Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
-Types in use: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists),
-dataclasses inside lists (TOML tables) and dicts of free options. An int serves as a float; nothing else converts.
+Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists), dataclasses
+inside lists (TOML tables) and dicts of free options. An int is accepted as a float; no other conversion.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ FREE_VALUE = bool | int | float | str
 
 
 def keys(schema: Any) -> dict[str, Any]:
-    """The type of each key of a dataclass, by dotted path through the dataclasses inside it."""
+    """Types of all keys of a dataclass by dotted path, nested dataclasses included."""
     kinds: dict[str, Any] = {}
     for name, kind in get_type_hints(schema).items():
         inner = keys(kind) if dataclasses.is_dataclass(kind) else None
@@ -28,26 +28,26 @@ def keys(schema: Any) -> dict[str, Any]:
 
 
 def values(instance: Any) -> dict[str, Any]:
-    """The value of each key of a dataclass instance, by the same dotted paths as `keys`."""
-    found: dict[str, Any] = {}
+    """Values of all keys of a dataclass instance, by the dotted paths of `keys`."""
+    flat: dict[str, Any] = {}
     for field in dataclasses.fields(instance):
         value = getattr(instance, field.name)
         inner = values(value) if dataclasses.is_dataclass(value) else None
-        found |= {field.name: value} if inner is None else {f"{field.name}.{k}": v for k, v in inner.items()}
-    return found
+        flat |= {field.name: value} if inner is None else {f"{field.name}.{k}": v for k, v in inner.items()}
+    return flat
 
 
 def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
-    """An instance of `schema` from entries by dotted key; absent keys keep their defaults.
+    """Instance of `schema` from entries by dotted key; absent keys keep their defaults.
 
-    Raises RecipeError for an unknown key or table, and for a value of the wrong type.
+    Raises RecipeError for an unknown key or table and for a wrong type.
     """
     kinds = keys(schema)
     tables = {key.partition(".")[0] for key in kinds if "." in key}
     arguments: dict[str, dict[str, Any]] = {table: {} for table in tables}
     top: dict[str, Any] = {}
     for key, entry in entries.items():
-        # A file may leave a table empty, with all its keys commented out.
+        # A file may have an empty table, with all keys commented out.
         if key in tables and entry.value == {}:
             continue
         if key in tables:
@@ -57,11 +57,11 @@ def build(schema: type[T], entries: Mapping[str, Entry]) -> T:
         table, _, leaf = key.rpartition(".")
         (arguments[table] if table else top)[leaf] = convert(kinds[key], entry.value, key, entry.source)
     hints = get_type_hints(schema)
-    return schema(**top, **{table: hints[table](**given) for table, given in arguments.items()})
+    return schema(**top, **{table: hints[table](**leaves) for table, leaves in arguments.items()})
 
 
 def convert(kind: Any, value: Any, key: str, source: str) -> Any:
-    """`value` as the type `kind`. Lists become tuples. Raises RecipeError naming the innermost key at fault."""
+    """Convert `value` to the type `kind`. Lists become tuples. Raises RecipeError with the innermost wrong key."""
     # `type(value) is`, not isinstance: True is an int, and `steps = true` would train one step.
     origin, args = get_origin(kind), get_args(kind)
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
@@ -82,7 +82,7 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
 
 
 def _is_finite(value: float) -> bool:
-    # TOML's integers have no bound; beyond a float's range Python raises instead of returning inf.
+    # TOML's integers are unbounded; beyond a float's range Python raises instead of returning inf.
     try:
         return math.isfinite(value)
     except OverflowError:
@@ -90,8 +90,8 @@ def _is_finite(value: float) -> bool:
 
 
 def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: str, source: str) -> dict[str, Any]:
-    """The items of the table at `place`, each as the type of its key. Raises RecipeError for a key not in `kinds`."""
-    # All names before any value: for a misspelt key the nearest key helps more than what another key takes.
+    """Convert the items of the table at `place` to the types `kinds`. Raises RecipeError for an unknown key."""
+    # Names before values: the nearest key to a misspelt key is more helpful than the type of another key.
     for name, item in items.items():
         if name not in kinds:
             raise unknown(source, f"{place}.{name}", item, [f"{place}.{known}" for known in kinds])
@@ -99,7 +99,7 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    # A kind may know keys that it once had.
+    # A dataclass may report outdated keys.
     if problem := kind.outdated(value) if hasattr(kind, "outdated") else "":
         raise RecipeError(f"{source}: {key} {problem}")
     converted = convert_items(get_type_hints(kind), value, key, source)
@@ -124,8 +124,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
-            # For `X | None` the error of X, which may name an element inside. With more types it would speak of one
-            # alone, where the others are accepted too.
+            # For `X | None` raise the error of X, which may name an inner element. With several types that error would
+            # name one of several accepted types.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)
@@ -138,7 +138,7 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """What a key of this type takes, in words."""
+    """The values that a type accepts, in words."""
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
@@ -154,33 +154,33 @@ def describe(kind: Any) -> str:
 
 
 def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[str, ...] = ()) -> RecipeError:
-    """The error for a value that its key does not take; None is an absent key."""
-    near = nearest(value, list(choices)) if isinstance(value, str) else None
-    hint = f" Did you mean {value_text(near)}?" if near else ""
+    """Error for a value that the key does not accept; None is an absent key."""
+    choice = nearest(value, list(choices)) if isinstance(value, str) else None
+    hint = f" Did you mean {value_text(choice)}?" if choice else ""
     problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"
     return RecipeError(f"{source}: {problem}; it takes {accepted}.{hint}")
 
 
 def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeError:
-    """The error for a key that does not exist, with the nearest one that does. None is a flag without a value."""
+    """Error for an unknown key, with the nearest known key. None is a flag without a value."""
     table, _, _ = key.rpartition(".")
     tables = list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
-    near = _nearest_key(key, known, leaves, tables)
-    hint = f" Did you mean {near}?" if near else ""
+    suggestion = _nearest_key(key, known, leaves, tables)
+    hint = f" Did you mean {suggestion}?" if suggestion else ""
     written = key if value is None else f"{key} = {_shown(value)}"
     if table and leaves:
         return RecipeError(f"{source}: unknown key {written}.{hint} {table} takes {', '.join(leaves)}.")
-    what = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
-    return RecipeError(f"{source}: unknown {what}: {written}.{hint} The tables are {', '.join(tables)}.")
+    noun = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
+    return RecipeError(f"{source}: unknown {noun}: {written}.{hint} The tables are {', '.join(tables)}.")
 
 
 def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:
     table, _, leaf = key.rpartition(".")
-    if near := nearest(leaf, leaves):
-        return f"{table}.{near}" if table else near
-    if guess := nearest(table or key, tables if not (table and leaves) else []):
-        return f"[{guess}]"
+    if suggestion := nearest(leaf, leaves):
+        return f"{table}.{suggestion}" if table else suggestion
+    if suggestion := nearest(table or key, tables if not (table and leaves) else []):
+        return f"[{suggestion}]"
     elsewhere = [name for name in known if name.rpartition(".")[2] == leaf]
     return nearest(key, elsewhere) or next(iter(elsewhere), None) or nearest(key, known)
 

@@ -1,7 +1,7 @@
-"""The recipe: one frozen dataclass made of its tables. Pure data: no torch, no torchtitan, nothing derived.
+"""The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan, nothing derived.
 
-Muon's options are declared in `titan_muon.options`, tables that TorchTitan also has in `torchtitan_sections`. A range
-stands at its field. A key that is `None` here is absent from the TOML, which has no null.
+Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. A field has its
+range. A `None` key is absent from the TOML, which has no null.
 """
 
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ from titan_muon.titan.recipe.torchtitan_sections import (
     Validator,
 )
 
-# A URL would become a folder of that name on this machine's disk.
+# A URL would become a local folder of that name.
 LOCAL_FOLDER = Constraint(
     "a folder on a file system, not a URL", lambda value: bool(value.strip()) and "://" not in value
 )
@@ -49,67 +49,68 @@ FILE_NAME = Constraint(
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Which model is trained."""
+    """The model to train."""
 
     name: Annotated[str, TEXT] = "qwen3"
     """Model family: a module of `models/`."""
 
     flavor: Annotated[str, TEXT] = "moe_tiny"
-    """Size of the family, by its name in that module."""
+    """Size of the family, by name in that module."""
 
     vocab_size: Annotated[int | None, COUNT] = None
-    """Rows of embedding and head; absent, the tokenizer's for `bytes` and `bpe` and the flavor's own for `hf`."""
+    """Rows of embedding and head; absent: the tokenizer's for `bytes` and `bpe`, the flavor's for `hf`."""
 
     hf_assets_path: str | None = None
-    """Folder of the model's Hugging Face files: with its safetensors index last_save_in_hf writes the same shards."""
+    """Folder of the model's Hugging Face files; last_save_in_hf writes the shards of this folder's safetensors index.
+    """
 
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
-    """Inner attention. `auto` is `flex` on GPUs and `dense` (SDPA with the packed documents' mask) on the CPU."""
+    """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with the packed documents' mask) on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where the text comes from and how it becomes tokens."""
+    """Text source and tokenizer."""
 
     source: Literal["python", "files", "hf"] = "python"
-    """`python`: the standard library's source, on every machine. `files`: `data.files`. `hf`: TorchTitan's loader."""
+    """`python`: source code of the standard library. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
     files: Annotated[tuple[str, ...], each(TEXT)] = ()
-    """Glob patterns of the text files for source `files`; a relative pattern starts at the working directory."""
+    """Glob patterns of text files for source `files`, relative to the working directory."""
 
     dataset: Annotated[str, TEXT] = "c4"
     """TorchTitan's name of the dataset, for source `hf`."""
 
     dataset_path: str | None = None
-    """Local folder or hub name that replaces the dataset's own path, for source `hf`."""
+    """Local folder or hub name instead of the dataset's own path, for source `hf`."""
 
     tokenizer: Literal["bytes", "bpe", "hf"] = "bytes"
-    """`bytes`: nothing to download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
+    """`bytes`: no download. `bpe`: trained once on the text and cached. `hf`: `data.tokenizer_path`."""
 
-    # 256 bytes and two marks: with fewer, some text could not be written in tokens.
+    # 256 bytes and two special tokens: fewer tokens cannot encode every text.
     vocab_size: Annotated[int, at_least(258)] = 2048
-    """Tokens that `bpe` trains, its marks included."""
+    """Vocabulary of `bpe`, special tokens included."""
 
     tokenizer_path: str | None = None
     """Folder with `tokenizer.json`, for tokenizer `hf`."""
 
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of the documents held out for validation, chosen by name, the same for every seed."""
+    """Share of documents held out for validation, chosen by name, equal for every seed."""
 
     seed: Annotated[int, NOT_NEGATIVE] = 0
-    """Seed of the order in which documents are read."""
+    """Seed of the order of documents."""
 
     num_workers: Annotated[int, NOT_NEGATIVE] = 0
-    """Processes that load and tokenize on each rank, for source `hf`; 0 loads between the steps."""
+    """Loader processes per rank, for source `hf`; 0 loads between the steps."""
 
     prefetch_factor: Annotated[int | None, COUNT] = None
-    """Batches that each of them has ready; absent, 2."""
+    """Batches that a worker prefetches; absent: 2."""
 
     persistent_workers: bool = False
-    """Keep them from one epoch to the next."""
+    """Keep workers between epochs."""
 
     pin_memory: bool = False
-    """Hand out batches of source `hf` in pinned memory, which is copied to a GPU beside the host."""
+    """Pin the batches of source `hf`, so that copies to the GPU do not block the host."""
 
     cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
@@ -117,110 +118,115 @@ class Data:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where the Muon matrices are between steps."""
+    """Placement of Muon's matrices between steps."""
 
-    # Not a Literal: packages register placements, and their names are known only once they are asked for.
+    # Not a Literal: packages register placements, whose names are known only on lookup.
     muon: Annotated[str, TEXT] = "shard0"
-    """`shard0`: cut into rows over the FSDP ranks. `owned`: whole on one rank. Or a name registered by a package."""
+    """`shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name."""
 
     replicas: Literal["each", "one"] | None = None
     """With `owned` under HSDP: an owner in `each` replica, or `one` in the world, so that each matrix is orthogonalized
-    once. Absent: `one`, but `each` under pipeline parallelism and where a rule names an owner by its rank."""
+    once. Absent: `one`, but `each` under pipeline parallelism and if a rule names an owner by rank.
+    """
 
     tensor_parallel: Literal["peers", "whole"] = "peers"
-    """With `owned` under TP: `peers` have a piece each and exchange pieces in the step; or one rank has the `whole`,
-    and exchanges pieces in every pass, which pays where a step has one microbatch."""
+    """With `owned` under TP: `peers` hold a piece each and exchange pieces in the step; `whole`: one rank holds the
+    matrix, and pieces are exchanged in every pass, which pays with one microbatch per step.
+    """
 
     rule: tuple[PlacementRule, ...] = ()
-    """Rules in order; the first that matches decides. What none matches follows `placement.muon` if Muon takes it."""
+    """Rules in order; the first match decides. Without a match `placement.muon` applies to Muon's parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Muon(StepOptions, Hyperparameters):
-    """Hyperparameters of Muon (Keller Jordan, 2024) and how it runs on many ranks."""
+    """Hyperparameters of Muon (Keller Jordan, 2024) and options of its distributed step."""
 
-    # Muon itself does not know where a recipe has put its matrices; by Muon's own default the replicas would exchange
-    # in each step what `owned` has placed so that they need not.
+    # Muon does not see the placement of a recipe. With Muon's default the replicas would exchange owned matrices.
     replicas: Literal["split", "redundant"] | None = None  # type: ignore[assignment]
-    """Whether ranks that hold copies `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
+    """Whether replicas `split` the work or repeat it; absent: `redundant` under `owned`, else `split`."""
 
-    # Not Muon's own keyword: people think of memory in GiB, and TOML cannot write the keyword's None.
+    # Not Muon's keyword: users think in GiB, and TOML cannot write the keyword's None.
     buffer_gib: Annotated[
         float | Literal["auto"], Constraint('"auto" or more than 0', lambda value: value == "auto" or value > 0)
     ] = "auto"
-    """Most GiB of exchange buffers on a rank. `auto`: 1 with the workspace, more if each saves 3 % or, from 2, 10."""
+    """Maximum GiB of exchange buffers per rank. `auto`: 1 with workspace; more if a GiB saves 3 %, beyond 2 GiB 10 %.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class QKClip:
-    """QK-clip (MuonClip; Kimi K2, 2025): heads whose attention logits grow too large are scaled down after a step."""
+    """QK-clip (MuonClip; Kimi K2, 2025): scales down heads with large attention logits after a step."""
 
     mode: Literal["off", "log", "clip"] = "off"
-    """`log` reports the largest logit of each layer, `clip` also scales the query and key weights of heads above."""
+    """`log`: report the largest logit of each layer. `clip`: also scale query and key weights of heads above threshold.
+    """
 
     threshold: Annotated[float, POSITIVE] = 100.0
-    """Largest logit of a head that is let be."""
+    """Largest allowed logit of a head."""
 
     alpha: Annotated[float, from_to(0, 1)] = 0.5
-    """Share of the factor that query weights take; key weights take the rest."""
+    """Share of the factor for query weights; key weights take the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """How the cross entropy is computed."""
+    """Cross entropy."""
 
     chunks: Annotated[
         int | Literal["auto"], Constraint('"auto" or 1 or more', lambda value: value == "auto" or value >= 1)
     ] = "auto"
-    """Pieces of a sequence whose logits exist one after another. `auto`: 8 on GPUs where 8 divides it, 1 on the CPU."""
+    """Chunks of a sequence; the logits of one chunk exist at a time. `auto`: 8 on GPUs if 8 divides it, 1 on the CPU.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationCheckpoint:
-    """What forward keeps for backward."""
+    """Activations kept for backward."""
 
     mode: Literal["none", "selective", "full", "memory_budget"] = "none"
-    """`selective` keeps matrix products and communication, `full` each block's input, `memory_budget` what fits."""
+    """`selective`: keep matrix products and communication. `full`: keep block inputs. `memory_budget`: as many as fit.
+    """
 
     memory_budget: Annotated[float, from_to(0, 1)] = 0.5
-    """With `memory_budget`: 0 keeps as little as `full`, 1 all; the compiler chooses what lies between."""
+    """With `memory_budget`: 0 keeps as little as `full`, 1 keeps all; the compiler chooses in between."""
 
     visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: draw run time against memory for all budgets, in the run's memory_budget_pareto; slow."""
+    """With `memory_budget`: plot run time against memory for all budgets, in the run's memory_budget_pareto; slow."""
 
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
-    """With `selective`: matrix products of these modules' shapes are computed again, not kept."""
+    """With `selective`: recompute matrix products with the shapes of these modules."""
 
     preserve_rng_state: bool = True
-    """Draw the same random numbers when activations are computed again."""
+    """Recompute with the same random numbers."""
 
     determinism_check: Literal["default", "none"] = "default"
-    """Compare shapes and dtypes of what is computed again with the first time, or nothing."""
+    """Compare shapes and dtypes of recomputed activations, or nothing."""
 
     debug: bool = False
-    """Record where activations come from, to find what differs the second time: slow."""
+    """Record the origin of activations, to debug recomputation; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Float8:
-    """Matrix products of forward and backward in float8 (TorchTitan's converters; needs torchao and GPUs with it)."""
+    """Float8 matrix products in forward and backward (TorchTitan's converters; needs torchao and GPUs with float8)."""
 
-    # Parameters, their gradients and the optimizer see nothing of it: weights are cast where they are multiplied.
+    # Parameters, gradients and the optimizer are unchanged: weights are cast at the product.
 
     linear: bool = False
-    """Linear layers, where both sizes are multiples of 16."""
+    """Linear layers whose sizes are multiples of 16."""
 
     experts: bool = False
-    """Experts' grouped products."""
+    """Grouped products of experts."""
 
     recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """Scales of linear layers: one a row, or with the products for the weights' gradients in higher precision."""
+    """Scales of linear layers: per row, or also with the weights' gradients in higher precision."""
 
     filter_fqns: Annotated[tuple[str, ...], each(TEXT)] = ("lm_head", "router.gate")
-    """Linear layers with one of these in their name are left out; `auto_filter_small_kn` leaves out slow sizes."""
+    """Exclude linear layers by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
 
     emulate: bool = False
-    """Compute linear layers' float8 products by others: to try them where hardware has none."""
+    """Emulate the float8 products of linear layers, for hardware without float8."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -231,9 +237,9 @@ class AdamW:
     """Learning rate."""
 
     betas: Annotated[tuple[float, float], each(FRACTION)] = (0.9, 0.95)
-    """Decay of the averages of the gradient and its square."""
+    """Decay of the averages of the gradient and the squared gradient."""
 
-    # 0 is allowed, unlike Muon's: it is added to a root of squares, where Muon's is what a zero matrix is divided by.
+    # 0 is allowed, unlike for Muon: eps is added to a root of squares, while Muon divides a zero matrix by eps.
     eps: Annotated[float, NOT_NEGATIVE] = 1e-8
     """Added to the denominator."""
 
@@ -241,42 +247,42 @@ class AdamW:
     """Decoupled weight decay, scaled by the learning rate."""
 
     state_dtype: StateDtype = "parameter"
-    """Dtype of both averages: their parameter's, or `bfloat16`, for betas up to 0.99; float32 computes either."""
+    """Dtype of both averages: the parameter's, or `bfloat16`, for betas up to 0.99; computed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """Which optimizer takes which parameter."""
+    """Assignment of optimizers to parameters."""
 
     rule: tuple[Rule, ...] = ()
-    """Rules in order; the first that matches decides. Parameters that none matches follow the defaults."""
+    """Rules in order; the first match decides. Without a match the defaults apply."""
 
     implementation: Literal["auto", "for-loop", "foreach", "fused"] = "auto"
-    """How AdamW runs. `auto` is `fused` on GPUs and `foreach` on the CPU."""
+    """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
 
     offload: Literal["none", "state"] = "none"
-    """`state`: all optimizers' states are in pinned host memory, and a step brings a part at a time to the device."""
+    """`state`: keep all optimizer states in pinned host memory; a step copies a part at a time to the device."""
 
-    # "adamw" stands for every optimizer but Muon: one that a package brings must not go unclipped by default.
+    # "adamw" means every optimizer but Muon, so that optimizers of other packages are clipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"
-    """Whose gradients training.max_norm clips. `adamw`: all but Muon's, since its update does not grow with them."""
+    """Gradients that training.max_norm clips. `adamw`: all but Muon's, because Muon's update has a fixed size."""
 
     router: Literal["adamw", "muon"] = "adamw"
     """Default optimizer of MoE router matrices."""
 
     defaults: bool = True
-    """Apply the defaults to what no rule matches. If false, such a parameter is an error."""
+    """Apply the defaults to parameters without a matching rule. If false, these parameters are an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a run is: one field for each table of the TOML file, and nothing derived."""
+    """A run: a field for each table of the TOML file."""
 
-    # In the order of the help, of the resolved recipe.toml and of `differences`. No comment may stand above a table:
-    # tyro would show it in the help, instead of the table's own docstring.
+    # The order of the help, of the resolved recipe.toml and of `differences`. No comment above a table: tyro would show
+    # the comment in the help, instead of the table's docstring.
 
     name: Annotated[str, FILE_NAME] = "recipe"
-    """Name of the run; a file that gives none is named after itself."""
+    """Name of the run; default: the name of the file."""
 
     dump_folder: Annotated[str, LOCAL_FOLDER] = "runs"
     """Folder of all runs."""

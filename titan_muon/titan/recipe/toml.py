@@ -1,6 +1,6 @@
-"""Recipe files as flat entries: a dotted key, its value and where it was written. Reads bases; writes TOML.
+"""Recipe files as flat entries: dotted key, value and source. Reads bases; writes TOML.
 
-A recipe has two levels, `table.key`, so "tables merge, lists replace" is an update of one flat mapping by the next.
+A recipe has two levels, `table.key`, so "tables merge, lists replace" is a dict update.
 """
 
 import difflib
@@ -14,32 +14,32 @@ import tomli
 
 
 class RecipeError(ValueError):
-    """A mistake of the user in a recipe or on the command line. Its text is one message, complete for printing."""
+    """A user's mistake in a recipe or on the command line. The text is a complete message."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One key's value as written, not yet checked, and the file that wrote it (or `command line`)."""
+    """Unvalidated value of a key, and the file that sets the key (or `command line`)."""
 
     value: object
     source: str
 
 
 def nearest(word: str, known: list[str]) -> str | None:
-    """The known word most like `word`, or None if none is close."""
+    """The known word most similar to `word`, or None."""
     return next(iter(difflib.get_close_matches(word, known, n=1)), None)
 
 
 def read_file(path: Path) -> dict[str, Entry]:
-    """Every key of the recipe at `path` and of its bases by dotted path; the nearer file wins.
+    """All keys of the recipe at `path` and its bases by dotted path; the file overrides its base.
 
-    Raises RecipeError for a file that is missing, unreadable or not TOML, and for a cycle of bases.
+    Raises RecipeError for a missing or unreadable file, invalid TOML and a cycle of bases.
     """
     return _read(path, ())
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
-    # Resolved, since a base is relative to the file that names it: one file has many spellings along a chain.
+    # Resolved, because relative paths spell the same file differently along a chain.
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
         raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")
@@ -69,14 +69,14 @@ def _neighbours(path: Path) -> str:
     recipes = sorted(file.name for file in folder.glob("*.toml"))
     if not recipes:
         return ""
-    near = nearest(path.name, recipes) or nearest(path.name + ".toml", recipes)
-    hint = f" Did you mean {folder / near}?" if near else ""
+    name = nearest(path.name, recipes) or nearest(path.name + ".toml", recipes)
+    hint = f" Did you mean {folder / name}?" if name else ""
     return f"{hint} {folder} has {', '.join(recipes)}."
 
 
 def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    # An empty table keeps its entry: flattened it would vanish, and a misspelt one pass unseen.
+    # An empty table keeps an entry, so that a misspelt empty table is noticed.
     for key, value in document.items():
         if isinstance(value, dict) and value:
             entries |= {f"{key}.{inner}": Entry(item, source) for inner, item in value.items()}
@@ -86,12 +86,12 @@ def _flatten(document: Mapping[str, object], source: str) -> dict[str, Entry]:
 
 
 def value_text(value: object) -> str:
-    """A value as inline TOML. Floats keep every digit; dates, which no recipe accepts, come out readable."""
-    # bool before the rest: it is an int, and str would write True, which is no TOML.
+    """A value as inline TOML. Floats keep every digit; dates, which no recipe accepts, are readable text."""
+    # bool first, because True is an int and str would write True.
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str):
-        # JSON escapes what TOML escapes, save for DEL.
+        # JSON has TOML's escapes, except for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(value_text, value))}]"
@@ -105,8 +105,8 @@ def _key_text(key: str) -> str:
 
 
 def document_text(values: Mapping[str, object]) -> str:
-    """A TOML document of values by dotted key. A list of dicts becomes an array of tables."""
-    # Arrays of tables last: a key written after one would belong to its last element.
+    """TOML document of values by dotted key. A list of dicts becomes an array of tables."""
+    # Arrays of tables come last: a key after an array would belong to the last element.
     top: list[str] = []
     tables: dict[str, list[str]] = {}
     arrays: list[str] = []

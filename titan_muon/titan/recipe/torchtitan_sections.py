@@ -1,6 +1,6 @@
-"""The tables of a recipe that TorchTitan also has, with its names for them and their keys: a test holds them so."""
+"""Tables shared with TorchTitan, with TorchTitan's names and keys (a test compares them)."""
 
-# Pure data, frozen: no torch, no torchtitan, nothing derived. A key that is `None` here is absent from the TOML.
+# Pure data, frozen: no torch, no torchtitan, nothing derived. A `None` key is absent from the TOML.
 
 import posixpath
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
 
-# A path that leads elsewhere would let two runs share a folder, and each purge the other's checkpoints.
+# With a path outside the run's folder two runs could share a folder and delete each other's checkpoints.
 INSIDE_RUN = Constraint(
     "a relative path inside the run's folder",
     lambda path: (
@@ -24,10 +24,10 @@ class Training:
     """Batch, length and precision of the run."""
 
     local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
-    """Sequences per data-parallel rank in one forward and backward; -1 is a rank's share of global_batch_size."""
+    """Sequences per data-parallel rank in a forward and backward; -1: a rank's share of global_batch_size."""
 
     global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
-    """Sequences per optimizer step over all ranks, accumulating gradients; -1 is one local batch on each rank."""
+    """Sequences per optimizer step over all ranks, with gradient accumulation; -1: a local batch per rank."""
 
     seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
@@ -36,74 +36,74 @@ class Training:
     """Optimizer steps of the run."""
 
     max_norm: Annotated[float, POSITIVE] = 1.0
-    """Largest gradient norm; gradients above it are scaled down."""
+    """Largest gradient norm; gradients with a larger norm are scaled down."""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which parameters, gradients and optimizer states are stored."""
+    """Dtype of parameters, gradients and optimizer states in memory."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of parameters in forward and backward under FSDP."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
-    """Dtype in which FSDP reduces gradients."""
+    """Dtype of FSDP's gradient reduction."""
 
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer states in host memory."""
 
-    # Not TorchTitan's default, under which a recipe with expert parallelism would not start on a GPU.
+    # Not TorchTitan's default, which fails with expert parallelism on GPUs.
     disable_cuda_graphs: bool = True
-    """Run forward and backward without CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
+    """No CUDA graphs in forward and backward (they exclude the standard all-to-all of expert parallelism)."""
 
     gc_freq: Annotated[int, COUNT] = 50
     """Steps between garbage collections."""
 
     gc_debug: bool = False
-    """Collect garbage in every step and look for reference cycles that keep tensors alive: slow."""
+    """Collect garbage in every step and report reference cycles of tensors; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism:
-    """How many ranks share what. The degrees multiply to the world size."""
+    """Parallel degrees. Their product is the world size."""
 
     data_parallel_replicate_degree: Annotated[int, COUNT] = 1
     """Replicas of the sharded model (HSDP)."""
 
     data_parallel_shard_degree: Annotated[int, at_least(1, but=-1)] = -1
-    """Ranks that share one copy of the parameters (FSDP); -1 is all that the other degrees leave."""
+    """Ranks per replica of the parameters (FSDP); -1: all ranks left by the other degrees."""
 
     tensor_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that share each layer's matrix products (TP)."""
+    """Ranks that split each layer's matrix products (TP)."""
 
     enable_sequence_parallel: bool = True
     """Shard activations along the sequence between TP layers."""
 
     context_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that share each sequence (CP)."""
+    """Ranks that split each sequence (CP)."""
 
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """How CP deals out the sequence, so that every rank has as much attention to compute."""
+    """CP's split of the sequence, which balances attention among ranks."""
 
     expert_parallel_degree: Annotated[int, COUNT] = 1
-    """Ranks that share the experts (EP), taken out of FSDP and TP: it divides shard x CP x TP."""
+    """Ranks that split the experts (EP), a part of FSDP and TP: divides shard x CP x TP."""
 
     pipeline_parallel_degree: Annotated[int, COUNT] = 1
     """Pipeline stages (PP); needs torch 2.14."""
 
-    # Not a Literal: PyTorch looks schedules up by name, and its list grows.
+    # Not a Literal: PyTorch looks schedules up by name, and the list grows.
     pipeline_parallel_schedule: Annotated[str, TEXT] = "1F1B"
     """Pipeline schedule, by PyTorch's name."""
 
     pipeline_parallel_schedule_csv: Annotated[str | None, TEXT] = None
-    """File with a schedule of your own; pipeline_parallel_schedule is then PipelineScheduleMulti."""
+    """File with a custom schedule; pipeline_parallel_schedule is then PipelineScheduleMulti."""
 
     pipeline_parallel_layers_per_stage: Annotated[int | None, COUNT] = None
-    """Layers per stage; absent, one stage on each rank, and two under schedules that take several."""
+    """Layers per stage; absent: a stage per rank, or two under schedules with several."""
 
     pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Layers that the embedding counts for when layers are dealt out to stages."""
+    """Layers that the embedding counts for in the split into stages."""
 
     pipeline_parallel_last_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Layers that the head counts for when layers are dealt out to stages."""
+    """Layers that the head counts for in the split into stages."""
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""
@@ -115,30 +115,30 @@ class Parallelism:
     """Whether FSDP frees gathered parameters after forward."""
 
     enable_fsdp_symm_mem: bool = False
-    """Have FSDP communicate through symmetric memory; NVIDIA GPUs of compute capability 9.0 and newer."""
+    """FSDP communicates through symmetric memory; NVIDIA GPUs of compute capability 9.0 and newer."""
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
-    """TorchTitan's SPMD backend. `auto` is `partial_dtensor` before torch 2.14 and `spmd_types` from it on."""
+    """TorchTitan's SPMD backend. `auto`: `partial_dtensor` before torch 2.14, `spmd_types` since."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LrScheduler:
-    """Learning-rate schedule, one shape for all groups: warm up, hold, decay."""
+    """Learning-rate schedule of all groups: warm up, hold, decay."""
 
     warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Steps of linear warm-up."""
 
     total_steps: Annotated[int | None, COUNT] = None
-    """Length of the schedule; absent, training.steps."""
+    """Length of the schedule; absent: training.steps."""
 
     decay_ratio: Annotated[float | None, from_to(0, 1)] = None
-    """Share of the steps spent decaying at the end; absent, decay starts right after warm-up."""
+    """Share of decay steps at the end; absent: decay starts right after warm-up."""
 
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
     """Shape of the decay."""
 
     min_lr_factor: Annotated[float, from_to(0, 1)] = 0.0
-    """Factor reached at the end."""
+    """Factor at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ class Validator:
     """Steps between validations."""
 
     steps: Annotated[int, at_least(1, but=-1)] = 10
-    """Global batches of held-out text per validation, the same on every layout; -1 is all of the held-out text."""
+    """Global batches of held-out text per validation, equal on every layout; -1: all of the held-out text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,29 +166,29 @@ class Checkpoint:
     """Folder inside the run's folder."""
 
     interval: Annotated[int, COUNT] = 500
-    """Steps between checkpoints. One more is written at the end, and on Ctrl-C or SIGTERM."""
+    """Steps between checkpoints. Another is written at the end, and on Ctrl-C or SIGTERM."""
 
     enable_first_step_checkpoint: bool = False
-    """Write one after the first step too, to see early that saving works."""
+    """Also save after the first step, to see early that saving works."""
 
     load_only: bool = False
-    """Load checkpoints and never write one."""
+    """Load checkpoints and never write."""
 
     load: Annotated[str, TEXT] = "none"
-    """`none` starts anew. `latest` continues this recipe's newest run with a whole checkpoint. Or a run's folder."""
+    """`none`: new run. `latest`: continue this recipe's newest run with a whole checkpoint. Or a run's folder."""
 
     load_step: Annotated[int, at_least(0, but=-1)] = -1
-    """Step to load; -1 is the newest whole checkpoint."""
+    """Step to load; -1: the newest whole checkpoint."""
 
-    # The newest checkpoint may still be on its way to disk, so TorchTitan keeps the one before it too.
+    # The newest checkpoint may not be on disk yet, so TorchTitan also keeps the previous checkpoint.
     keep_latest_k: Annotated[int, at_least(2, but=0)] = 3
-    """Checkpoints kept; 0 keeps all."""
+    """Number of checkpoints to keep; 0: all."""
 
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-    """How a checkpoint is written."""
+    """Synchronous or asynchronous writing."""
 
     last_save_model_only: bool = False
-    """Write only the model at the last step: smaller, but the run cannot be continued from it."""
+    """Write only the model at the last step: smaller, but the run cannot continue."""
 
     last_save_in_hf: bool = False
     """Write the model at the last step as Hugging Face safetensors; needs last_save_model_only."""
@@ -200,16 +200,16 @@ class Checkpoint:
     """Checkpoint to start a new run from; an absolute path."""
 
     initial_load_model_only: bool = True
-    """Take only the model from initial_load_path."""
+    """Load only the model from initial_load_path."""
 
     initial_load_in_hf: bool = False
-    """initial_load_path, or without it model.hf_assets_path, holds Hugging Face safetensors."""
+    """initial_load_path, or else model.hf_assets_path, has Hugging Face safetensors."""
 
     initial_load_in_hf_quantized: bool = False
-    """Those safetensors are quantized, as DeepSeek-V3 is published."""
+    """The safetensors are quantized, as DeepSeek-V3 is published."""
 
     exclude_from_loading: Annotated[tuple[str, ...], STATES] = ()
-    """States that are not loaded: optimizer, lr_scheduler, dataloader, train_state."""
+    """States not to load: optimizer, lr_scheduler, dataloader, train_state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ class Metrics:
     """Write TensorBoard events."""
 
     save_tb_folder: Annotated[str, INSIDE_RUN] = "tb"
-    """Folder of those inside the run's folder."""
+    """Folder of TensorBoard events inside the run's folder."""
 
     enable_wandb: bool = False
     """Write to Weights & Biases."""
@@ -232,7 +232,7 @@ class Metrics:
     """Plain log lines."""
 
     save_for_all_ranks: bool = False
-    """Write metrics of every rank, not of one."""
+    """Write metrics of every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,13 +243,13 @@ class Compile:
     """Compile the components."""
 
     components: Annotated[tuple[str, ...], each(one_of("model", "loss"))] = ("model", "loss")
-    """What is compiled."""
+    """Compiled components."""
 
     backend: Annotated[str, TEXT] = "inductor"
     """Compiler."""
 
     enable_async_tensor_parallel: bool = False
-    """Overlap the collectives of TP with its matrix products, piece by piece; GPUs only."""
+    """Overlap TP's collectives with matrix products, chunk by chunk; GPUs only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,19 +257,19 @@ class Comm:
     """Time-outs of collectives, in seconds."""
 
     init_timeout_seconds: Annotated[int, COUNT] = 300
-    """Until the first step is done."""
+    """Until the end of the first step."""
 
     train_timeout_seconds: Annotated[int, COUNT] = 100
-    """After it."""
+    """After the first step."""
 
     trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
-    """Entries of NCCL's flight recorder; 0 is off."""
+    """Entries of NCCL's flight recorder; 0: off."""
 
     save_traces_folder: Annotated[str, TEXT] = "comm_traces"
-    """Folder inside dump_folder where the flight recorder writes what each rank waited for when a collective hung."""
+    """Folder inside dump_folder for the flight recorder's files, written when a collective hangs."""
 
     save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
-    """Beginning of its files' names; the rank follows."""
+    """Prefix of these files; the rank follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,16 +280,16 @@ class Debug:
     """Seed of the model's initialisation."""
 
     deterministic: bool = False
-    """Deterministic kernels; an operation that has none is an error."""
+    """Deterministic kernels; an operation without a deterministic kernel is an error."""
 
     deterministic_warn_only: bool = False
-    """With deterministic: an operation that has none warns."""
+    """With deterministic: warn instead."""
 
     detect_anomaly: bool = False
-    """Name the forward operation in the error of a backward that fails: slow."""
+    """Name the forward operation in the error of a failed backward; slow."""
 
     moe_force_load_balance: bool = False
-    """Route tokens round robin: for measuring speed only."""
+    """Route tokens round robin, only for speed measurements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,31 +303,31 @@ class Profiler:
     """Folder inside the run's folder."""
 
     profile_freq: Annotated[int, COUNT] = 10
-    """Steps from one trace to the next: waiting, then profiler_warmup, then profiler_active."""
+    """Steps between traces: wait, then profiler_warmup, then profiler_active."""
 
     profiler_active: Annotated[int, COUNT] = 1
     """Steps in a trace."""
 
     profiler_warmup: Annotated[int, NOT_NEGATIVE] = 3
-    """Steps before them in which the profiler runs and records nothing."""
+    """Warm-up steps before a trace, without recording."""
 
     profiler_repeat: Annotated[int | None, COUNT] = None
-    """Traces in all; absent, until the run ends."""
+    """Number of traces; absent: until the end of the run."""
 
     profiler_skip_first: Annotated[int | None, NOT_NEGATIVE] = None
     """Steps before the first profile_freq steps begin."""
 
     profiler_skip_first_wait: Annotated[int | None, NOT_NEGATIVE] = None
-    """1 begins the first trace without waiting."""
+    """1: start the first trace without waiting."""
 
     enable_memory_snapshot: bool = False
     """Write memory snapshots; GPUs only."""
 
     memory_snapshot_freq: Annotated[int | None, COUNT] = None
-    """Steps between memory snapshots; absent, profile_freq."""
+    """Steps between memory snapshots; absent: profile_freq."""
 
     save_memory_snapshot_folder: Annotated[str, TEXT] = "memory_snapshots"
     """Folder inside the run's folder."""
 
     memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000
-    """Allocations in a snapshot, the last ones."""
+    """Allocations in a snapshot, the latest."""

@@ -1,1 +1,1 @@
-"""A run of a recipe: the trainer, its folder, checkpoints, metrics, and how it ends."""
+"""A run of a recipe: trainer, run folder, checkpoints, metrics, console and signals."""

@@ -1,4 +1,4 @@
-"""Which checkpoints are whole, and how one is saved and loaded (PyTorch's distributed checkpoints).
+"""Save, load and validate the checkpoints of a run (PyTorch's distributed checkpoints).
 
 A checkpoint is whole if it has `.metadata`, which PyTorch writes last, and every file that `.metadata` names, at full
 length. `checksums.json` also tells whether the bytes are the saved ones.
@@ -40,7 +40,7 @@ DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is, in the checkpoint folder of a run."""
+    """Path of the checkpoint of `step` in the checkpoint folder of a run."""
     return folder / f"step-{step}"
 
 
@@ -53,12 +53,12 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def flaw(checkpoint: Path) -> str | None:
-    """Why a run cannot be continued from a checkpoint, naming the file; None if it can, as far as sizes tell.
+    """Reason why a run cannot continue from a checkpoint; None if the checkpoint is whole.
 
     Reads `.metadata` and `checksums.json`, and of the other files the sizes alone.
     """
     if not (checkpoint / METADATA).is_file():
-        return f"it has no {METADATA}: saving it was cut off, or the model was exported"
+        return f"{METADATA} is missing: the save was cut off, or the model was exported"
     try:
         sums = read_checksums(checkpoint)
         if sums is not None and (problem := damaged(checkpoint, [METADATA], sums)):
@@ -78,27 +78,25 @@ def flaw(checkpoint: Path) -> str | None:
             if file.stat().st_size < length:
                 return f"{name} has {file.stat().st_size} of {length} bytes"
         if TRAINER_STEP not in keys:
-            return "it holds only the model (checkpoint.last_save_model_only)"
+            return "only the model was saved (checkpoint.last_save_model_only)"
     # Damaged bytes raise any error: MemoryError for a length, TypeError for a wrong class.
     except Exception as error:
-        return f"its {METADATA} cannot be read ({type(error).__name__}: {error})"
+        return f"{METADATA} cannot be read ({type(error).__name__}: {error})"
     return None
 
 
 class Schedule:
-    """What the recipe says of the learning-rate schedule: saved only to tell what a continued run changes of it."""
+    """`[lr_scheduler]` of the recipe in the checkpoint, so that a continued run can report changed keys."""
 
     def __init__(self, recipe: Mapping[str, Any]) -> None:
         self._recipe = recipe
         self.changes: tuple[str, ...] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """The keys of `[lr_scheduler]` and their values as one text."""
-        # One entry, not one for each key: a checkpoint must load under a version that has a key more.
+        # A single entry, because a checkpoint must load under a version with an additional key.
         return {"recipe": json.dumps(dict(self._recipe))}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compare with what was saved."""
         saved = json.loads(state_dict["recipe"])
         self.changes = tuple(
             f"lr_scheduler.{key}: {saved[key]} -> {value}"
@@ -108,24 +106,24 @@ class Schedule:
 
 
 class RunCheckpoints(CheckpointManager):
-    """TorchTitan's checkpoints of one run, loaded from the checkpoint that was chosen for it."""
+    """TorchTitan's checkpoint manager; loads the checkpoint chosen by `runs.open_run`."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        """Checkpoint to continue from, already found whole; None for a new run."""
+        """Whole checkpoint to continue from; None for a new run."""
 
         schedule: Mapping[str, Any] = field(default_factory=dict)
-        """What the recipe says of the learning-rate schedule."""
+        """Keys and values of `[lr_scheduler]`."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
         self._loaded = False
         self._dtypes: tuple[str, ...] = ()
         self.forced = False
-        """Whether the next step that ends is saved whatever the interval, because the run ends with it."""
+        """Save the current step at any interval, because the run ends."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
-        """What leaves saving out of the training's time; set by the trainer."""
+        """Context that excludes saving from the training time; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
         """Raises FloatingPointError for a model that must not be saved; set by the trainer."""
         self.protected_until: int | None = None
@@ -137,7 +135,7 @@ class RunCheckpoints(CheckpointManager):
         if config.enable:
             self.states[SCHEDULE] = self.schedule
         if config.enable and config.async_mode != "disabled":
-            # Known by this, it keeps its own time-out: compat.time_out_all_groups says why.
+            # The description marks the group, so that compat.time_out_all_groups leaves the time-out unchanged.
             self.pg._set_group_desc(compat.ASYNC_CHECKPOINT)
 
     def _should_save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -259,7 +257,7 @@ class RunCheckpoints(CheckpointManager):
             self.purge_queue.put(str(path))
 
     def _load(self, step: int = -1) -> bool:
-        # TorchTitan's training loop loads once more, after the run has loaded to refuse what it must before it begins.
+        # The run loads before training, to refuse a bad checkpoint early. TorchTitan's training loop loads again.
         if self._loaded:
             return False
         self._loaded = True
@@ -281,7 +279,7 @@ class RunCheckpoints(CheckpointManager):
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
-        # Added again where the checkpoint is known to have it: those of earlier versions have not.
+        # Checkpoints of earlier versions have no SCHEDULE: `_continue_from` adds the key if the checkpoint has it.
         states: dict[str, Any] = super()._states_to_load(model_only)
         return {name: state for name, state in states.items() if name != SCHEDULE}
 
@@ -299,21 +297,21 @@ class RunCheckpoints(CheckpointManager):
 
 
 def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-    """Raise RecipeError for the first parameter whose optimizer is not the one of the checkpoint with keys `saved`."""
+    """Raise RecipeError for the first parameter with another optimizer than in the checkpoint with keys `saved`."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
-        # A parameter that the checkpoint does not have at all is of another model, which loading says.
+        # Loading itself reports a parameter that is missing in the checkpoint.
         if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
             raise RecipeError(
-                f"optimizer.rule: {fqn} is {takers[fqn]}'s, and the checkpoint has no {state} of it, because another "
-                "optimizer took it. Restore the rules that gave it to that one, or set "
+                f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
+                f"which has no {state}. Restore the rules of the saved recipe, or set "
                 'checkpoint.exclude_from_loading = ["optimizer"] to begin with new optimizer states.'
             )
 
 
 def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYPES]) -> Iterator[str]:
-    """Which states of the optimizers have another dtype in the checkpoint, as `muon momentum_buffer: old -> new`."""
+    """Optimizer states with another dtype in the checkpoint, as `muon momentum_buffer: old -> new`."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key, value in optimizers.state_dict().items():
         stored = saved.get(f"optimizer.{key}")
@@ -335,9 +333,9 @@ def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> It
 
 
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
-    """Raise RecipeError if TorchTitan's loader was saved by another number of data-parallel ranks."""
+    """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    # Each rank reads documents of its own, and where it stands in them says nothing about another division.
+    # A rank's position in the documents is meaningless after another division of the documents.
     if isinstance(loader, ParallelAwareDataloader) and ranks != loader.dp_world_size:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "
@@ -347,15 +345,15 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
 
 
 def _use_scheduled_rates(schedulers: LRSchedulersContainer) -> None:
-    # TorchTitan's schedules know the rate of the step that they were loaded at, and leave the groups at what the
-    # optimizers loaded: a run that is extended would train its first step at the rate after the old end, 0.
+    # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run would
+    # otherwise use the rate after the old end, 0.
     for scheduler in schedulers:
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             group["lr"] = rate
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:
-    """One message for what went wrong on any rank while loading."""
+    """Message of the first rank that failed to load."""
     rank, (cause, _) = min(error.failures.items())
     first_line = str(cause).strip().partition("\n")[0]
     return (

@@ -1,4 +1,4 @@
-"""What a run says on the console: rank 0's own words, and of TorchTitan's log what helps a user."""
+"""Console output of a run: rank 0's lines, and the useful part of TorchTitan's log."""
 
 import hashlib
 import logging
@@ -27,18 +27,18 @@ NOISE = (
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
 )
-"""Beginnings of TorchTitan's messages that repeat what a run says itself, or that no user acts on; never warnings."""
+"""Beginnings of messages of TorchTitan (no warnings) that repeat a run's own lines or need no action."""
 
 NOISY_WARNINGS = (
-    # torchrun sets it, TorchTitan sets it to another value: no user did.
+    # torchrun sets this variable and TorchTitan changes the value.
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
-    # Without it a model is written as one file, which is what a recipe asks for.
+    # Without an index the model is written as a single file, as recipes intend.
     "model.safetensors.index.json not found",
-    # The rank that has the loss reports it here.
+    # RunMetrics reports on the rank with the loss.
     "Pipeline Parallel loss is not visible",
 )
-"""Beginnings of warnings that no user can act on, each by its own words: any other may be the reason for a bad run."""
+"""Beginnings of warnings without a remedy. Listed in full, because any other warning may explain a bad run."""
 
 
 def say(text: str) -> None:
@@ -89,7 +89,7 @@ class _Useful(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """The bare message, with its level before it from WARNING on."""
+    """The bare message, prefixed with the level from WARNING on."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
@@ -98,11 +98,11 @@ class _Formatter(logging.Formatter):
 
 def set_up_logging() -> None:
     """Send the log to the console. TorchTitan logs to Python's root logger."""
-    # MoE routers ask for float32 autocast; the CPU has none and needs none.
+    # MoE routers request float32 autocast. The CPU has none and needs none.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
-    # On the CPU models draw their starting values without DTensor's generator (models/common.py).
+    # On the CPU, models draw initial values without DTensor's generator (models/common.py).
     warnings.filterwarnings("ignore", message="DTensor (random operators|manual_seed).* on cpu", category=UserWarning)
-    # TorchTitan's schedules ask for the rate this way when a checkpoint is loaded, and get the right one.
+    # TorchTitan's schedules query the rate in this way on loading, and get the right rate.
     warnings.filterwarnings("ignore", message="To get the last learning rate", category=UserWarning)
     handler = logging.StreamHandler(sys.stdout)
     handler.addFilter(_Useful())

@@ -1,6 +1,6 @@
-"""One process's part in training a recipe: from the process group and the run's folder to the exit code.
+"""Train a recipe in this process: process group, run folder, trainer, exit code.
 
-`compat.install()` must have run before this module is imported.
+`compat.install()` must run before this module is imported.
 """
 
 import gc
@@ -48,17 +48,17 @@ from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trai
 
 OPTIMIZERS_FILE = "optimizers.txt"
 TRACEBACK_FILE = "traceback.txt"
-# The launcher ends after its last process, and has two of the five seconds that a job may take after a time-out.
+# A job ends within five seconds after a time-out: three for the processes, two for the launcher.
 SECONDS_TO_EXIT = 3
 
 
-def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
-    """Train a recipe in this process, one of those that torchrun started or the only one. Returns the exit code.
+def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
+    """Train a recipe in this process, alone or as a process of torchrun. Returns the exit code.
 
-    `given` are the keys that the command line changed: the run's folder is named after them.
+    `overrides` are the keys set on the command line; the run's folder is named after them.
 
-    0 if training ended or was asked to, 1 if it diverged, 2 if the user has to correct something; these two are said
-    once. Anything else raises.
+    Exit code 0: training ended or was stopped; 1: training diverged; 2: user error. The message of 1 and 2 is printed
+    once. Other errors raise.
     """
     describe_world()
     set_up_logging()
@@ -66,48 +66,48 @@ def run(recipe: Recipe, given: tuple[str, ...] = ()) -> int:
     lasting = _init_distributed(recipe)
     code = 0
     try:
-        train(recipe, given, lasting)
+        train(recipe, overrides, lasting)
     except (RecipeError, FloatingPointError) as error:
         code = 2 if isinstance(error, RecipeError) else 1
         say_error(error, code)
     except Exception:
-        # While it exits, the process may wait for collectives or threads whose peers are gone. The launcher stops or
-        # restarts the job only once it has ended.
+        # The exiting process may wait for collectives or threads without peers. The launcher stops or restarts the job
+        # only after this process has ended.
         signal.alarm(SECONDS_TO_EXIT)
         raise
-    # Not in a `finally`: after any other error other ranks may still be in a collective, and destroying the group could
-    # wait for them, where the launcher has to see this process end so that it stops the job.
+    # Not in a `finally`: after another error, ranks may still be in a collective. Destroying the group could wait for
+    # them, but the launcher must see this process end to stop the job.
     dist.destroy_process_group()
-    # Without this the interpreter walks every object of PyTorch once more while it exits, which takes seconds.
+    # Otherwise the interpreter visits every object of PyTorch at exit, for seconds.
     gc.freeze()
     return code
 
 
 def _init_distributed(recipe: Recipe) -> dist.Store | None:
-    """Make the process group. Returns the store in which a later attempt of the job finds what this one leaves there.
+    """Make the process group. Returns the store shared by all attempts of the job, or None.
 
-    Raises TimeoutError that names the ranks which have not arrived.
+    Raises TimeoutError with the ranks that have not arrived.
     """
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     lasting = lasting_store(timeout)
     store = None
     if lasting is not None:
         store = store_of_attempt(lasting, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
-    # Beside a device's backend: on the CPU there is one for it already, and torch refuses a second.
+    # Only in addition to a device's backend: torch refuses a second CPU backend.
     cpu_backend = recipe.training.enable_cpu_offload and on_accelerator()
     compat.init_distributed(comm_config(recipe), cpu_backend=cpu_backend, folder=recipe.dump_folder, store=store)
     return lasting
 
 
-def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
-    """Train a recipe on the process group that is there, or go on with it. Returns the run's folder.
+def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
+    """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
     Args:
-        recipe: what to train.
-        given: keys that the command line changed.
-        lasting: store that outlives this attempt of the job, or None.
+        recipe: the recipe.
+        overrides: keys set on the command line.
+        lasting: store shared by all attempts of the job, or None.
 
-    Raises RecipeError, before the first step, for what the user has to correct.
+    Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     check_degrees(recipe, world)
@@ -115,16 +115,19 @@ def train(recipe: Recipe, given: tuple[str, ...] = (), lasting: dist.Store | Non
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    # Hosts talk over gloo: NCCL takes tensors on the device alone, and reading those would have the host wait for all
-    # that is queued before them.
+    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
+    # whole queue.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-    with FolderLock() as lock, _watchdog(recipe) as watchdog:
-        run = agree(recipe, group, lock, given, interrupted_run(lasting))
+    store = dist.distributed_c10d._get_default_store()
+    first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
+    watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
+    with FolderLock() as lock, watch as watchdog:
+        run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
             remember_run(lasting, run.folder)
-        # Muon and TorchTitan make groups of their own, which would have PyTorch's 30 minutes.
+        # Groups made by Muon and TorchTitan would otherwise keep PyTorch's time-out of 30 minutes.
         compat.set_timeouts(timeout)
         try:
             with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
@@ -146,20 +149,14 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def _watchdog(recipe: Recipe) -> Watchdog:
-    store = dist.distributed_c10d._get_default_store()
-    first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
-    return Watchdog(store, dist.get_rank(), dist.get_world_size(), first_timeout=first, timeout=later)
-
-
 def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
-    """The trainer of a run, with the run's checkpoint loaded."""
+    """Trainer with the checkpoint loaded."""
     trainer: MuonTrainer | None = None
     try:
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
         trainer.checkpointer.load()
-    # TorchTitan refuses a configuration with ValueError or NotImplementedError, and its messages name no key.
+    # TorchTitan raises ValueError or NotImplementedError for bad configurations, without a key in the message.
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
             trainer.close()
@@ -168,11 +165,11 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         if isinstance(error, RecipeError):
             raise
         raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
-    said = _gather_parts(trainer, recipe, group)
-    # Only now: a run that was refused has written no recipe, and `latest` still names the last one that began.
+    reports = _gather_parts(trainer, recipe, group)
+    # Only now: a refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
         begin(run, recipe)
-        _say_optimizers(trainer, recipe, run, said)
+        _say_optimizers(trainer, recipe, run, reports)
         _say_start(trainer, run)
     return trainer
 
@@ -199,7 +196,7 @@ def _say_start(trainer: MuonTrainer, run: Run) -> None:
 
 
 def _batch(trainer: MuonTrainer) -> str:
-    """What a step trains on: curves of runs that differ in it cannot be compared step by step."""
+    """Batch size in words. Runs with different batch sizes cannot be compared step by step."""
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
@@ -208,14 +205,14 @@ def _batch(trainer: MuonTrainer) -> str:
 
 @dataclass(frozen=True)
 class StageText:
-    """What is said of the model's optimizers, or of one pipeline rank's: on the console, and in full."""
+    """Report on the optimizers of a pipeline rank: `lines` for the console, `full` for the file."""
 
     lines: str
     full: str
 
 
 def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup | None) -> list[StageText]:
-    """What is said of each pipeline rank, on rank 0; called on every rank, since each knows its own part alone."""
+    """Reports of all pipeline ranks, on rank 0. Called on every rank, because a rank knows its own part only."""
     world, rank, stages = dist.get_world_size(), dist.get_rank(), trainer.parallel_dims.pp
     ranks = stage_ranks(world, stages, rank * stages // world)
     own = _in_words(trainer, recipe, ranks) if rank == ranks[0] else None
@@ -227,25 +224,23 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
 
 
 def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
-    """Of the part of the model that is on these ranks."""
+    """Report on the part of the model on `ranks`."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
-    # A stage may have no matrix of Muon, and an optimizer all the same, for what all ranks agree on.
+    # A stage without Muon's matrices still has a Muon, for the agreements among all ranks.
     plan = next((plan for plan in plans if plan.matrices), None)
     summary = None if plan is None else summarize(plan)
     named = {canonical_fqn(name): p for part in trainer.model_parts for name, p in part.named_parameters()}
     loads = owner_loads(named, summary, ranks)
     head = [] if len(ranks) == world else [pipeline_line(ranks, world, assigned)]
-    silent = owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")
-    said = [*plan_lines(plan, summary), *silent]
-    lines = [*head, *said]
+    lines = [*plan_lines(plan, summary), *owned_step_lines(plan, named, skips=recipe.muon.missing_grad == "skip")]
     table = parameter_table(assigned, named, plan, full=True)
-    full = [*head, table, "", *said, "", *owner_lines(loads, full=True)]
-    return StageText("\n".join([*lines, *owner_summary(loads)]), "\n".join(full))
+    full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]
+    return StageText("\n".join([*head, *lines, *owner_summary(loads)]), "\n".join(full))
 
 
 def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> None:
-    """Say how much each optimizer takes and what Muon's plan costs; the table of all parameters goes to the folder."""
+    """Print each optimizer's share and the cost of Muon's plan; write the table of all parameters to the folder."""
     say(f"run {run.folder}")
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)

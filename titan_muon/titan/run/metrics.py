@@ -1,4 +1,4 @@
-"""What a run reports: a line on the console, a record in `metrics.jsonl`, and TensorBoard (and W&B if asked).
+"""Reports of a run: a console line, a record in `metrics.jsonl`, TensorBoard, and W&B on request.
 
 A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second`, `time`, ...) and for each validation
 (`val_loss`, `bits_per_byte`).
@@ -25,7 +25,7 @@ from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsPr
 from torchtitan.distributed import ParallelDims
 
 METRICS_FILE = "metrics.jsonl"
-# TensorBoard draws what has the same first word side by side; the file keeps the keys that scripts read.
+# TensorBoard groups tags by the first word. The file keeps the keys for scripts.
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
 WANDB_ID_FILE = "wandb_id"
 GIB = 1024**3
@@ -33,18 +33,18 @@ GIB = 1024**3
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a logged step is reported with.
+    """Report of a logged step.
 
     Attributes:
-        step: the step, counted from 1.
+        step: the step, from 1.
         loss: mean cross entropy of the step's tokens over all ranks, in nats.
         grad_norm: norm of all gradients before clipping.
-        tokens: tokens trained on since the run began, over all ranks.
-        lr: learning rate of each group during this step.
-        seconds: in each phase, over all steps since the last report.
-        memory: peak of all ranks since the last report, in bytes.
-        qk: largest attention logit of each layer, and how often a head was above the threshold, since the last report;
-            None where logits are not observed.
+        tokens: tokens since the begin of the run, over all ranks.
+        lr: learning rate of each group in this step.
+        seconds: time in each phase, over all steps since the last report.
+        memory: peak over all ranks since the last report, in bytes.
+        qk: largest attention logit of each layer and counts of heads above the threshold, since the last report; None
+            without observed logits.
     """
 
     step: int
@@ -64,19 +64,20 @@ class JsonLines(BaseLogger):
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Opened for each record, so that a run that dies has lost none and another process can read along.
+        # Opened for each record: a crash loses none, and another process can read the file meanwhile.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars and the recipe as text; what an earlier run wrote after `first_step` is hidden."""
+    """Writes metrics as scalars and the recipe as text; hides the points of an earlier run from `first_step` on."""
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
-        # A continued run writes the steps after its checkpoint again; without `purge_step` both curves would be shown.
+        # A continued run repeats the steps after the checkpoint. Without `purge_step` TensorBoard would show both
+        # curves.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
-        # Markdown: indented by four spaces it is shown as it was written.
+        # Markdown shows text with an indent of four spaces verbatim.
         self.writer.add_text("recipe", textwrap.indent(recipe, "    "), first_step - 1)
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
@@ -89,10 +90,10 @@ class TensorBoard(BaseLogger):
 
 
 class WandB(BaseLogger):
-    """Sends nested metrics to Weights & Biases under the tags that TensorBoard has.
+    """Sends nested metrics to Weights & Biases under TensorBoard's tags.
 
     Args:
-        folder: the run's folder; one run there is one run here, however often it is continued.
+        folder: the run's folder, which is a single run on W&B however often it is continued.
         recipe: the resolved recipe as TOML.
     """
 
@@ -100,8 +101,7 @@ class WandB(BaseLogger):
         id_file = folder / WANDB_ID_FILE
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-        # TorchTitan's logger takes the id from the environment, and wandb itself whether the run goes on. A user who
-        # has set one of them has decided.
+        # TorchTitan's logger reads the id from the environment, and wandb reads the resume mode. The user's values win.
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
@@ -124,19 +124,19 @@ def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Numbers of nested metrics by the tags that TensorBoard and W&B show them under."""
+    """Numbers of nested metrics by the tags of TensorBoard and W&B."""
     return ((TAGS.get(key, key), value) for key, value in flatten(metrics))
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """The lines of a metrics file up to `step`, and the seconds that the run had taken; nothing if there is no file."""
+    """Lines of a metrics file up to `step`, and the seconds of the run until then; empty without a file."""
     lines: list[str] = []
     seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
-            # A crash has torn the last line. A step is logged before it is saved, so this one is done again.
+            # A crash has torn the last line. A step is logged before the save, so this step is repeated.
             continue
         # A line without a step is of another tool.
         if isinstance(record, dict) and record.get("step", step) <= step:
@@ -146,39 +146,39 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
 
 
 class RunMetrics(MetricsProcessor):
-    """Reports a run from the one rank that knows its loss."""
+    """Reports on the rank that has the loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
         total_steps: int
-        """Steps of the run, for the estimate of its end."""
+        """Steps of the run, to estimate the end."""
 
         first_step: int = 1
-        """Step that this process begins with."""
+        """First step of this process."""
 
         seconds_before: float = 0.0
-        """Seconds that the run had taken before this process."""
+        """Seconds of the run before this process."""
 
         recipe: str = ""
-        """The resolved recipe as TOML, for TensorBoard's text tab and W&B."""
+        """The resolved recipe as TOML, for TensorBoard and W&B."""
 
     config: Config
     ntokens_since_last_log: int
     time_last_log: float
     report_step: Callable[[float, float], None]
-    """Reports the step by its loss and gradient norm; set by the trainer, which knows what else there is to report."""
+    """Reports the step by loss and gradient norm; set by the trainer, which adds the other numbers."""
     bytes_per_token: float | None = None
-    """Bytes of held-out text that a predicted token stands for; None where they are not counted."""
+    """Bytes of held-out text per predicted token; None without a count."""
 
     validation_loss = 0.0
     """The last validation's loss; under pipeline parallelism only ranks of the last stage have a loss."""
 
     tokens: int | None = None
-    """Tokens trained on until the validation that comes next; None where they are not counted."""
+    """Tokens trained on before the next validation; None without a count."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        # Before super(), which calls `_build_metric_logger`. With pipeline parallelism only the last stage has a loss,
-        # so the reporter need not be rank 0.
+        # Before super(), which calls `_build_metric_logger`. In pipeline parallelism only the last stage has a loss, so
+        # the reporter need not be rank 0.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
@@ -201,26 +201,26 @@ class RunMetrics(MetricsProcessor):
         return loggers
 
     def should_log(self, step: int) -> bool:
-        """Whether `step` is reported: the first of the run, every `log_freq`-th, and the last."""
+        """True for the first step, every `log_freq`-th step and the last step."""
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what runs inside out of the training's tokens and time."""
-        # The start of the interval moves on by the pause: the next report then divides by the time of training alone.
+        """Exclude a block from the training's tokens and time."""
+        # The start of the interval moves on by the pause, so the next report divides by the training time only.
         start, tokens = time.perf_counter(), self.ntokens_since_last_log
         yield
         self.time_last_log += time.perf_counter() - start
         self.ntokens_since_last_log = tokens
 
     def peak_memory(self) -> torch.Tensor:
-        """Bytes that this rank's device had reserved at most since the last report, a float64 scalar."""
+        """Peak of the bytes reserved on this rank's device since the last report, a float64 scalar."""
         # float64: float32 holds bytes exactly only up to 16 MiB.
         gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
     def start(self, step: int) -> None:
-        """Begin to count tokens and time anew after `step`; the first report counts from here."""
+        """Restart the counts of tokens and time after `step`."""
         self._last_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
@@ -235,15 +235,16 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """What TorchTitan's step calls to report, on every rank."""
-        # Its other numbers are left: learning rates by class instead of group, and tokens of this process's part alone.
+        """Report from TorchTitan's step, on every rank."""
+        # TorchTitan's other numbers are ignored: learning rates by class, not by group, and tokens of this process
+        # only.
         self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
         """Report a training step; called on every rank."""
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
-        # The step ends with a reduction over all ranks, so one rank's clock and tokens stand for those of every rank.
+        # The step ends with an all-reduce, so the clock and tokens of a single rank represent all ranks.
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
         record: dict[str, Any] = asdict(report)
         del record["step"], record["seconds"], record["memory"]

@@ -1,7 +1,7 @@
 """Ctrl-C and SIGTERM end a run after the current step, at the same step on every rank.
 
-Signals reach the ranks at different times. So every rank starts an all-reduce of "I was asked to stop" when a step
-begins and reads it when the step ends: the answer is the same everywhere and has crossed the network meanwhile.
+Signals reach the ranks at different times. So every rank starts an all-reduce of a stop flag at the begin of a step and
+reads the result at the end: the result is equal on all ranks, and the communication is hidden behind the step.
 """
 
 import os
@@ -16,16 +16,16 @@ import torch.distributed as dist
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SAME_PRESS_SECONDS = 2.0
-"""A terminal, a scheduler and torchrun may each pass on one and the same Ctrl-C; within this time they count once."""
+"""Signals within this time count once: terminal, scheduler and torchrun may each forward the same Ctrl-C."""
 
 
 class StopSignals:
-    """Context in which Ctrl-C and SIGTERM only ask for an end. A second one, later, ends the process at once.
+    """Context in which Ctrl-C or SIGTERM requests a stop. A second, later signal ends the process at once.
 
     Args:
-        group: process group of all ranks whose collectives run on the CPU (gloo); None for a single process.
-        announce: whether this rank says on the console that it was asked.
-        on_progress: called when a step begins, and when it ends.
+        group: gloo group of all ranks; None for a single process.
+        announce: whether this rank reports the signal on the console.
+        on_progress: called at the begin and at the end of a step.
     """
 
     def __init__(
@@ -59,10 +59,9 @@ class StopSignals:
         if not self.name:
             self.name, self._first = signal.Signals(number).name, time.monotonic()
             if self.announce:
-                # print() is not safe here: the signal may have interrupted another print().
-                os.write(
-                    1, f"{self.name}: the run ends after this step or the next; another one ends it at once\n".encode()
-                )
+                # print() is not safe in a handler: the signal may have interrupted another print().
+                line = f"{self.name}: the run ends after this step or the next; a second signal ends the run at once\n"
+                os.write(1, line.encode())
         elif time.monotonic() - self._first > SAME_PRESS_SECONDS:
             self._end_now(number)
 
@@ -72,14 +71,14 @@ class StopSignals:
         os.kill(os.getpid(), number)
 
     def begin_step(self) -> None:
-        """Start asking the other ranks; called by every rank when a step begins."""
+        """Start the all-reduce of the stop flag, on every rank."""
         self._on_progress()
         self._flag.fill_(bool(self.name))
         if self.group is not None:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop_after_step(self) -> bool:
-        """Whether any rank had been asked to stop when it began this step; the same answer on every rank."""
+        """Whether any rank had a stop request at the begin of this step; equal on all ranks."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -1,4 +1,4 @@
-"""Splits the time of a training step into phases without waiting for the device."""
+"""Time of the phases of a training step, measured without waiting for the device."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ PHASES = ("data", "forward_backward", "clip", "optimizer")
 
 
 class StepTimer:
-    """Seconds spent in each phase of the steps since the last `drain()`, on the clock or between events on a stream."""
+    """Seconds in each phase since the last `drain()`, by the clock or by events on a stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,25 +20,23 @@ class StepTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure what runs inside, as a part of phase `name`."""
         self.begin(name)
         yield
         self.end()
 
     def begin(self, name: str) -> None:
-        """Start to measure phase `name`, until `end()`: for a phase that begins and ends in different hooks."""
+        """Start phase `name`; `end()` ends the phase. For phases that begin and end in different hooks."""
         assert name in PHASES, f"unknown phase {name}"
         self._open = (name, now(self.device))
 
     def end(self) -> None:
-        """End the phase that was begun last."""
         name, start = self._open
         self._spans.append((name, start, now(self.device)))
 
     def drain(self) -> dict[str, float]:
         """Seconds of each phase, over all steps since the last call; waits for the device's last event."""
         spans, self._spans = self._spans, []
-        # A stream passes its events in order, so all before the last have passed too.
+        # A stream completes events in order.
         if spans and isinstance(spans[-1][2], torch.Event):
             spans[-1][2].synchronize()
         seconds: dict[str, float] = defaultdict(float)

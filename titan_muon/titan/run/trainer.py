@@ -33,21 +33,21 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class MuonTrainer(Trainer):
-    """TorchTitan's trainer with clipping by optimizer, timed phases, and an end that can be asked for."""
+    """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # TorchTitan's loop and step run as they are, and this class overrides the methods that they call: a copy of them
-    # misses what TorchTitan knows of its own losses (a DTensor under tensor parallelism, for one).
+    # TorchTitan's loop and step run unchanged, and this class overrides the methods that they call. A copy would miss
+    # special cases, for example the DTensor loss of tensor parallelism.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-        """Whose gradients `training.max_norm` clips; `adamw` is all but Muon's."""
+        """Gradients that `training.max_norm` clips; `adamw`: all but Muon's."""
 
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
-        """Whether attention logits are observed, and what is done about large ones."""
+        """Whether attention logits are observed, and whether large logits are clipped."""
 
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-        """What changes the model's configuration before the model is made, in this order."""
+        """Changes of the model's configuration before the model is made, in this order."""
 
     config: Config
     optimizers: HybridOptimizers
@@ -62,14 +62,14 @@ class MuonTrainer(Trainer):
     rates: dict[str, float]
 
     def __init__(self, config: Config) -> None:
-        # Here, and not where the model is chosen: a dry run plans float8 on machines that cannot compute it, since no
-        # parameter changes.
+        # Not where the model is chosen: a dry run plans float8 on machines without float8, because no parameter
+        # changes.
         for converter in config.converters:
             assert config.model_spec is not None, "the recipe names a model"
             config.model_spec.model = converter.build().convert(config.model_spec.model)
         super().__init__(config)
-        # Only now tokenizer and model are there to compare. An id beyond the embedding would be an index error of the
-        # device, reported late and without a name.
+        # Tokenizer and model exist from here on. An id beyond the embedding would be a late index error of the device,
+        # without a name.
         self._check_vocabulary()
         if config.validator.enable:
             read = bytes_per_token(self.validator.dl_config, self.tokenizer, config.training.seq_len)
@@ -91,7 +91,7 @@ class MuonTrainer(Trainer):
         )
 
     def _clip_logits(self) -> None:
-        """Have QK-clip, if the recipe asks for it, reduce its logits beside the optimizers' step and clip after it."""
+        """Register QK-clip's hooks: reduce logits before the optimizers' step, clip after the step."""
         model, section = self.model_config, self.config.qk_clip
         self.qk_clip = build_qk_clip(section, model, self.model_parts, self.parallel_dims, self.device)
         if (clip := self.qk_clip) is not None:
@@ -106,33 +106,30 @@ class MuonTrainer(Trainer):
             )
 
     def init_distributed(self) -> ParallelDims:
-        """The degrees on the process group that is already there."""
-        # TorchTitan would make one: here the run's folder was agreed on in it before the trainer is built.
+        # TorchTitan would make a process group. The run has one already, to agree on the run folder.
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     @property
     def tokens(self) -> int:
-        """Tokens trained on since the run began, over all ranks; each rank of a step takes equally many."""
+        """Tokens since the begin of the run over all ranks; every rank of a step trains on the same number."""
         dims = self.parallel_dims
         return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts that mean the same on any number of ranks."""
-        # TorchTitan saves this rank's tokens, which a run continued on another number of ranks would add up wrongly.
+        # TorchTitan saves this rank's tokens, and another number of ranks would get a wrong sum.
         return {"step": self.step, "ntokens_seen": self.tokens}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the counts."""
         self.step, self.tokens_before, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"], 0
 
     def train(self, stop: StopSignals) -> None:
-        """Train until the last step, or until `stop` was asked for; then save."""
+        """Train until the last step or a stop request; then save."""
         self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
         try:
             with compat.ending_at_once():
                 super().train()
-            # Each step is told of by the next one, and the last has none.
+            # A step's faults are raised in the next step. The last step has no next step.
             self.optimizers.check_last_step()
         except FloatingPointError as error:
             # In the recipe's words: Muon knows its keyword alone.
@@ -148,11 +145,10 @@ class MuonTrainer(Trainer):
             say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
 
     def should_continue_training(self) -> bool:
-        """Whether steps are left and no rank was asked to stop."""
         return super().should_continue_training() and not self.stopped
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """TorchTitan's step, with this trainer's clipping, and the stop flag underway meanwhile."""
+        """TorchTitan's step, with this trainer's clipping; the stop flag is reduced meanwhile."""
         self.stop.begin_step()
         self.passes = 0
         try:
@@ -162,15 +158,14 @@ class MuonTrainer(Trainer):
             loss = compat.nonfinite_loss(error)
             if loss is None:
                 raise
-            # TorchTitan raises before it reports the step, which is the record of where the run diverged.
+            # TorchTitan raises before the report. The report records where the run diverged.
             self._report(loss, float(self.grad_norm.item()))
         if self.first_step:
-            # TorchTitan shortens the time-outs of the mesh's groups here; Muon has some of its own.
+            # TorchTitan shortens the time-outs of the mesh's groups here; Muon has further groups.
             self.first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
         self.stopped = self.stop.stop_after_step()
-        # What TorchTitan does next. It saves first: a validation that fails, or that a second Ctrl-C ends, then loses
-        # no step.
+        # TorchTitan saves next, and then validates: a failed or interrupted validation loses no step.
         self.checkpointer.forced = self.stopped
         if self.config.validator.enable:
             self.validator.stopped, self.validator.last = self.stopped, self.step == self.config.training.steps
@@ -185,33 +180,33 @@ class MuonTrainer(Trainer):
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
-        """TorchTitan's forward and backward, timed; in a step's last one Muon may start to gather."""
+        """TorchTitan's forward and backward, timed; in the last pass of a step Muon may start to gather."""
         self.passes += 1
         last = self.passes == self.gradient_accumulation_steps
         with self.timer.phase("forward_backward"), self.optimizers.overlap() if last else nullcontext():
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Clip in TorchTitan's place. Returns the norm of all gradients before it."""
+        """Replacement of TorchTitan's clipping. Returns the norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
-        # The rates that this step is taken with: the schedule moves them on before the report.
+        # The rates of this step: the schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
-        # Ended by a hook of the optimizers. Waiting for an asynchronous save, which TorchTitan does first, is a part.
+        # A hook of the optimizers ends this phase. The phase includes TorchTitan's wait for an asynchronous save.
         self.timer.begin("optimizer")
         return self.grad_norm
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
         """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
-        # A NaN in a checkpoint would count as whole, replace good ones, and be what a restart continues from.
+        # A restart would continue from a checkpoint with NaN, which counts as whole and replaces good checkpoints.
         self.optimizers.check_last_step()
         shards = [local(p) for part in self.model_parts for p in part.parameters()]
         norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
         broken = [norm.to(self.device).isfinite().logical_not() for norm in norms]
-        found = torch.stack(broken).any().float() if broken else torch.zeros((), device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if found.item():
+        broken_ranks = torch.stack(broken).any().float() if broken else torch.zeros((), device=self.device)
+        dist.all_reduce(broken_ranks, op=dist.ReduceOp.MAX)
+        if broken_ranks.item():
             raise FloatingPointError(
                 f"step {step}: some weights are not finite, and nothing is saved from this step. Lower the learning "
                 "rates, warm up for longer, or continue from an earlier checkpoint."
@@ -231,7 +226,7 @@ class MuonTrainer(Trainer):
     def _report(self, loss: float, grad_norm: float) -> None:
         """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
 
-        Raises FloatingPointError if the loss or the gradient is not finite.
+        Raises FloatingPointError if the loss or the gradient norm is not finite.
         """
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -246,7 +241,7 @@ class MuonTrainer(Trainer):
             qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
         self.metrics_processor.log_step(report)
-        # After the report, which is the record of where the run diverged.
+        # After the report, which records where the run diverged.
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "

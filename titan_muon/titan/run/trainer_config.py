@@ -1,4 +1,4 @@
-"""A recipe as TorchTitan's configuration, table by table. Builds nothing and asks no process group."""
+"""TorchTitan's configuration of a recipe, table by table. Needs no process group."""
 
 import dataclasses
 import sys
@@ -35,11 +35,11 @@ ON_GPUS_ALONE = {
     "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
     "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
-"""Options that PyTorch has for GPUs alone, and whether a recipe asks for them."""
+"""Options that need GPUs, and whether a recipe sets them."""
 
 
 def refuse_on_cpu(recipe: Recipe) -> None:
-    """Raise RecipeError for what cannot run on the CPU. A dry run may plan it there for GPUs."""
+    """Raise RecipeError for options that need GPUs. A dry run on the CPU may plan them."""
     for key, asked in ON_GPUS_ALONE.items():
         if asked(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
@@ -51,9 +51,9 @@ def refuse_on_cpu(recipe: Recipe) -> None:
 
 
 def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Config:
-    """TorchTitan's configuration of a recipe on `world_size` ranks, for a run kept in `run.folder`.
+    """TorchTitan's configuration of a recipe on `world_size` ranks, for a run in `run.folder`.
 
-    Raises RecipeError or ValueError for a model, data or optimizers that cannot be had.
+    Raises RecipeError or ValueError for an impossible model, data source or optimizer.
     """
     model, degrees = recipe.model, recipe.parallelism
     vocabulary = vocab_size(recipe.data) if model.vocab_size is None else model.vocab_size
@@ -87,7 +87,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
 def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
     degrees = recipe.parallelism
     uneven = vocabulary % degrees.tensor_parallel_degree != 0
-    # TorchTitan's types where they differ: lists, and no `None` of a path.
+    # TorchTitan takes lists, and an empty string for no path.
     parts, csv = degrees.module_fqns_per_model_part, degrees.pipeline_parallel_schedule_csv
     balancer = degrees.context_parallel_load_balancer
     return _same_keys(
@@ -97,7 +97,7 @@ def _parallelism_config(recipe: Recipe, vocabulary: int) -> ParallelismConfig:
         context_parallel_load_balancer=None if balancer == "none" else balancer,
         module_fqns_per_model_part=None if parts is None else [list(part) for part in parts],
         pipeline_parallel_schedule_csv="" if csv is None else csv,
-        # TorchTitan refuses it on a machine without GPUs, also where a dry run plans for those of another.
+        # TorchTitan refuses the option without a GPU. A dry run may plan for another machine's GPUs.
         enable_fsdp_symm_mem=degrees.enable_fsdp_symm_mem and on_accelerator(),
     )
 
@@ -108,24 +108,24 @@ def comm_config(recipe: Recipe) -> CommConfig:
 
 
 def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
-    """An instance of TorchTitan's `config` with every key of `section`, which has the same names, and `others`."""
-    # A key that TorchTitan renames is a TypeError here, at once, instead of a setting that nothing reads.
+    """TorchTitan's `config` with every key of `section`, which has the same names, and `others`."""
+    # A key renamed by TorchTitan raises TypeError here, instead of being ignored.
     return config(**(_values(section) | others))
 
 
 def _values(section: Any) -> dict[str, Any]:
-    # Not asdict: it would turn the sections inside this one into dicts.
+    # Not asdict, which would turn nested sections into dicts.
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
 def _checkpoint_config(recipe: Recipe, run: Run) -> RunCheckpoints.Config:
     values = _values(recipe.checkpoint)
-    # Rank 0 has found what they ask for, once for all ranks: it is `run.checkpoint`.
+    # Rank 0 has already resolved these keys to `run.checkpoint`.
     del values["load"], values["load_step"]
     values["exclude_from_loading"] = [] if run.restarted else list(recipe.checkpoint.exclude_from_loading)
-    # TorchTitan warns about the default when there is nothing to load.
+    # TorchTitan warns about the default if there is nothing to load.
     values["initial_load_model_only"] &= recipe.checkpoint.initial_load_path is not None
-    # With the length that an absent one stands for: a run that is extended decays otherwise.
+    # With the resolved length, because an extended run with an absent length decays differently.
     schedule = _values(recipe.lr_scheduler) | {"total_steps": scheduled_steps(recipe)}
     return RunCheckpoints.Config(**values, resume=run.checkpoint, schedule=schedule)
 
@@ -138,7 +138,7 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
     }
     if section.mode == "none":
         return None
-    # One table holds the keys of all modes; each takes its own.
+    # The table has the keys of all modes; a mode uses some of them.
     kind, values = kinds[section.mode], _values(section)
     known = {field.name for field in dataclasses.fields(kind)}
     values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
@@ -146,7 +146,7 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
 
 
 def _assets(path: str | None) -> str:
-    # Empty where there are none: TorchTitan's own default is a folder of its repository, which it then says is missing.
+    # TorchTitan's own default is a folder of its repository, reported as missing.
     if path is None:
         return ""
     if not Path(path).is_dir():
@@ -162,13 +162,13 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
         first_step=run.step + 1,
         seconds_before=run.seconds,
         recipe=to_toml(recipe),
-        # Escape codes are noise in the file that a scheduler collects.
+        # A scheduler's log file must not contain escape codes.
         disable_color_printing=recipe.metrics.disable_color_printing or not sys.stdout.isatty(),
     )
 
 
 def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
-    # Without a loader: a recipe whose data holds nothing out is refused only where it is validated.
+    # No loader without validation: data without a held-out part is refused only for validation.
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(

@@ -157,7 +157,7 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "--muon.ns_steps INT Newton-Schulz iterations. (default: 5)" in text
     assert "--data.tokenizer {bytes,bpe,hf}" in text
     assert "--world_size INT With dry_run: number of ranks" in text
-    assert "Which model is trained." in text
+    assert "The model to train." in text
 
 
 def test_help_shows_no_comment_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:

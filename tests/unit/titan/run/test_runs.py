@@ -163,7 +163,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     ("values", "named"),
     [
         ({"checkpoint__load": "nowhere"}, "no such folder"),
-        ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "steps saved: 9, 6, 3"),
+        ({"checkpoint__load": "RUN", "checkpoint__load_step": 5}, "saved steps: 9, 6, 3"),
         ({"checkpoint__load": "RUN", "checkpoint__load_step": 9}, "step-9 cannot be used: __0_0.distcp is missing"),
         ({"checkpoint__load": "latest", "checkpoint__load_step": 5}, "no run in"),
         ({"checkpoint__load_step": 5}, 'needs checkpoint.load = "latest"'),
