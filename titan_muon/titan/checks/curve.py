@@ -95,8 +95,8 @@ class Curve:
         if self._loaded_from is not None and self._high >= HIGH_REPORTS_RESUMED:
             yield (
                 "high",
-                f"step {report.step}: the losses after the checkpoint of step {self._loaded_from} are {report.loss:.4f} "
-                f"and more, and the median before was {middle:.4f}; check that weights and states were loaded",
+                f"step {report.step}: since the checkpoint of step {self._loaded_from} the loss is {report.loss:.4f}, "
+                f"and the median before was {middle:.4f}; check that weights and states were loaded",
             )
         elif self._high >= HIGH_REPORTS:
             yield (
@@ -111,10 +111,8 @@ class Curve:
 
 def reports_of(records: Iterable[dict[str, Any]]) -> list[Report]:
     """The reports among the records of a metrics file, without those whose numbers are not finite."""
-    found = []
+    reports = []
     for record in records:
-        step, loss, norm = (record.get(key) for key in ("step", "loss", "grad_norm"))
-        numbers = isinstance(step, int) and isinstance(loss, float) and isinstance(norm, float)
-        if numbers and math.isfinite(loss + norm):
-            found.append(Report(step, loss, norm))
-    return found
+        if "loss" in record and "grad_norm" in record and math.isfinite(record["loss"] + record["grad_norm"]):
+            reports.append(Report(record["step"], record["loss"], record["grad_norm"]))
+    return reports

@@ -42,6 +42,8 @@ def start_facts(recipe: Recipe) -> dict[str, str]:
 def source_files(recipe: Recipe) -> list[Path]:
     """The Python files of this package and of the package with the recipe's model."""
     files = [*Path(titan_muon.__file__).parent.rglob("*.py")]
+    if recipe.model.name not in registry.models.names():
+        return sorted(files)
     build = registry.models.get(recipe.model.name).build
     module = sys.modules[getattr(build, "func", build).__module__]
     if module.__file__ is not None:

@@ -19,6 +19,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 
 # Heartbeat every timeout / 40, at most every 2.5 s because all ranks of a cluster use a single store. A rank is silent
@@ -98,7 +99,7 @@ class Watchdog:
             self._failing = True
             with suppress(RuntimeError):
                 self._store.set(FAILED, str(self._rank))
-        if not (error is None or isinstance(error, RecipeError | FloatingPointError)):
+        if not (error is None or isinstance(error, RecipeError | FloatingPointError | RunFault)):
             with suppress(RuntimeError):
                 self._end_silent()
             return

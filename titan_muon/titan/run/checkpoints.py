@@ -34,7 +34,7 @@ from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, ful
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
-TRAINER_STEP = "train_state.step"
+TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
 SCHEDULE = "schedule"
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
@@ -236,9 +236,9 @@ class RunCheckpoints(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         # A hyperparameter that the version which saved did not have: the recipe's value stays.
-        planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups."))
+        planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups.") or key == DATA_START)
         dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=planner)
-        self._missing = planner.missing
+        self._missing = tuple(key for key in planner.missing if key != DATA_START)
         self.states[MODEL].load_state_dict(state_dict)
 
     def _purge_stale_checkpoints(self) -> None:

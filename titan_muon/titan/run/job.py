@@ -32,7 +32,9 @@ from titan_muon.titan.assign.explain import (
     plan_lines,
     stage_ranks,
 )
+from titan_muon.titan.checks.start import check_start, start_facts
 from titan_muon.titan.device import compute_capability, on_accelerator
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
@@ -40,7 +42,7 @@ from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
-from titan_muon.titan.run.console import say, say_error, set_up_logging
+from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import Run, agree, begin, discard
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
@@ -58,7 +60,7 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
     `overrides` are the keys set on the command line; the run's folder is named after them.
 
     Exit code 0: training ended or was stopped; 1: training diverged; 2: user error. The message of 1 and 2 is printed
-    once. Other errors raise.
+    once, as the message of a RunFault, with exit code 1. Other errors raise.
     """
     describe_world()
     set_up_logging()
@@ -70,6 +72,9 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
     except (RecipeError, FloatingPointError) as error:
         code = 2 if isinstance(error, RecipeError) else 1
         say_error(error, code)
+    except RunFault as error:
+        code = 1
+        say_fault(error)
     except Exception:
         # The exiting process may wait for collectives or threads without peers. The launcher stops or restarts the job
         # only after this process has ended.
@@ -110,15 +115,17 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
+    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
+    # whole queue.
+    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+    # First, since ranks with other recipes may not meet in the collectives that follow.
+    check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
     if compat.install():
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
-    # whole queue.
-    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
-    group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
     store = dist.distributed_c10d._get_default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
