@@ -69,6 +69,8 @@ class TrainingChecks:
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
         """Start to train. `group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
+        # PyTorch takes a step to make the optimizers' states before it loads them.
+        self._steps, self._taken = 0, [0] * len(self._taken)
 
     def begin_step(self, *, reported: bool, place: Place) -> None:
         """Start a step. `place`: where the rank begins to read."""

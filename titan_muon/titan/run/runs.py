@@ -73,6 +73,7 @@ def agree(
         assert run.checkpoint is not None, "only checkpoints are damaged"
         flaws[Path(run.checkpoint)] = wrong
         if dist.get_rank() == 0:
+            print(f"warning: checkpoint {run.checkpoint} is passed over: {wrong}", flush=True)
             discard(run)
 
 
@@ -243,7 +244,8 @@ def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
         if wrong is None:
             whole = step
             break
-        passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
+        if path not in flaws:
+            passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
     for line in passed:
         print(line if whole is None else f"{line}; using step {whole} instead", flush=True)
     return whole
