@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-WINDOW = 50
-"""Reports that medians are taken over."""
+WINDOW, LOSS_WINDOW = 50, 20
+"""Last reports that medians are taken over; fewer for losses, because they fall."""
 FEWEST = 5
 """Reports that a median needs."""
 DEAD_SHARE = 1e-6
 """A gradient norm below this share of the median is that of a dead run."""
 EXPLODING = 100
 """A gradient norm above this many medians has jumped."""
-DEVIATIONS = 6
+DEVIATIONS = 8
 """Median absolute deviations above the median loss from which on a loss counts as high."""
-LEAST_RISE = 0.15
+LEAST_RISE = 0.25
 """Least share of the median that a high loss is above the median."""
 HIGH_REPORTS, HIGH_REPORTS_RESUMED = 3, 2
 """Reports in a row with a high loss until the loss has jumped; fewer right after a checkpoint was loaded."""
@@ -87,7 +87,7 @@ class Curve:
         yield from self._high_loss(report)
 
     def _high_loss(self, report: Report) -> Iterable[tuple[str, str]]:
-        losses = [sound.loss for sound in self._sound]
+        losses = [sound.loss for sound in self._sound][-LOSS_WINDOW:]
         middle = statistics.median(losses)
         deviation = statistics.median(abs(loss - middle) for loss in losses)
         limit = middle + max(DEVIATIONS * deviation, LEAST_RISE * middle)

@@ -30,7 +30,7 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import say
 from titan_muon.titan.storage.checksums import METADATA, SummingWriter, damaged, read_checksums
 from titan_muon.titan.storage.reader import SafePlanner, SafeReader
-from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, full_disk
+from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, full_disk, is_disk_full
 
 STEP_FOLDER = re.compile(r"step-(\d+)")
 ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
@@ -194,10 +194,14 @@ class RunCheckpoints(CheckpointManager):
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
         """The error of a save that failed on any rank; every rank has it."""
         rank, (cause, _) = min(error.failures.items())
-        first_line = str(cause).strip().partition("\n")[0]
-        folder = Path(self.folder)
-        text = full_disk(folder, step, self._bytes_needed(), free_bytes(folder), self._newest_whole())
-        return RunFault(f"{text} (rank {rank}: {type(cause).__name__}: {first_line})")
+        reason = f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        folder, newest = Path(self.folder), self._newest_whole()
+        needed, free = self._bytes_needed(), free_bytes(folder)
+        # A full disk shows as any error of the writer, such as a wrong position in the file.
+        if free < needed or is_disk_full(error):
+            return RunFault(f"{full_disk(folder, step, needed, free, newest)} ({reason})")
+        left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
+        return RunFault(f"step {step} is not saved in {folder} ({reason}); {left}")
 
     def dcp_save(
         self,
