@@ -23,6 +23,8 @@ NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
+# Two tests at a time. A worker takes neighbouring tests, so that a module's fixture is mostly made once.
+WORKERS ?= -n 2 --dist worksteal
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
@@ -47,10 +49,10 @@ check: venv
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
 newest: $(NEWEST_STAMP)
-	$(NEWEST)/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 	$(NEWEST)/bin/python -m benchmarks.rehearse
 
 integrations: $(INTEGRATIONS_STAMP)

@@ -1,4 +1,4 @@
-"""Trains a recipe, or shows its plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
+"""Trains a recipe, or shows the plan: `python train.py --config configs/qwen_moe_muon.toml [--dry-run]`."""
 
 import os
 import sys
@@ -11,8 +11,8 @@ from titan_muon.titan.recipe.files import keys_of_the_command_line
 
 
 def main(command: Command) -> int:
-    """Do what was asked for. Returns the exit code."""
-    # Imported here so that --help and a mistake in the recipe need not wait for PyTorch.
+    """Train or print the plan. Returns the exit code."""
+    # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan import compat
 
     compat.install()
@@ -29,7 +29,7 @@ def main(command: Command) -> int:
 
 if __name__ == "__main__":
     try:
-        # torchrun's restarts would repeat a refusal or a divergence, which is already on the screen.
+        # torchrun's restarts would only repeat a refusal or a divergence.
         ended = earlier_end()
         code = main(parse(sys.argv[1:])) if ended is None else ended
     except RecipeError as error:

@@ -1,4 +1,4 @@
-"""Writes docs/api.md: the public names of titan_muon with their signatures and docstrings.
+"""Writes docs/api.md: the public names of titan_muon with signatures and docstrings.
 
 python docs/make_api.py
 """
@@ -24,7 +24,7 @@ The public names of `titan_muon`. `python docs/make_api.py` writes this page fro
 
 
 def signature(thing: Any) -> str:
-    """The parameters of a function or class, with defaults and without annotations."""
+    """Parameters of a function or class, with defaults and without annotations."""
     parameters = []
     for parameter in inspect.signature(thing).parameters.values():
         if parameter.name != "self":
@@ -38,7 +38,7 @@ def _short(parameter: inspect.Parameter, default: Any) -> Any:
 
 
 def section(name: str, thing: Any) -> list[str]:
-    """The lines of one public name."""
+    """Lines of a public name."""
     lines = [f"## {name}", "", f"`{name}{signature(thing)}`", "", "```text", inspect.getdoc(thing) or "", "```", ""]
     if not inspect.isclass(thing):
         return lines
@@ -52,7 +52,7 @@ def section(name: str, thing: Any) -> list[str]:
 
 
 def page() -> str:
-    """The text of the page."""
+    """Text of the page."""
     lines = [HEAD]
     for name in sorted(titan_muon.__all__, key=str.lower):
         lines += section(name, getattr(titan_muon, name))

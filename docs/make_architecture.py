@@ -1,8 +1,8 @@
-"""Writes what docs/architecture.md says of files: the tree, a line for each file, from the files' own docstrings.
+"""Writes the tree of docs/architecture.md: a line for each file, from the files' docstrings.
 
     python docs/make_architecture.py
 
-`tests/unit/test_architecture.py` fails where the page and the folders differ.
+`tests/unit/test_architecture.py` fails if page and folders differ.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BEGIN, END = "<!-- tree: written by docs/make_architecture.py -->", "<!-- end of
 
 
 def summary(file: Path) -> str:
-    """The first sentence of a module's docstring."""
+    """First sentence of a module's docstring."""
     documented = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8")))
     assert documented, f"{file} has no docstring"
     paragraph = " ".join(documented.split("\n\n")[0].split())
@@ -25,7 +25,7 @@ def summary(file: Path) -> str:
 
 
 def lines(folder: Path, depth: int = 0) -> list[str]:
-    """A folder and all within it: its own files first, then its folders."""
+    """A folder with its contents: first its own files, then its folders."""
     own = sorted(file for file in folder.glob("*.py") if file.name != "__init__.py")
     inner = sorted(file.parent for file in folder.glob("*/__init__.py"))
     init = folder / "__init__.py"
@@ -38,7 +38,7 @@ def lines(folder: Path, depth: int = 0) -> list[str]:
 
 
 def tree() -> str:
-    """The tree of all code, as the page has it."""
+    """Tree of all code."""
     found = [f"train.py  {summary(ROOT / 'train.py')}"]
     for folder in FOLDERS:
         found += lines(ROOT / folder)
@@ -46,7 +46,7 @@ def tree() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the tree as it is now. Raises ValueError if the page has no place for it."""
+    """The page with the current tree. Raises ValueError if the page has no place for the tree."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (found and closed):

@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "memory.md"
 BEGIN, END = "<!-- table: written by docs/make_memory.py -->", "<!-- end of table -->"
 RECIPE, WORLD = "qwen3_8b_muon", 8
 CPU_OFFLOAD = "training.enable_cpu_offload"
-"""In place of `optimizer.offload`: parameters and gradients are on the host too."""
+"""Also moves parameters and gradients to the host."""
 OPTIONS = {
     "optimizer.offload": ("none", "state", CPU_OFFLOAD),
     "muon.state_dtype": ("float32", "bfloat16"),
@@ -45,7 +45,7 @@ HEADER = (
 
 
 def with_options(recipe: Recipe, offload: str, momentum: str, averages: str, releases: bool) -> Recipe:
-    """The recipe with one combination of options."""
+    """The recipe with a combination of options."""
     return replace(
         recipe,
         training=replace(recipe.training, enable_cpu_offload=offload == CPU_OFFLOAD),
@@ -56,7 +56,7 @@ def with_options(recipe: Recipe, offload: str, momentum: str, averages: str, rel
 
 
 def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
-    """Bytes per parameter of a rank."""
+    """Bytes per parameter on a rank."""
     local = {name: parameter.to_local() for name, parameter in meta.parameters.items()}
     elements = sum(tensor.numel() for tensor in local.values())
     kept = sum(local[a.fqn].nbytes for a in meta.assigned if a.optimizer != "muon" or not recipe.muon.release_grads)
@@ -67,9 +67,9 @@ def row(meta: MetaModel, memory: Memory, recipe: Recipe) -> Iterator[float]:
 
 
 def table() -> str:
-    """The table as the page has it."""
+    """The table."""
     recipe = load(ROOT / "configs" / f"{RECIPE}.toml")
-    # Neither where states are nor their dtype changes the plan.
+    # The placement of states and their dtype do not change the plan.
     meta = build_meta_model(recipe, WORLD, "cuda")
     assert meta.plan is not None, f"Muon takes matrices of {RECIPE}"
     summary = summarize(meta.plan)
@@ -84,7 +84,7 @@ def table() -> str:
 
 
 def written(page: str) -> str:
-    """The page with the table as it is now. Raises ValueError if the page has no place for it."""
+    """The page with the current table. Raises ValueError if the page has no place for the table."""
     before, found, rest = page.partition(BEGIN)
     _, closed, after = rest.partition(END)
     if not (found and closed):

@@ -1,4 +1,4 @@
-"""Draws docs/qk_clip.png from two runs that docs/qk_clip.md names: `python docs/make_qk_clip.py LOG_RUN CLIP_RUN`."""
+"""Draws docs/qk_clip.png from the two runs of docs/qk_clip.md: `python docs/make_qk_clip.py LOG_RUN CLIP_RUN`."""
 
 import json
 import sys

@@ -1,8 +1,8 @@
-"""Writes the tables of docs/zoo.md: how the defaults read every family of TorchTitan, and models of Hugging Face.
+"""Writes the tables of docs/zoo.md: the default assignment for TorchTitan's families and Hugging Face's models.
 
     python docs/make_zoo.py
 
-Models are built on the meta device from their configurations: nothing is downloaded and no weight is allocated.
+Models are built on the meta device from configurations: no download, no weights.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KERNELS = (
     "fla.ops.gated_delta_rule.chunk",
     "fla.ops.gated_delta_rule.fused_recurrent",
 )
-"""What qwen3_5 imports of flash-linear-attention."""
+"""Imports of qwen3_5 from flash-linear-attention."""
 SHAPES_SHOWN = 5
 HEADER = "| model | Muon's share | Muon's matrices | what AdamW takes |\n|---|---|---|---|\n"
 
@@ -53,7 +53,7 @@ TITAN = {
     "muse_glimmer": "debugmodel_mm",
     "flux": "flux-debug",
 }
-"""A flavor of each family that has all kinds of parameters that the family has."""
+"""A flavor of each family with all kinds of the family's parameters."""
 
 HUGGING_FACE = (
     *(
@@ -74,11 +74,11 @@ HUGGING_FACE = (
     *("Mixtral", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "DeepseekV3", "Olmoe", "GraniteMoe", "GptOss", "Llama4Text"),
     *("Mamba", "Mamba2", "Jamba", "Rwkv", "Bert", "ModernBert", "T5", "ViT", "CLIPVision"),
 )
-"""Architectures, by what their configuration classes are called."""
+"""Architectures by name of the configuration class."""
 
 
 class Fused(nn.Module):
-    """A layer as TorchTitan's main fuses it: q, k and v, gate and up (2, F, D), and those of experts (E, F, 2, D)."""
+    """A layer in the fused layouts of TorchTitan's main: q, k and v, gate and up (2, F, D), experts (E, F, 2, D)."""
 
     def __init__(self, dim: int = 256, hidden: int = 768, experts: int = 8) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Fused(nn.Module):
 
 
 class FusedQKVLinear(nn.Module):
-    """Called as TorchTitan's own is: in each group 2 heads of q, one of k, one of v."""
+    """Named like TorchTitan's class: 2 heads of q, one of k and one of v per group."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -104,14 +104,14 @@ def _holding(**shapes: tuple[int, ...]) -> nn.Module:
 
 
 def fused_model() -> nn.Module:
-    """TorchTitan main's three fused layouts."""
+    """A model with TorchTitan main's three fused layouts."""
     with torch.device("meta"):
         parts = {"tok_embeddings": nn.Embedding(2048, 256), "layers": nn.ModuleList([Fused()]), "lm_head": None}
         return nn.ModuleDict({**parts, "lm_head": nn.Linear(256, 2048, bias=False)})  # type: ignore[dict-item]
 
 
 def titan_model(family: str, flavor: str) -> nn.Module:
-    """A model of TorchTitan on the meta device."""
+    """A TorchTitan model on the meta device."""
     compat.install()
     with _stand_in_for_kernels() if family == "qwen3_5" else nullcontext():
         module = importlib.import_module(f"torchtitan.models.{family}")
@@ -122,7 +122,7 @@ def titan_model(family: str, flavor: str) -> nn.Module:
 
 
 def _configured(make: Any) -> Any:
-    # Families differ in what a flavor is asked for; the choices do not matter to its parameters.
+    # Families take different options for a flavor; the options do not change the parameters.
     for options in ({}, {"attn_backend": "flex"}, {"attn_backend": "flex", "moe_comm_backend": "standard"}):
         try:
             return make(**options) if callable(make) else make
@@ -133,7 +133,7 @@ def _configured(make: Any) -> Any:
 
 @contextmanager
 def _stand_in_for_kernels() -> Iterator[None]:
-    """Qwen 3.5's kernels, which are imported with it and called on GPUs alone."""
+    """Stubs for Qwen 3.5's kernels, which are imported on all machines and called only on GPUs."""
 
     class AnyModule(ModuleType):
         __path__: tuple[str, ...] = ()
@@ -148,19 +148,19 @@ def _stand_in_for_kernels() -> Iterator[None]:
     try:
         yield
     finally:
-        # Left there, they would tell other packages that the kernels are installed.
+        # Otherwise other packages would find the kernels installed.
         for name in added:
             del sys.modules[name]
 
 
 def hugging_face_model(architecture: str) -> nn.Module:
-    """A model of Hugging Face on the meta device: 4 layers in the sizes that its configuration begins with."""
+    """A Hugging Face model on the meta device: 4 layers, default sizes."""
     transformers: Any = importlib.import_module("transformers")
     config = getattr(transformers, f"{architecture}Config")()
     for key in ("num_hidden_layers", "num_layers", "num_decoder_layers"):
         if hasattr(config, key):
             setattr(config, key, LAYERS)
-    # Which layers are of which kind, where a list says so.
+    # List of layer kinds of some configurations.
     if "layer_types" in vars(config) and config.layer_types:
         config.layer_types = config.layer_types[:LAYERS]
     causal = transformers.AutoModelForCausalLM
@@ -194,14 +194,14 @@ def _elsewhere(assigned: tuple[Assignment, ...]) -> str:
 
 
 def titan_rows() -> Iterator[str]:
-    """Every family of TorchTitan, and the layouts of its main."""
+    """TorchTitan's families, and the layouts of its main branch."""
     for family, flavor in TITAN.items():
         yield row(f"{family} {flavor}", titan_model(family, flavor))
     yield row("fused layers of main", fused_model())
 
 
 def hugging_face_rows() -> Iterator[str]:
-    """The architectures of Hugging Face."""
+    """Hugging Face's architectures."""
     for architecture in HUGGING_FACE:
         yield row(architecture, hugging_face_model(architecture))
 
@@ -210,7 +210,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {"torchtitan": titan_rows, "hug
 
 
 def written(page: str, table: str) -> str:
-    """The page with one of its tables made anew."""
+    """The page with a new table."""
     start, end = START.format(table), END.format(table)
     before, rest = page.split(start)
     return before + start + HEADER + "".join(TABLES[table]()) + end + rest.split(end)[1]

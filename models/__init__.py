@@ -1,6 +1,6 @@
-"""Models by name: importing this package registers its families, one module each.
+"""Models by name: importing this package registers the families, a module each.
 
-A flavor is a row of sizes. The ones called `tiny` train on a laptop; the others have the published sizes.
+A flavor is a row of sizes. Flavors called `tiny` train on a laptop; the others have the published sizes.
 """
 
 import importlib
@@ -12,8 +12,8 @@ from titan_muon import registry
 
 
 def _family(name: str) -> Any:
-    # A family imports torchtitan, which copies the device when it is imported and so must find the CPU's gaps closed.
-    # Both wait until a model is asked for: `--help` and a mistake in a recipe cost no import of PyTorch.
+    # A family imports torchtitan, which copies the device on import, so `compat.install()` comes before. Both imports
+    # wait for the first use, so that `--help` and errors in a recipe do not wait for PyTorch.
     from titan_muon.titan import compat
 
     compat.install()

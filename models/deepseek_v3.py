@@ -1,7 +1,6 @@
-"""DeepSeek-V3 (arXiv:2412.19437) and models of its shape, Moonlight (2502.16982) and Kimi K2 (2507.20534).
+"""DeepSeek-V3 (arXiv:2412.19437) and models of the same architecture, Moonlight (2502.16982) and Kimi K2 (2507.20534).
 
-Multi-head latent attention, shared and routed experts, first layers dense. Sizes are those of the released
-configs.
+Multi-head latent attention, shared and routed experts, dense first layers. Sizes of the released configs.
 """
 
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavor. `q_rank` 0 is a full query projection; `yarn` 1 is plain RoPE."""
+    """Sizes of a flavor. `q_rank` 0: full query projection; `yarn` 1: plain RoPE."""
 
     layers: int
     dense_layers: int
@@ -125,7 +124,7 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavor; `vocab_size` replaces its own."""
+    """ModelSpec of a flavor; `vocab_size` replaces the flavor's."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = DeepSeekV3Model.Config(

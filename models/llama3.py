@@ -19,7 +19,7 @@ EPS = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavor; a head is dim / heads wide."""
+    """Sizes of a flavor; a head has dim / heads columns."""
 
     layers: int
     dim: int
@@ -39,7 +39,7 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavor; `vocab_size` replaces its own."""
+    """ModelSpec of a flavor; `vocab_size` replaces the flavor's."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = Llama3Model.Config(

@@ -1,4 +1,4 @@
-"""Qwen3, dense and mixture of experts (arXiv:2505.09388). Sizes are those of the released configs."""
+"""Qwen3, dense and mixture of experts (arXiv:2505.09388). Sizes of the released configs."""
 
 from dataclasses import dataclass
 
@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """Sizes of one flavor. `hidden` is the width of an expert, or of the feed-forward if `experts` is 0."""
+    """Sizes of a flavor. `hidden`: width of an expert, or of the feed-forward if `experts` is 0."""
 
     layers: int
     dim: int
@@ -56,7 +56,7 @@ FLAVORS = {
 
 
 def build(flavor: str, vocab_size: int | None) -> ModelSpec:
-    """The specification of a flavor; `vocab_size` replaces its own."""
+    """ModelSpec of a flavor; `vocab_size` replaces the flavor's."""
     size = FLAVORS[flavor]
     vocab = size.vocab_size if vocab_size is None else vocab_size
     model = Qwen3Model.Config(

@@ -1,7 +1,7 @@
-"""Compare runs: how their recipes differ, their losses, steps to reach a loss, their speed, and a picture.
+"""Compare runs: differences of recipes, losses, steps to reach a loss, speed, and a picture.
 
-Reads only what a run leaves in its folder, so it needs neither torch nor the run's machine, and a run that is still
-going can be compared. Every table is Markdown.
+Reads only the files of run folders, so it needs neither torch nor the run's machine, and works for unfinished runs.
+Tables are Markdown.
 """
 
 import math
@@ -18,7 +18,7 @@ ABSENT = "-"
 
 
 class Speed(NamedTuple):
-    """How a measure of speed or memory is shown: name and unit, factor from the recorded unit, digits."""
+    """Display of a speed or memory: name and unit, factor from the recorded unit, digits."""
 
     title: str
     scale: float
@@ -38,16 +38,16 @@ SPEEDS = {
 
 
 def evenly(steps: Sequence[int], intervals: int = 10) -> list[int]:
-    """The first, the last and what lies evenly between: at most `intervals` + 1 of `steps`."""
+    """At most `intervals` + 1 of `steps`: the first, the last and evenly spaced steps between."""
     if len(steps) <= intervals + 1:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / intervals)] for i in range(intervals + 1)]
 
 
 def thresholds(curves: dict[str, Series]) -> dict[str, float]:
-    """Losses to reach, by name, highest first: each run's last, and above them what halves the way from the start.
+    """Losses to reach, by name, highest first: each run's last loss, and halvings of the way from the start.
 
-    `curves` are smoothed losses by the run's label. A run that ended in NaN or infinity sets no threshold.
+    `curves`: smoothed losses by the run's label. A run that ended in NaN or infinity sets no threshold.
     """
     values = {label: list(curve.values()) for label, curve in curves.items()}
     finite = {label: losses for label, losses in values.items() if math.isfinite(losses[-1])}
@@ -66,7 +66,7 @@ def first_reach(curve: Series, loss: float) -> int | None:
 
 
 def markdown(corner: str, runs: Sequence[RunRecord], rows: Sequence[Sequence[str]]) -> str:
-    """A table with a column for each run, the columns aligned: the first left, the others right."""
+    """Markdown table with a column per run: the first aligned left, the others right."""
     table = [[corner, *(run.label for run in runs)], *rows]
     cells = [[cell.replace("|", "\\|") for cell in row] for row in table]
     widths = [max(3, *(len(row[i]) for row in cells)) for i in range(len(cells[0]))]
@@ -79,13 +79,13 @@ def markdown(corner: str, runs: Sequence[RunRecord], rows: Sequence[Sequence[str
 
 
 def with_differences(values: Sequence[float]) -> list[str]:
-    """Cells of `values`, each after the first with its difference to the first."""
+    """Cells of `values`, with differences to the first value."""
     first, *others = values
     return [f"{first:.4f}", *(f"{value:.4f} ({value - first:+.4f})" for value in others)]
 
 
 def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
-    """Cells of `values`, each after the first with its ratio to the first, where there are both."""
+    """Cells of `values`, with ratios to the first value where both exist."""
     first = values[0]
     cells = [ABSENT if value is None else f"{value:.{digits}f}" for value in values]
     for i, value in enumerate(values[1:], start=1):
@@ -95,12 +95,12 @@ def with_ratios(values: Sequence[float | None], digits: int) -> list[str]:
 
 
 def counted(axis: str) -> str:
-    """What is counted along an axis: steps or tokens."""
+    """Unit of an axis: steps or tokens."""
     return {"step": "steps", "tokens": "tokens"}[axis]
 
 
 def recipe_section(runs: Sequence[RunRecord]) -> str:
-    """The keys whose values differ, and the tokens of a step, with a warning where these differ."""
+    """Differing keys and the tokens per step, with a warning if these differ."""
     tokens = [run.tokens_per_step for run in runs]
     row = ["tokens a step", *(ABSENT if count is None else f"{count:,.0f}" for count in tokens)]
     known = {count for count in tokens if count is not None}
@@ -123,7 +123,7 @@ def _differing_keys(runs: Sequence[RunRecord]) -> str:
 
 
 def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
-    """`key` at common steps, and at each run's own end where these differ."""
+    """`key` at common steps, and at each run's end if the ends differ."""
     missing = [run.label for run in runs if not run.of(key)]
     if missing:
         return f"Not recorded by {', '.join(missing)}."
@@ -140,7 +140,7 @@ def loss_section(runs: Sequence[RunRecord], key: str, axis: str) -> str:
 
 
 def reach_section(runs: Sequence[RunRecord], key: str, window: int, axis: str) -> str:
-    """Steps or tokens, and seconds if any run recorded them, until the smoothed `key` first reaches each threshold."""
+    """Steps or tokens, and seconds if recorded, until the smoothed `key` first reaches each threshold."""
     curves = {run.label: smooth(run.of(key), window) for run in runs}
     steps, seconds = [], []
     for name, loss in thresholds(curves).items():
@@ -163,7 +163,7 @@ def reach_section(runs: Sequence[RunRecord], key: str, window: int, axis: str) -
 
 
 def speed_section(runs: Sequence[RunRecord]) -> str:
-    """Medians of the throughput, of the parts of the step and of the peak memory, and ratios to the first run."""
+    """Medians of throughput, step phases and peak memory, and ratios to the first run."""
     rows = []
     for key, speed in SPEEDS.items():
         medians = [run.median(key) for run in runs]
@@ -174,7 +174,7 @@ def speed_section(runs: Sequence[RunRecord]) -> str:
 
 
 def report(runs: Sequence[RunRecord], metric: str, window: int, axis: str = "step") -> str:
-    """All the text: which runs, then the sections."""
+    """The whole text: the runs, then the sections."""
     ends = [max(step for series in run.series.values() for step in series) for run in runs]
     names = [f"- {run.label}: {run.folder}, to {axis} {end}" for run, end in zip(runs, ends, strict=True)]
     sections = {"Recipe": recipe_section(runs)}
@@ -194,25 +194,25 @@ def compare(
     """Compare two or more runs, the others to the first.
 
     Args:
-        runs: Run folders (recipe.toml, metrics.jsonl), or folders of a recipe's runs, whose newest run is taken.
+        runs: Run folders (recipe.toml, metrics.jsonl), or folders of a recipe's runs, for the newest run.
         output: The picture, .png or .svg.
-        metric: What is to be reached, and what is drawn; with `loss` the validation loss is drawn too.
+        metric: Metric to reach and to draw; `loss` also draws the validation loss.
         title: Heading of the picture.
-        axis: What losses are compared at: the same step, or as many tokens trained on.
+        axis: Compare losses at the same step, or after the same number of tokens.
     """
     if output.suffix not in (".png", ".svg"):
         raise RunError(f"--output {output}: the suffix must be .png or .svg")
     if not output.parent.is_dir():
         raise RunError(f"--output {output}: there is no folder {output.parent}")
-    found = read_runs(runs, metric, axis)
-    window = smoothing_window(common_steps(found, metric), axis)
-    print(report(found, metric, window, axis))
-    write_picture(found, metric, window, title, output, axis)
+    records = read_runs(runs, metric, axis)
+    window = smoothing_window(common_steps(records, metric), axis)
+    print(report(records, metric, window, axis))
+    write_picture(records, metric, window, title, output, axis)
     print(f"\nPicture: {output}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code, 2 for an error of the user."""
+    """Command line. Returns the exit code, 2 for a user error."""
     try:
         tyro.cli(compare, args=arguments)
     except RunError as error:

@@ -1,15 +1,16 @@
 """Muon's plan for the published models at 8 to 1,024 ranks, as a table: time, balance, calls, bytes, buffers.
 
-Timed, in CPU seconds, are building the model without storage and planning. The step is played on a machine, beside the
-limit: the larger of the least possible Newton-Schulz and the busiest link. What comes on top has three parts, of the
-rank that is done last: Newton-Schulz of whole matrices, which do not divide evenly; momentum, apply and copies, which
-any plan has, and without which the last ratio is; and waits, mostly the first matrix's way to its owner and the last
-one's way back, when nothing is left to do. The least for whole matrices has all of this in it that no plan can be
-without, if each matrix is orthogonalized on one rank: what a step takes beyond it is the planner's. Exposed is what the
-step would be shorter by if links took no time; hidden are the gathers of `--overlap backward`, on the rank that has
-most of them, or what `--overlap forward` leaves to the next forward. The tail is what comes after the last
-Newton-Schulz, and the most that the next forward could hide; its share is of a training step: Muon's, behind a forward
-and a backward of `TOKENS` tokens at `TRAINING_FLOPS`.
+`plan s`: CPU seconds to build the model without storage and to plan. All step times are modelled, on the slowest rank:
+
+- limit: the larger of the balanced Newton-Schulz time and the busiest link.
+- Newton-Schulz: exceeds the balanced time because whole matrices do not divide evenly.
+- passes: momentum, apply and copies. The last ratio is without passes.
+- waits: mostly the gather of the first matrix and the return of the last.
+- least for whole matrices: lower bound if each matrix is orthogonalized on one rank. The rest is the planner's loss.
+- exposed: reduction of the step time with infinitely fast links.
+- hidden: gathers under `--overlap backward`, on the rank with most, or returns under `--overlap forward`.
+- tail: time after the last Newton-Schulz, the most that the next forward could hide, also as a share of a training step
+with `TOKENS` tokens at `TRAINING_FLOPS`.
 
     python scripts/plan_scale.py                                   # all models, all worlds: some minutes
     python scripts/plan_scale.py --models qwen3_8b --ranks 64 128 --json plan_scale.json
@@ -49,16 +50,16 @@ from titan_muon.titan.recipe import load
 MODELS = ("qwen3_8b", "llama3_8b", "llama3_70b", "qwen3_30b_a3b", "deepseek_v3", "kimi_k2")
 RANKS = (8, 32, 64, 128, 256, 512, 1024)
 EXPERT_PARALLEL = {"qwen3_30b_a3b": (8, 8), "deepseek_v3": (8, 64), "kimi_k2": (8, 64)}
-"""Expert-parallel degree below 64 ranks and from 64 ranks on."""
+"""Expert-parallel degree below 64 ranks, and from 64 ranks on."""
 TOKENS = 8192
-"""Tokens of a training step on each GPU."""
+"""Tokens of a training step per GPU."""
 TRAINING_FLOPS = 400e12
-"""Of a GPU in forward and backward, per second: 40 % of an H100's bfloat16 peak of 989 TFLOP/s."""
+"""FLOP/s of a GPU in forward and backward: 40 % of an H100's bfloat16 peak of 989 TFLOP/s."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """One row: a model planned on a world."""
+    """A row: a model planned on a world."""
 
     model: str
     ranks: int
@@ -87,36 +88,36 @@ class Numbers:
 
     @property
     def limit_ms(self) -> float:
-        """What a step cannot be below."""
+        """Lower bound of the step."""
         return max(self.least_ms, self.link_ms)
 
     @property
     def ratio(self) -> float:
-        """The step over its limit."""
+        """The step over the limit."""
         return self.step_ms / self.limit_ms
 
     @property
     def exposed_ratio(self) -> float:
-        """What links add to the step, over its Newton-Schulz."""
+        """Exposed communication over Newton-Schulz."""
         return self.exposed_ms / self.newton_schulz_ms
 
     @property
     def tail_ratio(self) -> float:
-        """What comes after the last Newton-Schulz, over a training step."""
+        """The tail over a training step."""
         return self.tail_ms / (self.model_ms + self.step_ms)
 
     @property
     def ratio_without_passes(self) -> float:
-        """The same of the step without momentum, apply and copies."""
+        """The step without momentum, apply and copies over the limit."""
         return (self.step_ms - self.passes_ms) / self.limit_ms
 
 
 @cache
 def model_seconds(model: str) -> float:
-    """Seconds that forward and backward of a recipe's model are taken to need on a GPU.
+    """Estimated seconds of forward and backward of a recipe's model on a GPU.
 
-    Six FLOPs for each token and parameter that it is multiplied by: of experts those that it is routed to, of
-    embeddings none. Attention scores and recomputation are left out, so that the model is rather too fast.
+    Six FLOPs per token and parameter of a matrix product: routed experts only, no embeddings. Attention scores and
+    recomputation are left out, so the estimate is rather too short.
     """
     recipe = load(ROOT / f"configs/{model}_muon.toml", [])
     config = model_spec(recipe.model.name, recipe.model.flavor).model
@@ -139,23 +140,23 @@ def plan_numbers(
 ) -> Numbers:
     """Plan the recipe `configs/<model>_muon.toml` on `ranks` GPUs of a machine.
 
-    `expert_parallel` is by default what experts are laid out by in real runs; `split_over` and `overlap` are Muon's,
-    and `mode` its option `tensor_parallel`, where that is the degree. `replicas` are HSDP's.
+    `expert_parallel` defaults to EXPERT_PARALLEL. `split_over`, `overlap` and `mode` (`tensor_parallel`) are options of
+    Muon. `replicas`: HSDP's replicas.
     """
     degree = EXPERT_PARALLEL.get(model, (1, 1))[ranks >= 64] if expert_parallel is None else expert_parallel
-    given = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
-    given += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode, "--muon.overlap", overlap]
-    given += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
-    # QK-clip is no part of a plan, and not every overlap goes with it.
-    given += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
-    recipe = load(ROOT / f"configs/{model}_muon.toml", given)
+    flags = ["--parallelism.expert_parallel_degree", str(degree), "--machine.name", machine]
+    flags += ["--muon.split_over", str(split_over), "--muon.tensor_parallel", mode, "--muon.overlap", overlap]
+    flags += ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
+    # QK-clip does not change the plan and excludes some overlaps.
+    flags += ["--parallelism.data_parallel_replicate_degree", str(replicas), "--qk_clip.mode", "off"]
+    recipe = load(ROOT / f"configs/{model}_muon.toml", flags)
     start = time.process_time()
     plan = build_meta_model(recipe, ranks, "cuda").plan
     assert plan is not None, f"{model} has Muon parameters"
     summary = summarize(plan)
-    taken = time.process_time() - start
-    played_on = planning_machine(recipe.machine, "cuda")
-    played = timeline(plan, played_on, overlap=overlap)
+    seconds = time.process_time() - start
+    rates = planning_machine(recipe.machine, "cuda")
+    played = timeline(plan, rates, overlap=overlap)
     return Numbers(
         model=model,
         ranks=ranks,
@@ -175,12 +176,12 @@ def plan_numbers(
         waits_ms=1e3 * played.last.waits,
         least_ms=1e3 * played.least,
         link_ms=1e3 * played.link,
-        whole_ms=1e3 * least_seconds(plan, played_on, played),
+        whole_ms=1e3 * least_seconds(plan, rates, played),
         exposed_ms=1e3 * played.exposed,
         hidden_ms=1e3 * (played.hidden or 0.0),
         tail_ms=1e3 * played.tail,
         model_ms=1e3 * model_seconds(model),
-        seconds=taken,
+        seconds=seconds,
     )
 
 
@@ -221,19 +222,18 @@ def main(
     replicas: int = 1,
     json_file: Annotated[Path | None, tyro.conf.arg(name="json")] = None,
 ) -> list[Numbers]:
-    """Print the table, a line as soon as it is known.
+    """Print the table, line by line.
 
     Args:
         models: names of recipes, without `_muon.toml`.
         ranks: world sizes.
         machine: a named machine, as `machine.name` of a recipe.
-        expert_parallel: degree, by default what experts are laid out by in real runs.
-        split_over: most ranks that orthogonalize one matrix together.
+        expert_parallel: degree, by default as in real runs.
+        split_over: maximum number of ranks per matrix.
         tensor_parallel: degree.
-        mode: how what tensor parallelism cuts is orthogonalized, as `muon.tensor_parallel` of a recipe.
-        overlap: `backward`: gathers begin in it, which is taken to be long enough to hide all but the last; `forward`:
-            so is the next forward, to hide the last results.
-        replicas: HSDP's, each of which is sharded over as many ranks as are left.
+        mode: `muon.tensor_parallel` of a recipe.
+        overlap: `backward` hides all gathers but the last; `forward` hides the last returns.
+        replicas: HSDP replicas, each sharded over an equal share of the ranks.
         json_file: file for the numbers.
     """
     print(HEADER, flush=True)

@@ -24,7 +24,7 @@ NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit code, 2 for a command line that is not accepted."""
+    """Run a command. Returns the exit code, 2 for an invalid command line."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     verb = words.pop(0) if words else "--help"
     if verb in ("-h", "--help", "--version", "recipes"):
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(text, file=sys.stderr)
         return 2
     script = shipped() / SCRIPTS[verb]
-    # Models are beside train.py, and the modules of a script beside the script.
+    # Models are beside train.py, and modules of a script beside the script.
     sys.path.insert(0, str(script.parent))
     sys.argv = [f"titan-muon {verb}", *_with_recipe(words), *(["--dry-run"] if verb == "plan" else [])]
     try:
@@ -50,13 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def shipped() -> Path:
-    """The folder with train.py, models, configs and scripts: in a wheel within the package, otherwise the checkout."""
+    """Folder of train.py, models, configs and scripts: within the package in a wheel, otherwise the checkout."""
     package = Path(__file__).parent
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 
 
 def _with_recipe(words: Sequence[str]) -> list[str]:
-    """The words, with the path of a shipped recipe for its name after `--config`."""
+    """Replace the name of a shipped recipe after `--config` by its path."""
     changed = list(words)
     for index, word in enumerate(words):
         flag, equals, value = word.partition("=")

@@ -1,1 +1,1 @@
-"""What compare_runs.py reads and draws."""
+"""Reading and drawing for compare_runs.py."""

@@ -1,4 +1,4 @@
-"""Run folders: what a run left behind in `recipe.toml` and `metrics.jsonl`, read without torch."""
+"""Run folders: `recipe.toml` and `metrics.jsonl`, read without torch."""
 
 import json
 import math
@@ -16,23 +16,23 @@ RECIPE, METRICS = "recipe.toml", "metrics.jsonl"
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 
 Series = dict[int, float]
-"""A recorded quantity by step, in the order of the steps."""
+"""A recorded quantity by step, in ascending order."""
 
 
 class RunError(ValueError):
-    """The input cannot be compared: names what, why, and what is expected."""
+    """The input cannot be compared; the message names the input, the problem and the remedy."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What one run left behind.
+    """Record of a run.
 
     Attributes:
-        label: short name, different for every run compared.
-        folder: where it was read from.
+        label: short name, unique in a comparison.
+        folder: source folder.
         recipe: values by dotted key, as JSON text.
         series: recorded numbers by dotted field (`loss`, `time.optimizer`), then by step.
-        tokens_per_step: tokens of a training step over all ranks; None if tokens were not recorded.
+        tokens_per_step: tokens of a training step over all ranks; None if not recorded.
     """
 
     label: str
@@ -42,11 +42,11 @@ class RunRecord:
     tokens_per_step: float | None
 
     def of(self, key: str) -> Series:
-        """What was recorded under `key`; empty if nothing was."""
+        """Series of `key`; empty if not recorded."""
         return self.series.get(key, {})
 
     def by_tokens(self) -> "RunRecord":
-        """The same run with tokens trained on in the place of steps; what was recorded without them is left out."""
+        """The same run by tokens instead of steps, without records that have no tokens."""
         tokens = {step: round(count) for step, count in self.of("tokens").items()}
         series = {
             key: {tokens[step]: value for step, value in values.items() if step in tokens}
@@ -55,13 +55,13 @@ class RunRecord:
         return replace(self, series=series)
 
     def median(self, key: str) -> float | None:
-        """The median of the finite values under `key`, None if there are none."""
+        """Median of the finite values of `key`; None without finite values."""
         values = [value for value in self.of(key).values() if math.isfinite(value)]
         return median(values) if values else None
 
 
 def find_run(path: Path) -> Path:
-    """The run folder that `path` names: itself, or of a recipe's runs that logged a step the last by name."""
+    """The run folder `path`, or the newest run with a logged step in a folder of runs."""
     if not path.is_dir():
         raise RunError(f"{path}: no such folder")
     if (path / RECIPE).exists() or (path / METRICS).exists():
@@ -73,12 +73,12 @@ def find_run(path: Path) -> Path:
     folders = [file.parent for file in files if file.with_name(RECIPE).is_file()]
     if not folders:
         raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
-    # By the time alone: behind it stands what differs, which says nothing of the order.
+    # By time only, not by the differences behind the time.
     return max(folders, key=lambda folder: folder.name.partition("_")[0])
 
 
 def flatten(document: object, prefix: str = "") -> dict[str, object]:
-    """The leaves of nested tables by dotted key; tables in a list are numbered from 0."""
+    """Leaves of nested tables by dotted key; tables in a list are numbered from 0."""
     if isinstance(document, dict):
         items = list(document.items())
     elif isinstance(document, list) and document and all(isinstance(item, dict) for item in document):
@@ -92,7 +92,7 @@ def flatten(document: object, prefix: str = "") -> dict[str, object]:
 
 
 def read_recipe(file: Path) -> dict[str, str]:
-    """A recipe's values by dotted key, each as text, so that 1, 1.0 and true stay different."""
+    """A recipe's values by dotted key, as JSON text, to distinguish 1, 1.0 and true."""
     try:
         document = tomli.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -101,7 +101,7 @@ def read_recipe(file: Path) -> dict[str, str]:
 
 
 def read_records(file: Path) -> list[dict[str, object]]:
-    """The records of a metrics file. Lines that are none (a crash tears the last) are named once, on stderr."""
+    """Records of a metrics file. Torn lines, as after a crash, are reported once on stderr."""
     records, torn = [], []
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").split("\n"), start=1):
         try:
@@ -120,10 +120,9 @@ def read_records(file: Path) -> list[dict[str, object]]:
 
 
 def read_series(file: Path) -> dict[str, Series]:
-    """Numbers of a metrics file by field and step; of records of the same step and field the last counts.
+    """Numbers of a metrics file by field and step; the last record of a step and field counts.
 
-    Training and validation both record `seconds`, so it is also kept for each loss recorded with it, as
-    `seconds.<loss>`.
+    Training and validation both record `seconds`, so each loss also gets `seconds.<loss>`.
     """
     series: dict[str, Series] = {}
     for record in sorted(read_records(file), key=step_of):
@@ -137,7 +136,7 @@ def read_series(file: Path) -> dict[str, Series]:
 
 
 def tokens_per_step(tokens: Series) -> float | None:
-    """The median growth of the tokens trained on, a step; None if they were not recorded."""
+    """Median growth of the tokens per step; None if not recorded."""
     counts = [(0, 0.0), *tokens.items()]
     growth = [(count - before) / (step - last) for (last, before), (step, count) in pairwise(counts)]
     return median(growth) if growth else None
@@ -151,7 +150,7 @@ def step_of(record: dict[str, object]) -> int:
 
 
 def unique_labels(folders: Sequence[Path]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`); where two are the same, as much of the path as differs."""
+    """Names of the recipes (`runs/<recipe>/<time>`), extended by the differing part of the path for equal names."""
     paths = [folder.resolve() for folder in folders]
     for path, folder in zip(paths, folders, strict=True):
         if paths.count(path) > 1:
@@ -164,9 +163,9 @@ def unique_labels(folders: Sequence[Path]) -> list[str]:
 
 
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
-    """Reads the runs that `paths` name, in their order, with the series by step or by tokens.
+    """Read the runs `paths`, in order, with series by step or by tokens.
 
-    Raises RunError if they are fewer than two, if one cannot be read, or if they share no step with `metric`.
+    Raises RunError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
     if len(paths) < 2:
         raise RunError(f"a comparison takes two or more runs, not {len(paths)}")
@@ -195,13 +194,15 @@ def common_steps(runs: Sequence[RunRecord], key: str) -> list[int]:
 
 
 def smoothing_window(steps: Sequence[int], axis: str = "step") -> int:
-    """Steps or tokens to average over, the same for all runs: a twentieth of the last, 100 steps at most."""
+    """Moving-average window in steps or tokens, equal for all runs: a twentieth of the last step, at most 100."""
     share = max(1, steps[-1] // 20)
     return share if axis == "tokens" else min(100, share)
 
 
 def smooth(series: Series, window: int) -> Series:
-    """At each step the mean over the last `window` steps; over the last fifth early on, when losses fall fast."""
+    """Mean over the last `window` steps, or over the last fifth of the steps if shorter, because early losses fall
+    fast.
+    """
     steps, values = list(series), list(series.values())
     smoothed = {}
     for i, step in enumerate(steps):

@@ -1,4 +1,4 @@
-"""The picture of a comparison: loss curves, and the parts of the step."""
+"""Picture of a comparison: loss curves and step phases."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,13 +13,13 @@ from matplotlib.patches import Patch
 
 from compare.run_folder import LOSSES, RunRecord, smooth
 
-# Okabe and Ito's colors, distinct with any color vision; lines and markers differ for print without color.
+# Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
 class Fill(NamedTuple):
-    """How a part of the step is drawn in the color of its run."""
+    """Style of a step phase, in the color of the run."""
 
     title: str
     opacity: float
@@ -36,7 +36,7 @@ REST = Fill("rest", 0.0, "")
 
 
 def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int, axis: str) -> None:
-    """Draws the smoothed `metric` over its thin raw line; on the training loss, the validation loss as markers."""
+    """Draw the smoothed `metric` over the thin raw line, and with the training loss the validation loss as markers."""
     title = (
         LOSSES[metric]
         if window == 1
@@ -62,7 +62,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int,
 
 
 def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    """Draws the medians of the parts of the step, one bar for each run, in the color of its curve."""
+    """Draw the medians of the step phases, a bar for each run, in the color of its curve."""
     longest = 0.0
     for i, run in enumerate(runs):
         color, left = COLORS[i % len(COLORS)], 0.0
@@ -73,7 +73,7 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
         axes.text(0, i - 0.28, run.label, fontsize="small")
         axes.text(left, i, f" {left:.0f}" if left > 0 else " not recorded", va="center", fontsize="small")
         longest = max(longest, left)
-    # Room for the numbers right of the bars and for the legend below them.
+    # Space for the numbers right of the bars and for the legend below.
     axes.set_xlim(0, longest * 1.2)
     axes.set_ylim(len(runs) * 1.35 - 0.3, -0.75)
     axes.set_yticks([])
@@ -88,7 +88,7 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 
 def parts_of_step(run: RunRecord) -> dict[Fill, float]:
-    """Medians of the recorded parts of the step in milliseconds, and what they leave of the whole step."""
+    """Medians of the recorded step phases in milliseconds, and the rest of the step."""
     medians = {fill: run.median(key) for key, fill in FILLS.items()}
     parts = {fill: seconds * 1e3 for fill, seconds in medians.items() if seconds is not None}
     step = run.median("time.step")
@@ -100,7 +100,7 @@ def parts_of_step(run: RunRecord) -> dict[Fill, float]:
 def write_picture(
     runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path, axis: str = "step"
 ) -> None:
-    """Writes the picture, 1200 x 500 pixels: the curves, and the parts of the step if any run recorded some."""
+    """Write the picture, 1200 x 500 pixels: the curves, and step phases if recorded."""
     with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
         figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
         if any(parts_of_step(run) for run in runs):

@@ -1,10 +1,10 @@
-"""Titan Muon on TorchTitan: the recipe, the data, the model and the run. The only folder that imports torchtitan."""
+"""Titan Muon on TorchTitan: recipe, data, model and run. The only folder that imports torchtitan."""
 
 from importlib import import_module
 from typing import Any
 
 
-# TorchTitan takes seconds to import, and its gaps on CPUs must be closed before.
+# TorchTitan takes seconds to import, and `compat.install()` must run before.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
         import_module(f"{__name__}.compat").install()

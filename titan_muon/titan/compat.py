@@ -1,7 +1,7 @@
-"""Closes the gaps of CPU, gloo and torch version that torchtitan 0.3.0 leaves, one function for each gap.
+"""Workarounds for gaps of torchtitan 0.3.0 on CPU, gloo and older torch, a function per gap.
 
-`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device when
-they are imported. On a GPU only what the torch version lacks is filled in.
+`install()` runs before any other import of torchtitan, because torchtitan's modules copy the device on import. On a GPU
+`install()` only fills the gaps of the torch version.
 """
 
 import importlib
@@ -27,16 +27,16 @@ from torch.nn.attention.flex_attention import create_block_mask
 from titan_muon.titan.recipe.degrees import has_torch
 
 TORCHTITAN_VERSION = "0.3.0"
-"""The version of torchtitan whose gaps these are."""
+"""Version of torchtitan with these gaps."""
 
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def install() -> bool:
-    """Close every gap of this machine; calling it again changes nothing. True if training runs on the CPU.
+    """Install all workarounds for this machine; idempotent. True if training runs on the CPU.
 
-    Raises RuntimeError if torchtitan was already imported and took another device than the CPU.
+    Raises RuntimeError if torchtitan was already imported with another device than the CPU.
     """
     stub_triton_kernels()
     backfill_set_timeout()
@@ -54,11 +54,10 @@ def install() -> bool:
 
 
 def stub_triton_kernels() -> None:
-    """Let torchtitan's models import where triton is absent, as it is beside CPU builds of torch.
+    """Let torchtitan's models import without triton, as with CPU builds of torch.
 
-    torchtitan 0.3.0 imports the Triton kernels of one expert-parallel backend with every model. In their
-    place comes a module whose functions raise when they are called. Ends when torchtitan imports them only
-    where they are used.
+    torchtitan 0.3.0 imports the Triton kernels of an expert-parallel backend with every model. The stub's functions
+    raise on a call. Remove when torchtitan imports the kernels only for use.
     """
     if importlib.util.find_spec("triton") is None and _TRITON_KERNELS not in sys.modules:
         sys.modules[_TRITON_KERNELS] = _MissingKernels(_TRITON_KERNELS)
@@ -76,7 +75,7 @@ class _MissingKernels(types.ModuleType):
 
 
 def backfill_set_timeout() -> None:
-    """Provide torch.distributed.set_timeout, which torchtitan calls after a step. Ends with torch 2.14."""
+    """Provide torch.distributed.set_timeout for torchtitan. Remove with torch 2.14."""
     if not hasattr(dist, "set_timeout"):
 
         def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
@@ -89,7 +88,7 @@ def backfill_set_timeout() -> None:
 
 
 def use_cpu_device() -> None:
-    """Make the CPU torchtitan's device. Ends when torchtitan falls back to the CPU instead of CUDA.
+    """Make the CPU torchtitan's device. Remove when torchtitan falls back to the CPU instead of CUDA.
 
     Raises RuntimeError if a module of torchtitan has already copied the other device.
     """
@@ -104,7 +103,7 @@ def use_cpu_device() -> None:
 
 
 class _CpuDevice(types.ModuleType):
-    """torch.cpu and what torchtitan expects of torch.cuda beyond it. Memory is the process's, in bytes."""
+    """torch.cpu with torchtitan's functions of torch.cuda. Memory of the process, in bytes."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch.cpu, name)
@@ -130,27 +129,27 @@ class _CpuDevice(types.ModuleType):
 
     @staticmethod
     def reset_peak_memory_stats(device: object = None) -> None:
-        """The operating system keeps the peak of the whole run."""
+        """No-op: the operating system keeps the peak of the whole run."""
 
     @staticmethod
     def empty_cache() -> None:
-        """There is no cache."""
+        """No-op: there is no cache."""
 
 
 def skip_peak_flops() -> None:
-    """Report no peak FLOPS on the CPU, so that MFU is 0 rather than a share of a GPU that is not there.
+    """Infinite peak FLOPS on the CPU, so that MFU is 0 instead of a share of an absent GPU.
 
-    torchtitan 0.3.0 asks `lspci` and then assumes an A100. Ends when it knows the CPU.
+    torchtitan 0.3.0 calls `lspci` and then assumes an A100. Remove when torchtitan supports the CPU.
     """
     utils: Any = importlib.import_module("torchtitan.tools.utils")
     utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def make_masks_without_compiler() -> None:
-    """Build attention masks eagerly on the CPU: training then needs no C++ compiler and waits for none.
+    """Build attention masks eagerly on the CPU, without a C++ compiler.
 
-    torchtitan and torch's context parallelism compile `create_block_mask` for each process. Ends when
-    either takes an uncompiled mask.
+    torchtitan and torch's context parallelism compile `create_block_mask` in each process. Remove when both accept an
+    uncompiled mask.
     """
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     attention._compiled_create_block_mask = create_block_mask
@@ -160,19 +159,19 @@ def make_masks_without_compiler() -> None:
 
 
 def hush_router_autocast() -> None:
-    """Silence the warning that each MoE router causes on the CPU, where autocast to float32 does not exist.
+    """Silence a warning of every MoE router on the CPU, where autocast to float32 is missing.
 
-    torchtitan 0.3.0 wraps the router's matrix product in it on every device; on the CPU the product runs in
-    the parameters' dtype instead. Ends when torchtitan asks the device first.
+    torchtitan 0.3.0 wraps the router's matrix product in autocast on every device; the CPU computes in the parameters'
+    dtype. Remove when torchtitan checks the device.
     """
     warnings.filterwarnings("ignore", message="In CPU autocast, but the target dtype is not supported")
 
 
 def exchange_pieces_of_any_size() -> None:
-    """Let spmd_types exchange unequal pieces on gloo, as expert parallelism does from torch 2.14 on.
+    """Let spmd_types exchange unequal pieces on gloo, as expert parallelism does since torch 2.14.
 
-    spmd_types 0.2.3 gives `all_to_all` a list of pieces, and gloo takes lists of equal pieces alone. Ends when gloo
-    takes others, or spmd_types calls `all_to_all_single`.
+    spmd_types 0.2.3 calls `all_to_all` with a list of pieces, and gloo accepts only equal pieces. Remove when gloo
+    accepts unequal pieces, or spmd_types calls `all_to_all_single`.
     """
     reference: Any = importlib.import_module("spmd_types._dist")
     if reference.dist is dist:
@@ -180,7 +179,7 @@ def exchange_pieces_of_any_size() -> None:
 
 
 class _AnySize(types.ModuleType):
-    """torch.distributed, with its `all_to_all` by `all_to_all_single`, which takes pieces of any size."""
+    """torch.distributed with `all_to_all` by `all_to_all_single`, for pieces of any size."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(dist, name)
@@ -198,23 +197,23 @@ class _AnySize(types.ModuleType):
 
 
 def offload_without_pinning() -> None:
-    """Offload parameters on the CPU too, where nothing can pin memory. Ends when torchtitan does not ask to there."""
+    """Offload parameters without pinned memory on the CPU. Remove when torchtitan does not pin on the CPU."""
     fsdp: Any = importlib.import_module("torchtitan.distributed.fsdp")
     fsdp.CPUOffloadPolicy = lambda: CPUOffloadPolicy(pin_memory=False)
 
 
 def shards_decoders(parallelize_fn: Callable[..., Any]) -> bool:
-    """Whether a parallelize_fn shards by one of torchtitan's functions for decoders, as those of its decoders do."""
+    """Whether a parallelize_fn shards with torchtitan's functions for decoders."""
     return any(hasattr(sys.modules[parallelize_fn.__module__], name) for name in _DECODER_SHARDING)
 
 
 @contextmanager
 def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[..., None]) -> Iterator[None]:
-    """While open, `parallelize_fn` shards its decoder by `shard(apply, **arguments)`.
+    """Replace torchtitan's sharding of the decoder by `shard(apply, **arguments)` in this context.
 
-    `apply` is torchtitan's own function and `arguments` are what it is called with, by name and with its defaults.
-    torchtitan 0.3.0 calls it after tensor parallelism, activation checkpointing and compilation, and lets nobody say
-    which parameters it is to leave out. Ends when `apply_fsdp_to_decoder` takes `ignored_params`.
+    `apply` is torchtitan's own function, `arguments` are its arguments by name, with defaults. torchtitan 0.3.0 calls
+    `apply` after tensor parallelism, activation checkpointing and compilation, and cannot exclude parameters. Remove
+    when `apply_fsdp_to_decoder` takes `ignored_params`.
     """
     module: Any = sys.modules[parallelize_fn.__module__]
     (name,) = (name for name in _DECODER_SHARDING if hasattr(module, name))
@@ -234,10 +233,10 @@ def sharding_decoders_by(parallelize_fn: Callable[..., Any], shard: Callable[...
 
 @contextmanager
 def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
-    """While open, TorchTitan's step clips gradients by `clip()`, which returns their norm.
+    """Replace TorchTitan's gradient clipping by `clip()`, which returns the norm, in this context.
 
-    torchtitan 0.3.0 clips all parameters by one norm, and its function fails on parameters of unequal meshes. Ends when
-    its trainer clips by a method.
+    torchtitan 0.3.0 clips all parameters by one norm, and fails on parameters of different meshes. Remove when the
+    trainer clips in a method.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.clip_grad_norm_
@@ -250,9 +249,9 @@ def clipping_by(clip: Callable[[], torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
-    """While open, TorchTitan's training loop ends without the two seconds of sleep in which others may end.
+    """Skip the two seconds of sleep at the end of TorchTitan's training loop in this context.
 
-    Ends when torchtitan waits for the other ranks instead: here they meet when the process group is destroyed.
+    The ranks already synchronize when the process group is destroyed. Remove when torchtitan waits for the other ranks.
     """
     trainer: Any = importlib.import_module("torchtitan.trainer")
     original = trainer.time
@@ -264,21 +263,21 @@ def ending_at_once() -> Iterator[None]:
 
 
 def nonfinite_loss(error: RuntimeError) -> float | None:
-    """The loss that torchtitan 0.3.0 ended a step for because it is not finite; None for any other error.
+    """The non-finite loss in torchtitan 0.3.0's error; None for any other error.
 
-    Ends when it raises an error of its own kind, or reports the step first.
+    Remove when torchtitan raises a specific error, or reports the step first.
     """
-    found = re.match(r"Loss is not finite \(global_avg_loss=(\S+)\)", str(error))
-    return None if found is None else float(found[1])
+    match = re.match(r"Loss is not finite \(global_avg_loss=(\S+)\)", str(error))
+    return None if match is None else float(match[1])
 
 
 def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool = False) -> str:
     """TorchTitan's SPMD backend for `parallelism.spmd_backend`.
 
-    `auto` is `partial_dtensor` before torch 2.14, where FSDP2 cannot shard plain tensors on a full SPMD mesh; for owned
-    matrices, which have a data-parallel mesh of their own; and for a vocabulary that tensor parallelism does not
-    divide, whose loss torchtitan's own default `spmd_types` cannot compute. Any other name is returned as it is; raises
-    ValueError for `spmd_types` with such a vocabulary.
+    `auto` is `spmd_types`, but `partial_dtensor` in three cases: before torch 2.14, where FSDP2 cannot shard plain
+    tensors on a full SPMD mesh; for owned matrices, which have a separate data-parallel mesh; and for a vocabulary that
+    tensor parallelism does not divide, where torchtitan cannot compute the loss under `spmd_types`. Raises ValueError
+    for `spmd_types` with such a vocabulary.
     """
     if requested == "spmd_types" and uneven_vocabulary:
         raise ValueError(
@@ -292,19 +291,19 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
 def init_distributed(
     config: Any, *, cpu_backend: bool = False, folder: str = "", store: dist.Store | None = None
 ) -> None:
-    """TorchTitan's `init_distributed` with a CommConfig, on `store` unless that is None.
+    """TorchTitan's `init_distributed` with a CommConfig, on `store` if not None.
 
-    torchtitan 0.3.0 takes no store, and writes its trace_buf_size over TORCH_FR_BUFFER_SIZE where the recipe asks for
-    no traces; here the user's stays. Ends when it does neither.
+    torchtitan 0.3.0 takes no store, and overwrites TORCH_FR_BUFFER_SIZE even if the recipe requests no traces; here the
+    user's value stays. Remove when torchtitan does neither.
     """
-    asked = os.environ.get("TORCH_FR_BUFFER_SIZE")
+    buffer_size = os.environ.get("TORCH_FR_BUFFER_SIZE")
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = dist.init_process_group
 
     def init_process_group(**arguments: Any) -> None:
-        # Read when the group is made, so this is the last moment to put it back.
-        if asked is not None and config.trace_buf_size == 0:
-            os.environ["TORCH_FR_BUFFER_SIZE"] = asked
+        # The last moment to restore the variable: the new group reads it.
+        if buffer_size is not None and config.trace_buf_size == 0:
+            os.environ["TORCH_FR_BUFFER_SIZE"] = buffer_size
         if store is not None:
             arguments |= {"store": store, "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
         original(**arguments)
@@ -317,15 +316,15 @@ def init_distributed(
 
 
 ASYNC_CHECKPOINT = "asynchronous checkpoint"
-"""Description of the process group that a save in the background has for itself."""
+"""Description of the process group for asynchronous saves."""
 
 
 def time_out_all_groups() -> None:
-    """Have torchtitan give its time-outs to every process group, not only to the default one and those of the mesh.
+    """Apply torchtitan's time-outs to every process group, not only to the default group and the mesh's groups.
 
-    A group made beside them, as for the signal to stop, keeps PyTorch's 30 minutes, and a process whose peer hangs
-    does not end before. Left out is the group of asynchronous checkpoints, in which a rank that has little to write
-    waits for the others through a whole save. Ends when torchtitan sets the time-out of all groups.
+    Other groups, for example the stop signal's, keep PyTorch's 30 minutes, and so does a process with a hanging peer.
+    The group of asynchronous checkpoints is excluded: a rank with little data waits there for the whole save. Remove
+    when torchtitan sets the time-out of all groups.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts
@@ -341,12 +340,12 @@ def time_out_all_groups() -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Give every process group of this process a time-out, but that of asynchronous checkpoints."""
+    """Set the time-out of every process group of this process, except for asynchronous checkpoints."""
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc != ASYNC_CHECKPOINT:
             dist.set_timeout(timeout, group)  # type: ignore[attr-defined]
 
 
 def forget_meshes() -> None:
-    """Have DTensor forget the meshes of a model before: on an equal one of another model, FSDP2 would refuse them."""
+    """Clear DTensor's cached meshes of a previous model: FSDP2 would refuse them on an equal mesh."""
     debug._clear_sharding_prop_cache()

@@ -139,7 +139,7 @@ def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 
 
-@pytest.mark.parametrize("prepare", [None, unused, repeated], ids=str)
+@pytest.mark.parametrize("prepare", [None, unused, repeated], ids=["none", "unused", "repeated"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_follow_one_process(world_size: int, prepare: object) -> None:
     """Sums in another order differ in the last bits."""

@@ -161,7 +161,7 @@ def _add(
     """Add the routes of all matrices of one kind in one phase; `workers` counts the matrices of each worker."""
     stored, stored_near = Counter[Hashable](), Counter[Hashable]()
     done, done_near = Counter[Hashable](), Counter[Hashable]()
-    for rank, elements, node, _ in holders.found:
+    for rank, elements, node, _ in holders.holders:
         place = key(rank)
         stored[place] += elements
         stored_near[place, node] += elements
@@ -173,7 +173,7 @@ def _add(
         direction.owned += count * (stored[place] - mine)
         direction.owned_near += count * (stored_near[place, node] - mine)
         direction.parts = direction.parts or parts
-    for rank, elements, node, _ in holders.found:
+    for rank, elements, node, _ in holders.holders:
         place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
         direction.home += elements * done[place]
         direction.kept += elements * count

@@ -1,1 +1,1 @@
-"""The nouns of a plan: layouts, pieces, matrices, buckets, schedules and machines."""
+"""Data types of a plan: layouts, pieces, matrices, buckets, schedules and machines."""

@@ -1,4 +1,4 @@
-"""Matrices that tensor parallelism cuts, taken as several: what the ranks at each place of its axis store of them."""
+"""Blockwise tensor parallelism: each tensor-parallel rank's block of a cut matrix is a separate matrix."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .types import Interval, Layout, MatrixRows, MatrixStack, Parameter, Replica
 
 
 def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[Parameter]:
-    """The parameters with each matrix that tensor parallelism cuts in as many as it has parts."""
+    """The parameters with blocks in place of each matrix cut by tensor parallelism."""
     stacks = [_in_blocks(geometry) for geometry in geometries.shared]
-    return [replace(each, stack=stacks[geometries.index[number]]) for number, each in enumerate(parameters)]
+    return [replace(p, stack=stacks[geometries.index[number]]) for number, p in enumerate(parameters)]
 
 
 def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
-    """What is said of blocks: how many of the matrices before are in blocks after, and what that means."""
+    """Note for the user: how many matrices are orthogonalized blockwise; empty unless the mode is blockwise."""
     if options.tensor_parallel != "blockwise":
         return ""
     pairs = zip(before, after, strict=True)
@@ -34,21 +34,21 @@ def _in_blocks(geometry: Geometry) -> MatrixStack:
     if not geometry.cut_by_peers:
         return stack
     down, parts = _parts(layout, stack.row_dims)
-    found: list[MatrixRows] = []
+    matrices: list[MatrixRows] = []
     for index, matrix in enumerate(stack.matrices):
         cut = index in geometry.cut_by_peers
-        found += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
-    return replace(stack, matrices=tuple(found))
+        matrices += _blocks(matrix, geometry.col_count, parts, down=down) if cut else [matrix]
+    return replace(stack, matrices=tuple(matrices))
 
 
 def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
-    """Whether tensor parallelism cuts rows, and which rows, or columns, the ranks at each place of its axis store."""
+    """Whether tensor parallelism cuts rows, and the rows (or columns) of each rank of the tensor-parallel axis."""
     axis, shape = layout.tensor_parallel, layout.shape
-    assert axis is not None, "tensor parallelism cuts what is in blocks"
+    assert axis is not None, "tensor parallelism cuts every stack that has blocks"
     placement = layout.placements[axis]
-    assert not isinstance(placement, Replicate), "a tensor that every rank has whole is not cut"
+    assert not isinstance(placement, Replicate), "a replicated tensor is not cut"
     dim = placement.dim
-    # All ranks of a place together: FSDP has cut its rows among them, evenly spaced ones where it came first.
+    # All ranks of a coordinate together: FSDP cuts the rows further, evenly spaced ones with a StridedShard.
     along = [
         range(1 if isinstance(other, Replicate) or other.dim != dim else size)
         for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
@@ -64,7 +64,7 @@ def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
 
 
 def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
-    """What each part has of a matrix, where it has any."""
+    """The block of a matrix in each part; parts without elements of the matrix are left out."""
     cols = matrix.cols or (Interval(0, col_count),)
     for place, part in enumerate(parts):
         label = f"{matrix.label}/tp{place}"
@@ -75,12 +75,12 @@ def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, d
 
 
 def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
-    """Every `step`-th index of the wanted intervals, counted from each one's first, that is in the part."""
-    found = []
+    """The indices of `part` among every `step`-th index of the wanted intervals."""
+    inside = []
     for start, stop in wanted:
         for low, high in part:
-            # From one of the counted indices on: the interval is counted from its own first from here on.
+            # Start at a counted index, because the new interval counts steps from its start.
             first, last = start + step * max(0, -(-(low - start) // step)), min(stop, high)
             if first < last:
-                found.append(Interval(first, last))
-    return tuple(found)
+                inside.append(Interval(first, last))
+    return tuple(inside)

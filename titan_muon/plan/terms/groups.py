@@ -1,4 +1,4 @@
-"""Which ranks assemble a matrix from its pieces, and which store all of it already."""
+"""The ranks that assemble a matrix from pieces, and the ranks that store all of a matrix."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from .layout import Geometry
 
 @dataclass(frozen=True)
 class Assembly:
-    """Where one matrix of a parameter is orthogonalized.
+    """The ranks to orthogonalize a matrix of a parameter.
 
-    `local` are the ranks that store all of it and need no other. Otherwise each of `groups` (global ranks, ascending)
-    assembles it once: one group when replicas split the work, one for each replica when they repeat it.
+    `local`: ranks with all of the matrix, without communication. Otherwise each of `groups` (global ranks,
+    ascending) assembles the matrix once: a single group if replicas split the work, a group per replica if replicas
+    repeat the work.
     """
 
     local: tuple[int, ...]
@@ -21,32 +22,32 @@ class Assembly:
 
 
 def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
-    """The Assembly of each matrix. With `split`, ranks that hold copies are one group and share out the matrices."""
+    """The Assembly of each matrix. With `split`, the ranks of all replicas form a group and divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
     whole = [_whole(geometry, index, split) for index in indices]
-    parts = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
-    groups = components(ranks for replicas in parts for ranks in replicas)
-    # The whole mesh where there is one component: 3 rows over 4 ranks leave one without a row, which would be idle in
-    # every step. But never across components: experts of other expert-parallel ranks would then travel over all ranks.
+    replicas = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
+    groups = components(ranks for of_matrix in replicas for ranks in of_matrix)
+    # Use the whole mesh if it has a single component: 3 rows over 4 ranks leave a rank without a row, idle
+    # in every step. Never join components: experts of different expert-parallel ranks would then travel over all ranks.
     for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
         if len({groups[rank] for rank in mesh if rank in groups}) == 1:
             groups |= dict.fromkeys(mesh, mesh)
     return tuple(
-        Assembly(holders[index] if whole[index] else (), tuple(groups[ranks[0]] for ranks in parts[index]))
+        Assembly(holders[index] if whole[index] else (), tuple(groups[ranks[0]] for ranks in replicas[index]))
         for index in indices
     )
 
 
 def _whole(geometry: Geometry, index: int, split: bool) -> bool:
-    """Whether every holder has all of the matrix, and none of them could leave it to another."""
+    """Whether every holder has all of the matrix and replicas do not divide the work."""
     elements = geometry.elements(index)
     return set(elements.values()) == {geometry.numel(index)} and (len(elements) == 1 or not split)
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
-    # With `split` all copies are one group although one copy would do to assemble the matrix: the result has to return
-    # to every copy, and the ranks of all of them can own. Over HSDP that divides the work by the number of replicas.
+    # With `split` all replicas form a group, although a single replica suffices to assemble the matrix: the result
+    # returns to every replica, and every rank can own. HSDP then divides the work by the number of replicas.
     if split:
         return (tuple(sorted(ranks)),)
     replicas: dict[tuple[int, ...], list[int]] = {}
@@ -56,14 +57,14 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
-    """For each rank all that it is connected to by sets they appear in together, ascending."""
-    # Components, not the sets themselves: neighbouring heads or experts may share the rank at their border, and groups
-    # that overlap without being equal would each need a process group and collectives of their own.
-    found: dict[int, tuple[int, ...]] = {}
+    """For each rank, the ranks connected to it by common sets, ascending."""
+    # Components, not the sets: neighbouring heads or experts may share the rank at the border, and overlapping groups
+    # would each need a process group and collectives.
+    component: dict[int, tuple[int, ...]] = {}
     for ranks in sets:
-        first = found.get(ranks[0])
-        # Thousands of matrices have the same holders: only a set that joins something new is worth sorting.
-        if first is None or any(found.get(rank) is not first for rank in ranks):
-            joined = tuple(sorted({*ranks, *(peer for rank in ranks for peer in found.get(rank, ()))}))
-            found |= dict.fromkeys(joined, joined)
-    return found
+        first = component.get(ranks[0])
+        # Thousands of matrices have the same holders: sort only if a set joins new ranks.
+        if first is None or any(component.get(rank) is not first for rank in ranks):
+            joined = tuple(sorted({*ranks, *(peer for rank in ranks for peer in component.get(rank, ()))}))
+            component |= dict.fromkeys(joined, joined)
+    return component

@@ -1,4 +1,4 @@
-"""Which rank holds which part of which matrix: interval arithmetic over shapes, meshes and placements."""
+"""The part of each matrix stored by each rank: interval arithmetic over shapes, meshes and placements."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Intervals = tuple[Interval, ...]
 
 
 def chunk(length: int, count: int, index: int) -> Interval:
-    """Part `index` of `length` cut into `count` as torch.chunk does: equal parts, the last ones short or empty."""
+    """Part `index` of `length` indices cut into `count` parts like torch.chunk; the last parts are short or empty."""
     step = -(-length // count)
     return Interval(min(length, index * step), min(length, (index + 1) * step))
 
 
 def merged(intervals: Iterable[Interval]) -> Intervals:
-    """The same indices in the same order with touching intervals joined and empty ones dropped."""
+    """The same indices in the same order, with touching intervals joined and empty intervals dropped."""
     joined: list[Interval] = []
     for start, stop in intervals:
         if start == stop:
@@ -34,7 +34,7 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
 
 
 def take(intervals: Intervals, start: int, stop: int) -> Intervals:
-    """Indices number `start` to `stop` of the listed ones."""
+    """Indices number `start` to `stop` of the listed indices."""
     taken, seen = [], 0
     for interval in intervals:
         low, high = max(start - seen, 0), min(stop - seen, interval.stop - interval.start)
@@ -45,9 +45,9 @@ def take(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 
 def shard(intervals: Intervals, placement: Shard | StridedShard, count: int, index: int) -> Intervals:
-    """What rank `index` of `count` on one mesh axis keeps of the indices that the axes before it left."""
-    # Axis after axis, each on what is left of the dim, as DTensor cuts: 10 rows over 4 x 2 ranks leave the last 4-rank
-    # coordinate 1 row, which the second axis cannot halve. Cutting 10 rows by 8 at once would give other, wrong, parts.
+    """The indices kept by rank `index` of `count` on a mesh axis, from the indices left by earlier axes."""
+    # Axis after axis, like DTensor: 10 rows over 4 x 2 ranks leave the last 4-rank coordinate 1 row, and the second
+    # axis cannot halve 1 row. A single cut of 10 rows into 8 would give different parts.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
         return take(intervals, *chunk(length, count, index))
@@ -60,7 +60,7 @@ def shard(intervals: Intervals, placement: Shard | StridedShard, count: int, ind
 
 
 def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
-    """The indices that the rank at a mesh coordinate stores, for each dim of the tensor."""
+    """The indices stored by the rank at a mesh coordinate, for each dim of the tensor."""
     dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
         if not isinstance(placement, Replicate):
@@ -69,12 +69,12 @@ def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
 
 
 def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
-    """Indices into several dims as indices into those dims flattened to one."""
+    """Indices into several dims as indices into the flattened dim."""
     flat: Intervals = (Interval(0, 1),)
     inner = 1
     for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):
-        # While the inner dims are whole an interval stays one interval. The other branch would find the same, but one
-        # row after the other: it is for a cut inner dim (tensor parallelism within each expert), where they are apart.
+        # Whole inner dims keep an interval contiguous. The second branch gives the same result row by row, as needed
+        # for a cut inner dim (tensor parallelism within each expert), whose rows are not contiguous.
         if flat == (Interval(0, inner),):
             flat = merged(Interval(start * inner, stop * inner) for start, stop in intervals)
         else:
@@ -90,10 +90,9 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
 
 @dataclass(frozen=True)
 class Stored:
-    """Indices that a rank stores along one side: where each interval of them starts, and its place in the storage."""
+    """Indices that a rank stores along a side: intervals, with their starts and storage offsets."""
 
-    # Made once for all matrices of a rank: 1,024 ranks that each store a part of 384 experts have 384 intervals, and
-    # would add up their lengths again for each expert.
+    # Made once for all matrices of a rank, because adding up interval lengths per expert is slow.
 
     intervals: Intervals
     starts: tuple[int, ...]
@@ -101,13 +100,13 @@ class Stored:
 
 
 def stored_as(intervals: Intervals) -> Stored:
-    """These indices, one after the other in the storage."""
+    """The `Stored` of consecutive intervals."""
     lengths = (stop - start for start, stop in intervals)
     return Stored(intervals, tuple(start for start, _ in intervals), tuple(accumulate(lengths, initial=0))[:-1])
 
 
 def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, ...]:
-    """Where every `step`-th of the wanted indices, counted in their own order, is in the storage of the stored ones."""
+    """Segments of the storage with every `step`-th wanted index, counted within each interval."""
     stored, segments, whole = held.intervals, [], 0
     for low, high in wanted:
         for i in range(max(0, bisect_right(held.starts, low) - 1), len(stored)):
@@ -123,9 +122,9 @@ def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, 
 
 
 def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same segments, with runs of single indices joined where they are evenly spaced."""
-    # A rank that stores one of two interleaved matrices alone has each of its rows between two that it has not: without
-    # this, one copy for each row.
+    """The same segments, with evenly spaced runs of single indices joined."""
+    # A rank with one of two interleaved matrices has every second row. Without this join each row would need a
+    # copy.
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -140,13 +139,13 @@ def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
 
 
 def replica(placements: Sequence[Placement], coordinate: Sequence[int]) -> tuple[int, ...]:
-    """Which copy of the tensor a rank is part of: its coordinate on the axes that replicate."""
+    """The number of a rank's replica: the rank's coordinate on the replicated axes."""
     return tuple(c for p, c in zip(placements, coordinate, strict=True) if isinstance(p, Replicate))
 
 
 @dataclass(frozen=True)
 class Span:
-    """One rectangle of a piece: where it is in local storage, in the whole matrix and in the piece itself."""
+    """A rectangle of a piece: index ranges in local storage, in the matrix and in the piece."""
 
     local: tuple[slice, slice]
     whole: tuple[slice, slice]
@@ -168,7 +167,7 @@ def spans(piece: Piece) -> tuple[Span, ...]:
 
 def _stored(segment: Segment) -> slice:
     stop = segment.local + (segment.length - 1) * segment.step + 1
-    # A step of None, as in slice(2, 5), so that what nothing interleaves compares equal to it.
+    # step=None for contiguous ranges, to compare equal to slice(a, b).
     return slice(segment.local, stop, segment.step if segment.step > 1 else None)
 
 
@@ -180,7 +179,7 @@ def _starts(segments: Sequence[Segment]) -> Iterator[tuple[Segment, int]]:
 
 
 class Geometry:
-    """Every rank's piece of every matrix of one stack on one layout; a rank without any element of it has none."""
+    """Every rank's piece of every matrix of a stack on a layout; no piece without elements."""
 
     def __init__(self, layout: Layout, stack: MatrixStack) -> None:
         self.layout = layout
@@ -217,10 +216,10 @@ class Geometry:
         return held
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
-        """Matrices that may touch the rows, by index."""
-        # Experts and heads follow each other, so a bisection finds the few that a rank stores: 256 experts over 64
-        # ranks would otherwise be 16,384 overlaps to compute. Matrices that interleave reach over each other, no
-        # further than the longest of them.
+        """Indices of a superset of the matrices with any of the rows."""
+        # Experts and heads are consecutive, so a bisection finds the few on a rank: 256 experts over 64
+        # ranks would otherwise need 16,384 intersections. Interleaved matrices overlap by at most
+        # `_reach` rows.
         if not rows:
             return ()
         if not self._in_order:
@@ -229,7 +228,7 @@ class Geometry:
         return range(first, bisect_right(self._starts, rows[-1].stop - 1))
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a matrix, as they are stored."""
+        """Rows and columns of a matrix, as stored."""
         return self.stack.matrices[index].shape(self.col_count)
 
     def numel(self, index: int) -> int:
@@ -238,23 +237,23 @@ class Geometry:
 
     @cached_property
     def peers(self) -> Mapping[int, tuple[int, ...]]:
-        """The ranks of each rank's tensor-parallel group, in the order of their parts; empty if nothing is cut so."""
+        """For each rank the ranks of the rank's tensor-parallel group, in order; empty without tensor parallelism."""
         axis, mesh = self.layout.tensor_parallel, self.layout.mesh
-        found: dict[tuple[int, ...], list[int]] = {}
+        groups: dict[tuple[int, ...], list[int]] = {}
         for position, rank in enumerate(mesh.ranks if axis is not None else ()):
             coordinate = mesh.coordinate(position)
-            found.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
-        return {rank: tuple(ranks) for ranks in found.values() for rank in ranks}
+            groups.setdefault((*coordinate[:axis], *coordinate[axis:][1:]), []).append(rank)
+        return {rank: tuple(ranks) for ranks in groups.values() for rank in ranks}
 
     @cached_property
     def cut_by_peers(self) -> frozenset[int]:
-        """The matrices that tensor parallelism cuts, by index; experts that it deals out whole are not among them."""
+        """Indices of the matrices cut by tensor parallelism; experts distributed whole are excluded."""
         peers = self.peers
         indices = range(len(self.stack.matrices) if peers else 0)
         return frozenset(i for i in indices if len({peers[rank].index(rank) for rank in self.elements(i)}) > 1)
 
     def elements(self, index: int) -> dict[int, int]:
-        """Elements of a matrix that each of its holders stores, in mesh order."""
+        """Elements of a matrix on each holder, in mesh order."""
         if not self._elements:
             self._elements = [{} for _ in self.stack.matrices]
             for rank, held in self.pieces.items():
@@ -264,9 +263,9 @@ class Geometry:
 
 
 class Geometries:
-    """The pieces of every parameter; parameters of equal layout and stack share their Geometry."""
+    """The pieces of every parameter; equal layouts and stacks share a Geometry."""
 
-    # The same projection of every layer is one Geometry, or 64 layers would take 64 times as long to plan.
+    # The same projection of every layer shares a Geometry; otherwise 64 layers would take 64 times as long to plan.
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.shared: list[Geometry] = []

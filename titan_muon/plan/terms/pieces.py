@@ -1,4 +1,4 @@
-"""Which rank stores what of each matrix of a plan, and on which node."""
+"""The elements of each matrix of a plan on each rank and node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Replica = tuple[int, ...]
 
 
 class Holder(NamedTuple):
-    """A rank that stores a piece of so many elements of each matrix of a kind."""
+    """A rank with `elements` elements of each matrix of a kind."""
 
     rank: int
     elements: int
@@ -23,15 +23,15 @@ class Holder(NamedTuple):
 
 
 class Holders:
-    """The ranks of one group that store pieces of the matrices of a kind, and the elements of one such matrix that are
-    on each rank, node, replica, and part of a replica on a node."""
+    """The holders of the matrices of a kind in a group, and the elements of one such matrix by rank, node, replica,
+    and (replica, node)."""
 
-    def __init__(self, found: Sequence[Holder]) -> None:
-        self.found = found
+    def __init__(self, holders: Sequence[Holder]) -> None:
+        self.holders = holders
         self.total, self.on_rank = 0, dict[int, int]()
         self.on_node, self.of_replica = Counter[int](), Counter[Replica]()
         self.of_part = Counter[tuple[Replica, int]]()
-        for rank, elements, node, replica in found:
+        for rank, elements, node, replica in holders:
             self.total += elements
             self.on_rank[rank] = elements
             self.on_node[node] += elements
@@ -40,21 +40,16 @@ class Holders:
 
 
 class Pieces:
-    """Which rank stores what of each matrix of a plan.
-
-    Args:
-        matrices: the plan's.
-        geometries: of its parameters.
-        ranks_per_node: ranks of one node, which follow each other.
+    """The piece of each matrix of a plan on each rank.
 
     Attributes:
-        kinds: of each matrix a number that it shares with all that are orthogonalized alike and whose pieces have the
-            same sizes on the same ranks.
+        kinds: for each matrix the number of its kind. Matrices of a kind have the same work, and pieces of the same
+            sizes on the same ranks.
         examples: a matrix of each kind.
     """
 
-    # A model has tens of thousands of experts and a few kinds of them. What is counted by kind takes time by the ranks;
-    # by piece, of which there are ranks times matrices, it would take minutes.
+    # A model has tens of thousands of experts and a few kinds. Counting by kind takes time proportional to ranks;
+    # counting pieces takes ranks times matrices, or minutes.
 
     def __init__(self, matrices: Sequence[Matrix], geometries: Geometries, ranks_per_node: int = 8) -> None:
         self.matrices = matrices
@@ -62,10 +57,10 @@ class Pieces:
         self._geometries = geometries
         self.kinds, self.examples = _kinds(matrices, geometries)
         self._holders: dict[tuple[int, Ranks], Holders] = {}
-        self._copies: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
+        self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
 
     def ranks(self) -> list[int]:
-        """All ranks that any parameter is placed on, ascending."""
+        """All holders of any parameter, ascending."""
         return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
 
     def geometry(self, matrix: int) -> Geometry:
@@ -73,7 +68,7 @@ class Pieces:
         return self._geometries[self.matrices[matrix].parameter]
 
     def find(self, matrix: int, rank: int) -> Piece | None:
-        """The piece of a matrix that a rank of its mesh stores, if any."""
+        """The piece of a matrix on a rank of the mesh, if any."""
         return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
 
     def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
@@ -86,7 +81,7 @@ class Pieces:
         return rank // self.ranks_per_node
 
     def holders(self, kind: int, group: tuple[int, ...]) -> Holders:
-        """The ranks of a group that store pieces of the matrices of a kind."""
+        """The holders of the matrices of a kind in a group."""
         key = (kind, group)
         if key not in self._holders:
             example, members = self.examples[kind], frozenset(group)
@@ -96,25 +91,25 @@ class Pieces:
         return self._holders[key]
 
     def replicas(self, kind: int, group: Ranks) -> tuple[Ranks, ...]:
-        """The ranks of each copy of the matrices of a kind in a group, at equal places those of equal pieces."""
+        """The ranks of each replica of a kind's matrices in a group; equal positions store equal pieces."""
         key = (kind, group)
-        if key not in self._copies:
+        if key not in self._replicas:
             geometry, members = self.geometry(self.examples[kind]), frozenset(group)
-            found: dict[Replica, list[int]] = {}
-            # In the order of the mesh, in which all copies have their pieces alike.
+            by_replica: dict[Replica, list[int]] = {}
+            # Mesh order is the order of pieces in every replica.
             for rank in geometry.layout.mesh.ranks:
                 if rank in members:
-                    found.setdefault(geometry.replica[rank], []).append(rank)
-            self._copies[key] = tuple(tuple(ranks) for ranks in found.values())
-        return self._copies[key]
+                    by_replica.setdefault(geometry.replica[rank], []).append(rank)
+            self._replicas[key] = tuple(tuple(ranks) for ranks in by_replica.values())
+        return self._replicas[key]
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The kind of each matrix, and a matrix of each kind."""
-    # By geometry first: to compare the elements on all ranks for each of the experts of all layers would take longer
-    # than all that kinds save.
+    """The kind of each matrix, and an example of each kind."""
+    # By geometry first: comparing the elements on all ranks for every expert of every layer would take longer than
+    # kinds save.
     stored: dict[tuple[int, int], int] = {}
-    alike: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
+    classes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     numbers: dict[tuple[int, int, int], int] = {}
     kinds: list[int] = []
     examples: list[int] = []
@@ -122,7 +117,7 @@ def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[in
         place = (geometries.index[matrix.parameter], matrix.index)
         if place not in stored:
             elements = tuple(geometries.shared[place[0]].elements(matrix.index).items())
-            stored[place] = alike.setdefault((place[0], elements), len(alike))
+            stored[place] = classes.setdefault((place[0], elements), len(classes))
         key = (stored[place], matrix.rows, matrix.work)
         if key not in numbers:
             numbers[key] = len(examples)

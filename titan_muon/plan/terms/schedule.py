@@ -1,4 +1,4 @@
-"""The order in which ranks gather, orthogonalize and apply their buckets: the same on all of them, round by round."""
+"""The order of gathers, orthogonalizations and applies, round by round, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...options import Overlap
 from .types import Bucket
 
 EARLY = 1 / 8
-"""Part of what travels, the model's first matrices, that hides nothing: backward ends and forward begins with them."""
+"""Share of the model at its start: backward and forward cannot hide the communication of these matrices."""
 
 
 class Act(Enum):
-    """What a rank does in a turn."""
+    """Stage of a bucket."""
 
     GATHER = "gather"
     ORTHOGONALIZE = "orthogonalize"
@@ -23,40 +23,39 @@ class Act(Enum):
 
 
 ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
-"""The acts of one bucket, in order."""
+"""The acts of a bucket, in order."""
 
 
 class Turn(NamedTuple):
-    """One act, on all the rank's buckets of round `round`."""
+    """An act on all of the rank's buckets of round `round`."""
 
     act: Act
     round: int
 
 
 class Schedule(NamedTuple):
-    """The turns of a step. Local buckets come between `opening` and `turns`: they need no communication, and fill the
-    time in which the first rounds are in flight. ORTHOGONALIZE includes the return."""
+    """The turns of a step; local buckets run between `opening` and `turns`, while the first gathers are in flight.
+    ORTHOGONALIZE includes the return."""
 
     opening: tuple[Turn, ...]
     turns: tuple[Turn, ...]
 
 
 def prefetch(buffer_sets: int, rounds: int) -> int:
-    """How many rounds are gathered ahead of the one being orthogonalized."""
-    # With a slot for every round all are gathered at once and nothing waits. Otherwise half of the slots gather ahead
-    # and half return behind: were all of them ahead, each gather would first wait for the return of the round just
-    # computed.
+    """Number of rounds gathered ahead of the current round."""
+    # With a buffer set for every round, all rounds are gathered at once. Otherwise half of the sets gather ahead and
+    # half return; if all sets gathered ahead, each gather would first wait for the return of the round just computed.
     return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
 def late_rounds(buffer_sets: int, rounds: int) -> range:
-    """The rounds that are applied when all are orthogonalized: those whose buffers no other round is waiting for."""
+    """The rounds applied after all rounds are orthogonalized, because no round waits for the buffers."""
     return range(max(0, rounds - buffer_sets), rounds)
 
 
 class Hidden(NamedTuple):
-    """How many rounds the model hides: gathers of the first ones in the backward before the step, returns and applies
-    of the last ones in the forward behind it."""
+    """Number of first rounds gathered in the backward before the step, and of last rounds returned and applied in the
+    next forward."""
 
     gathers: int = 0
     returns: int = 0
@@ -66,9 +65,9 @@ NOTHING = Hidden()
 
 
 def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> Hidden:
-    """What is hidden of rounds of which the model comes to `ordered` in the order that `overlap` wants."""
+    """The rounds that `overlap` hides; `ordered` rounds are in the order of the model's pass (`ordered_rounds`)."""
     if overlap == "backward":
-        # Of those that the step would begin with the last has the gradients that come last: nothing is left to hide it.
+        # Minus one: the last gather of the opening uses the last gradients of backward, and nothing hides it.
         return Hidden(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
     if overlap == "forward":
         return Hidden(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
@@ -76,7 +75,7 @@ def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int)
 
 
 def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
-    """How many rounds have no matrix of the EARLY part: of the first ones for backward, of the last for forward."""
+    """Number of rounds, from the first for backward or the last for forward, without a matrix of the EARLY share."""
     least: dict[int, int] = {}
     most = 0
     for bucket in () if overlap == "none" else buckets:
@@ -89,17 +88,17 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
 
 
 def schedule(rounds: int, buffer_sets: int) -> Schedule:
-    """The schedule of a step of so many rounds in `slots` sets of buffers."""
-    # A rank has the same turns as all others, whether it has buckets in a round or not, so that every group sees its
-    # collectives in one order. If ranks skipped the turns in which they have nothing to do, two groups that share ranks
-    # could launch theirs in different orders, and NCCL would hang.
+    """Schedule for `rounds` rounds with `buffer_sets` buffer sets."""
+    # All ranks have the same turns, with or without buckets in a round, so that every group launches collectives in one
+    # order. If ranks skipped turns, two groups with common ranks could launch collectives in different orders, and NCCL
+    # would hang.
     ahead = prefetch(buffer_sets, rounds)
     opening = tuple(Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds)))
     turns = []
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
-            # The round that was in this slot must be applied before its buffers are overwritten.
+            # Apply the previous round of this buffer set before the gather overwrites the buffers.
             if coming >= buffer_sets:
                 turns.append(Turn(Act.APPLY, coming - buffer_sets))
             turns.append(Turn(Act.GATHER, coming))

@@ -1,4 +1,4 @@
-"""Matrices that several ranks orthogonalize together: how they are cut into slices, and which ranks can share one."""
+"""Sliced matrices: several ranks of a node orthogonalize a matrix together."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ Ranks = tuple[int, ...]
 
 
 def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
-    """Sets of `count` ranks of a group that can orthogonalize a matrix together: of one node, and disjoint."""
-    # Always the same few sets: each needs a process group, which all ranks of the world make.
-    found = []
+    """Disjoint sets of `count` ranks of a node, each able to orthogonalize a matrix together."""
+    # Few fixed sets, because each set needs a process group, created by all ranks of the world.
+    sets = []
     for _, members in groupby(group, key=lambda rank: rank // ranks_per_node):
         node = tuple(members)
-        found += [node[start : start + count] for start in range(0, len(node) - count + 1, count)]
-    return found
+        sets += [node[start : start + count] for start in range(0, len(node) - count + 1, count)]
+    return sets
 
 
 def divides(matrix: MatrixRows, shape: tuple[int, int], count: int) -> bool:
-    """Whether `count` ranks can have equal slices of a matrix of this shape, and equal rows of its Gram matrix."""
-    # A matrix that takes turns with others in its storage would be in as many parts as it has rows.
+    """Whether a matrix of this shape divides into `count` equal slices, and the Gram matrix into equal row blocks."""
+    # An interleaved matrix would need as many segments as rows.
     return matrix.row_step == matrix.col_step == 1 and shape[0] % count == shape[1] % count == 0
 
 
 def sliced(parameter: Parameter, counts: Mapping[int, int]) -> Parameter:
-    """The parameter with each matrix of its stack that is in `counts` cut into so many."""
+    """The parameter with matrix i of the stack cut into `counts[i]` slices, for i in `counts`."""
     stack, cols = parameter.stack, prod(parameter.layout.shape[parameter.stack.row_dims :])
-    found: list[MatrixRows] = []
+    matrices: list[MatrixRows] = []
     for index, matrix in enumerate(stack.matrices):
         count = counts.get(index, 1)
         shape = matrix.shape(cols)
         parts = [_part(matrix, shape, place, count) for place in range(count)]
-        found += parts if count > 1 else [matrix]
-    return replace(parameter, stack=replace(stack, matrices=tuple(found)))
+        matrices += parts if count > 1 else [matrix]
+    return replace(parameter, stack=replace(stack, matrices=tuple(matrices)))
 
 
 def slices_of(matrix: Matrix, index: int, work: int, flops: int, count: int) -> list[Matrix]:
-    """The slices of a matrix whose first one has number `index` in its parameter's stack."""
+    """The slices of a matrix; the first slice has number `index` in the parameter's stack."""
     cuts_rows = _cuts_rows((matrix.rows, matrix.cols))
     rows, cols = (matrix.rows // count, matrix.cols) if cuts_rows else (matrix.rows, matrix.cols // count)
     return [
@@ -52,7 +52,7 @@ def slices_of(matrix: Matrix, index: int, work: int, flops: int, count: int) -> 
 
 
 def _cuts_rows(shape: tuple[int, int]) -> bool:
-    """Whether rows are cut: the longer side is, since all of the shorter one has to be in each slice."""
+    """Whether rows are cut: always the longer side, because each slice needs all of the shorter side."""
     return shape[0] >= shape[1]
 
 
@@ -66,7 +66,7 @@ def _part(matrix: MatrixRows, shape: tuple[int, int], place: int, count: int) ->
 
 
 def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
-    """For the first slice of each matrix that is sliced in a bucket: the owners of all its slices, in order."""
+    """For the first slice of each sliced matrix in a bucket: the owners of all slices, in order."""
     owners: dict[int, list[int]] = {}
     for number, owner in sorted(zip(bucket.matrices, bucket.owners, strict=True)) if bucket.owners else ():
         part = matrices[number].slice
@@ -74,7 +74,7 @@ def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
             owners.setdefault(number - part.place, []).append(owner)
     for first, ranks in owners.items():
         part = matrices[first].slice
-        # A rank's place in its process group is its place among the slices, and that goes by ascending ranks.
+        # Position in the process group = position among the slices, because process groups sort ranks.
         assert part is not None, f"matrix {first} is the first of its slices"
         assert len(ranks) == part.count, f"all slices of matrix {first} travel in one bucket"
         assert ranks == sorted(set(ranks)), f"the slices of matrix {first} have one owner each, in order of ranks"

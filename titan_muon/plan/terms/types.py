@@ -1,15 +1,15 @@
-"""The planner's vocabulary: frozen data from the placement of one tensor to the plan of a whole step."""
+"""The planner's data types, from the placement of a tensor to the plan of a whole step."""
 
 # [Note: pieces]
-# matrix   the 2D unit that Newton-Schulz sees: a parameter, or one of its experts, heads or fused projections.
-# piece    the part of a matrix that one rank stores. It need not be one rectangle: FSDP over tensor parallelism leaves
-#          a rank several row ranges (StridedShard), and the rows of q in a fused q|k|v are apart from each other.
-# segment  rows (or columns) that are consecutive in the matrix and evenly spaced in the rank's storage: gate and up may
-#          take turns there. A piece is its row segments crossed with its column segments, because placements cut every
-#          dim on its own.
-# span     one such crossing (layout.Span): the largest rectangle that one strided copy can move.
-# parcel   a piece as it lies in a flat buffer (legs.Parcel): row-major and without gaps, so that a collective's splits
-#          are plain element counts and nothing but the matrix travels.
+# matrix   2D unit of Newton-Schulz: a parameter, an expert, a head or a fused projection.
+# piece    the part of a matrix on a rank. A piece can be several rectangles: FSDP over tensor parallelism
+#          leaves a rank several row ranges (StridedShard), and the rows of q in a fused q|k|v are not contiguous.
+# segment  rows (or columns), consecutive in the matrix and evenly spaced in the rank's storage, where gate and
+#          up rows can alternate. A piece is the product of row segments and column segments, because a placement cuts
+#          each dim independently.
+# span     one row segment times one column segment (layout.Span): the largest rectangle for a single strided copy.
+# parcel   a piece in a flat buffer (phases.Parcel): row-major and without gaps, so that the splits of a collective are
+#          element counts.
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """Cut along a tensor dim over one mesh axis, as torch.chunk cuts."""
+    """Cut along a tensor dim over a mesh axis, like torch.chunk."""
 
-    # torch.chunk's parts are ceil(length / count) long: the last are shorter or empty. An even split would give ranks
-    # other rows than DTensor stores there, and every offset that is computed from it would be wrong.
+    # Each part has ceil(length / count) indices; the last parts are shorter or empty. An even split would differ from
+    # the rows that DTensor stores, and every offset computed from the split would be wrong.
     dim: int
 
 
 @dataclass(frozen=True)
 class StridedShard:
-    """Cut along a tensor dim into `split_factor` parts, each of which is cut over one mesh axis."""
+    """Cut along a tensor dim into `split_factor` parts, then cut each part over a mesh axis."""
 
-    # FSDP2 shards what tensor or expert parallelism has cut before along the same dim, but its mesh axis comes first in
-    # the DTensor's mesh. Two Shards of that dim would be read from left to right, which is another order of the rows.
+    # FSDP2 shards a dim already cut by tensor or expert parallelism, but the mesh axis of FSDP2 comes first in the
+    # DTensor's mesh. Two Shards of the dim would be applied from left to right, in another order of rows.
     dim: int
     split_factor: int
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """The same on every rank of one mesh axis."""
+    """Equal on every rank of a mesh axis."""
 
 
 Placement = Shard | StridedShard | Replicate
@@ -59,7 +59,7 @@ Placement = Shard | StridedShard | Replicate
 
 @dataclass(frozen=True)
 class Mesh:
-    """An n-dimensional arrangement of ranks: `ranks` are the global ranks in row-major order."""
+    """An n-dimensional arrangement of ranks: `ranks` are global ranks in row-major order."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class Mesh:
         assert prod(self.shape) == len(self.ranks), f"mesh {self.shape} cannot hold {len(self.ranks)} ranks"
 
     def coordinate(self, position: int) -> tuple[int, ...]:
-        """Coordinate of the rank at `position` of `ranks`."""
+        """Coordinate of `ranks[position]`."""
         coordinate = []
         for size in reversed(self.shape):
             position, index = divmod(position, size)
@@ -78,9 +78,9 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor of global `shape` is placed on a mesh, one placement for each mesh axis.
+    """Placement of a tensor of global `shape` on a mesh, with a placement for each mesh axis.
 
-    `tensor_parallel` is the axis of tensor parallelism, if that cuts the tensor.
+    `tensor_parallel`: the mesh axis of tensor parallelism, if tensor parallelism cuts the tensor.
     """
 
     shape: tuple[int, ...]
@@ -96,9 +96,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """One matrix of a parameter: the ascending rows of the parameter's 2D view that it takes, and its columns of them.
+    """A matrix of a parameter: ascending rows of the parameter's 2D view, and columns.
 
-    Of each interval of `rows` it has every `row_step`-th row from the first on, and so with columns. `cols` None: all.
+    The matrix has every `row_step`-th row of each interval, starting with the first; likewise columns. `cols` None:
+    all.
     """
 
     label: str
@@ -112,7 +113,7 @@ class MatrixRows:
             assert all(a.stop <= b.start for a, b in pairwise(side)), f"indices of matrix {self.label} do not ascend"
 
     def shape(self, col_count: int) -> tuple[int, int]:
-        """Rows and columns, where the parameter's 2D view has `col_count` columns."""
+        """Rows and columns, for a 2D view with `col_count` columns."""
         cols = col_count if self.cols is None else _count(self.cols, self.col_step)
         return _count(self.rows, self.row_step), cols
 
@@ -123,9 +124,9 @@ def _count(intervals: tuple[Interval, ...], step: int) -> int:
 
 @dataclass(frozen=True)
 class MatrixStack:
-    """A parameter read as matrices: its first `row_dims` dims are flattened to rows, the others to columns.
+    """A parameter read as matrices: the first `row_dims` dims are flattened to rows, the rest to columns.
 
-    `transposed`: what is stored as rows are the matrices' columns, as where a layer stores (in, out).
+    `transposed`: the parameter stores (in, out), so stored rows are columns of the matrices.
     """
 
     row_dims: int
@@ -134,16 +135,16 @@ class MatrixStack:
 
     @property
     def interleaved(self) -> bool:
-        """Whether matrices share rows of the storage, or take turns in them."""
+        """Whether matrices share or alternate rows of the storage."""
         return any(matrix.cols is not None or matrix.row_step > 1 for matrix in self.matrices)
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of its mesh has one.
+    """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
 
-    `own`: theirs are not the same, or not known to be, so that no rank can do another's work. `state_ranks` keep its
-    momentum, in the order of its parts; where there are none, every rank that has the parameter does.
+    `own`: plain tensors that differ, or may differ, between ranks, so every rank orthogonalizes the local tensor.
+    `state_ranks` keep the momentum, in order of dim 0; if empty, every holder keeps momentum.
     """
 
     fqn: str
@@ -157,7 +158,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Slice:
-    """Part number `place` of a matrix that is cut into `count` equal ones: of its rows (`cuts_rows`), or columns."""
+    """Slice number `place` of `count` equal slices of a matrix: of the rows if `cuts_rows`, else of the columns."""
 
     place: int
     count: int
@@ -166,10 +167,10 @@ class Slice:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Matrix number `index` of parameter number `parameter`; `work` is its index in the plan's works.
+    """Matrix number `index` of parameter number `parameter`; `work` is an index into the plan's works.
 
-    A matrix that several ranks orthogonalize together is `count` matrices in the plan, each a `slice` with an owner of
-    its own; they follow each other.
+    A matrix with several owners is `count` consecutive matrices of the plan, each with a `slice`
+    and an owner.
     """
 
     parameter: int
@@ -187,7 +188,7 @@ class Matrix:
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """Rows and columns of the matrix that this is, or is a slice of."""
+        """Rows and columns of the unsliced matrix."""
         if self.slice is None:
             return self.rows, self.cols
         count = self.slice.count
@@ -195,7 +196,7 @@ class Matrix:
 
 
 class Segment(NamedTuple):
-    """`length` indices from `local` on in a rank's storage, every `step`-th: those from `whole` on in the matrix."""
+    """`length` indices: from `whole` on in the matrix, and every `step`-th from `local` on in the rank's storage."""
 
     local: int
     whole: int
@@ -205,7 +206,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a matrix that one rank stores: all crossings of row segments and column segments, [Note: pieces]."""
+    """The part of a matrix on a rank: row segments times column segments, [Note: pieces]."""
 
     rows: tuple[Segment, ...]
     cols: tuple[Segment, ...]
@@ -224,11 +225,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Bucket:
-    """What travels in one collective there and one back, by the pattern `exchange` in `exchanges.PATTERNS`.
+    """Matrices of a gather and a return, by the pattern `exchange` in `PATTERNS`.
 
-    `group` are the global ranks that take part. `matrices[i]` (an index into the plan's matrices) is orthogonalized by
-    rank `owners[i]`, and by its tensor-parallel peers where the pattern duplicates; without owners every rank does what
-    it stores a piece of. Buckets of one `round` are in flight together.
+    `group`: global ranks that take part. Rank `owners[i]` orthogonalizes `matrices[i]` (an index into the plan's
+    matrices), and so do the owner's tensor-parallel peers in a duplicating pattern. Without owners every holder
+    orthogonalizes. Buckets of equal `round` are in flight together.
     """
 
     exchange: str
@@ -240,18 +241,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who orthogonalizes which matrix, and how the pieces get there and back.
+    """The owner of each matrix, and the exchange of pieces and results.
 
-    `local[i]` are the ranks that store all of matrix i and orthogonalize it without communication; the matrices of the
-    buckets have none. A rank runs the buckets of its groups round by round, in the order of `buckets`; `slots` rounds
-    have buffers at a time. `wire_bytes` are of an element. `works` are the ways in which matrices are orthogonalized.
-    The stacks of `parameters` have slices of what is sliced. `reason` says if the planner left off before it had tried
-    all it would, what became of `split_over`, and what ranks do each for itself although it looks like copies.
+    Attributes:
+        parameters: stacks contain slices instead of sliced matrices.
+        local: for each matrix, the ranks with all of the matrix, each of which orthogonalizes it; empty for a matrix in
+            a bucket.
+        buckets: each rank runs the buckets of the rank's groups round by round, in this order.
+        buffer_sets: rounds with buffers at the same time.
+        wire_bytes: bytes of an element in transit.
+        works: the distinct methods and costs of orthogonalization.
+        reason: notes for the user: search truncated, slicing outcome, differing plain tensors.
     """
 
-    # A Plan is data without processes, devices or modules, and the same for every rank although each runs its own part:
-    # only so can ranks compare plans before their first collective. Two ranks with different plans would wait in
-    # different collectives, which hangs, or take each other's bytes for another matrix, which nobody would notice.
+    # A Plan is plain data and equal on every rank, because ranks compare digests before the first collective.
+    # Ranks with different plans would hang, or read received bytes as the wrong matrix.
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
@@ -269,20 +273,21 @@ class Plan:
 
     @property
     def whole_matrices(self) -> int:
-        """Number of matrices, those that are sliced counted once."""
+        """Number of matrices; a sliced matrix counts once."""
         return sum(matrix.slice is None or matrix.slice.place == 0 for matrix in self.matrices)
 
     def out_in(self, number: int) -> tuple[int, int]:
-        """Outputs and inputs of a whole matrix: its rows and columns, unless its layer stores (in, out)."""
+        """Outputs and inputs of a whole matrix: rows and columns, reversed if the layer stores (in, out)."""
         matrix = self.matrices[number]
         shape = matrix.whole_shape
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:
         """The whole plan as JSON text."""
-        # Sorted keys and no sets: the text must not depend on the hash seed, which differs between processes.
+        # Sorted keys and no sets: the text must not depend on the hash seed, because the seed differs between
+        # processes.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
-        """SHA-256 of the plan, in hex: two ranks may communicate only if theirs are equal."""
+        """SHA-256 of the plan, in hex. Ranks communicate only if all digests are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

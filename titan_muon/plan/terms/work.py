@@ -1,4 +1,4 @@
-"""What orthogonalizing one matrix costs: FLOPs and memory of the algorithm that will run."""
+"""The cost of orthogonalizing a matrix: FLOPs and working memory of each algorithm."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Protocol
 def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
     """FLOPs of the standard iteration on a rows x cols matrix.
 
-    With m <= n the two sides, each step multiplies X Xᵀ (2 m² n), A A (2 m³) and B X (2 m² n). The `cubic` ones among
-    the steps, whose coefficient c is 0, do without A A.
+    For sides m <= n each step multiplies X Xᵀ (2 m² n), A A (2 m³) and B X (2 m² n). The `cubic` steps, with
+    coefficient c = 0, skip A A.
     """
     m, n = min(rows, cols), max(rows, cols)
     return steps * 4 * m * m * n + (steps - cubic) * 2 * m**3
 
 
 def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) -> int:
-    """FLOPs of the iteration on the smaller Gram matrix R = X Xᵀ of a rows x cols matrix, with that many restarts.
+    """FLOPs of the iteration on the smaller Gram matrix R = X Xᵀ of a rows x cols matrix.
 
-    With m <= n the two sides, R and Q X are 2 m² n each and made once more after each restart. A step has four m³
-    products, of which the first of a run needs no Q Z, the last of a run no new R (two), and a `cubic` one no R R.
+    For sides m <= n, R and Q X cost 2 m² n each, once per run (`restarts` + 1). A step has four m³ products. The first
+    step of a run skips Q Z, the last step skips the next R (two products), and a `cubic` step skips R R.
     """
     m, n = min(rows, cols), max(rows, cols)
     runs = restarts + 1
@@ -29,31 +29,30 @@ def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) 
 
 
 def standard_elements(rows: int, cols: int) -> int:
-    """Elements that the standard iteration holds at once: X, the next X, X Xᵀ and the polynomial in it."""
+    """Elements in the memory of the standard iteration: X, the next X, X Xᵀ and the polynomial."""
     m, n = min(rows, cols), max(rows, cols)
     return 2 * m * n + 2 * m * m
 
 
 def gram_elements(rows: int, cols: int) -> int:
-    """Elements that the Gram iteration holds at once: X, the next X, and R, Q, the polynomial in R and the next R."""
+    """Elements in the memory of the Gram iteration: X, the next X, R, Q, the polynomial in R and the next R."""
     m, n = min(rows, cols), max(rows, cols)
     return 2 * m * n + 4 * m * m
 
 
 def sliced_elements(rows: int, cols: int, slices: int) -> int:
-    """Elements that one of `slices` ranks holds at once: its X and the next X; of m x m matrices three whole ones, and
-    its rows of five."""
+    """Elements on one of `slices` ranks: slices of X and the next X, three whole m x m matrices, rows of five."""
     m, n = min(rows, cols), max(rows, cols)
     return (2 * m * n + 5 * m * m) // slices + 3 * m * m
 
 
 @dataclass(frozen=True)
 class TeamCost:
-    """What a slice of a matrix costs its owner besides Newton-Schulz: talking to the owners of the other slices.
+    """Traffic between the owner of a slice and the owners of the remaining slices.
 
     Attributes:
-        sent: bytes to them for one matrix; it receives as many.
-        calls: collectives for one matrix.
+        sent: bytes sent for a matrix; as many are received.
+        calls: collectives for a matrix.
     """
 
     sent: int
@@ -61,30 +60,30 @@ class TeamCost:
 
 
 def team_cost(side: int, slices: int, runs: Sequence[int], element_bytes: int) -> TeamCost:
-    """What the owner of one of `slices` slices sends; `runs` are the steps between two restarts.
+    """Traffic of an owner with one of `slices` slices; `runs` are the steps between restarts.
 
-    For each run the Gram matrix, whose smaller `side` is whole in each slice, is summed in float32, each rank's rows of
-    it at that rank, and gathered in the dtype of the iteration. So are the polynomial and the next Gram matrix of each
-    step and the run's product of polynomials, unless the run is one step, which has one polynomial alone. And once the
-    norm of each slice, 4 bytes.
+    For each run the Gram matrix (`side` x `side`) is reduce-scattered in float32 by rows and all-gathered in the dtype
+    of the iteration. Likewise gathered: each step's polynomial and next Gram matrix, and the run's product of
+    polynomials (a run of a single step has only the polynomial). The norm of each slice (4 bytes) is exchanged once.
     """
     gathers = sum(2 if length == 1 else 2 * length + 1 for length in runs)
-    others = side * side // slices * (slices - 1)
-    return TeamCost(others * (4 * len(runs) + element_bytes * gathers) + 4 * (slices - 1), len(runs) + gathers + 1)
+    peers_elements = side * side // slices * (slices - 1)
+    sent = peers_elements * (4 * len(runs) + element_bytes * gathers) + 4 * (slices - 1)
+    return TeamCost(sent, len(runs) + gathers + 1)
 
 
 @dataclass(frozen=True)
 class Work:
-    """How a matrix is orthogonalized, and what that costs.
+    """The method of orthogonalizing a matrix, and the cost.
 
     Attributes:
-        method: algorithm with all that it depends on; matrices of one shape and method may be orthogonalized together.
-        flops: FLOPs of one matrix.
-        reason: why an automatic choice fell on it; empty if nothing was chosen.
-        batch: most matrices that are orthogonalized together.
-        bytes: working memory for each of them.
-        dtype: dtype of its products.
-        team: of a slice of a matrix what its owner exchanges with the owners of the others, None of a whole matrix.
+        method: algorithm and parameters; matrices of equal shape and method may be orthogonalized together.
+        flops: FLOPs of a matrix.
+        reason: reason of an automatic choice, else empty.
+        batch: most matrices of a batch.
+        bytes: working memory per matrix.
+        dtype: dtype of the products.
+        team: traffic between the owners of the slices; None if the matrix is not sliced.
     """
 
     method: str
@@ -97,6 +96,6 @@ class Work:
 
 
 class WorkOf(Protocol):
-    """How rows x cols matrices of parameter number `parameter` are orthogonalized, or one of so many slices of them."""
+    """The work of a rows x cols matrix of parameter number `parameter`, or of one of `slices` slices."""
 
     def __call__(self, parameter: int, rows: int, cols: int, slices: int = 1, /) -> Work: ...

@@ -1,1 +1,1 @@
-"""Which optimizer takes which parameter of a model, and the container of these optimizers."""
+"""Assignment of parameters to optimizers, and the optimizers' container."""

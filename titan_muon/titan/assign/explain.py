@@ -1,4 +1,4 @@
-"""A run's optimizers in words: which takes which parameter and why, what Muon's plan costs, and what each rank owns."""
+"""Report on a run's optimizers: parameters and reasons, cost of Muon's plan, loads of the owners."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from titan_muon.plan.terms.layout import Geometries
 from titan_muon.tensors.matrices import stack_of
 
 LONG_TAIL = 0.1
-"""Part of a step behind all Newton-Schulz that is worth a line."""
+"""Report the return after the last Newton-Schulz above this share of the step."""
 OWNERS_SHOWN = 16
-"""Lines of the owners' table unless all are asked for."""
+"""Lines of the owners' table without --full."""
 
 
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
-    """How much of the whole model each optimizer takes, what is split without being asked, and what looks wrong."""
+    """Each optimizer's share of the whole model, default splits, and warnings."""
     total = sum(prod(a.shape) for a in assigned)
     yield f"{total:,} parameters on {world_size} ranks"
     for optimizer in sorted({a.optimizer for a in assigned}):
-        taken = [a for a in assigned if a.optimizer == optimizer]
-        share = 100 * sum(prod(a.shape) for a in taken) / total
-        what = f"{len(taken):,} tensors"
+        tensors = [a for a in assigned if a.optimizer == optimizer]
+        share = 100 * sum(prod(a.shape) for a in tensors) / total
+        count = f"{len(tensors):,} tensors"
         if optimizer == "muon":
-            # Not from the plan, which is of one pipeline rank.
+            # Not from the plan of a single pipeline rank.
             every = splits_with(splits, assigned)
-            what = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in taken):,} matrices"
-        yield f"{optimizer}: {what}, {share:.1f} % of parameters"
+            count = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in tensors):,} matrices"
+        yield f"{optimizer}: {count}, {share:.1f} % of parameters"
     yield from split_lines(assigned, splits)
     yield from doubts(assigned, splits)
 
 
 def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
-    """What rounding does to the weights of each optimizer, if they are stored in bfloat16 alone."""
+    """Effect of rounding on each optimizer's weights, if the weights are bfloat16 without a float32 copy."""
     if torch.bfloat16 not in dtypes:
         return
     yield 'weights: bfloat16, and no float32 copy of them; training.dtype = "float32" would keep one'
@@ -58,21 +58,21 @@ def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], 
 
 
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:
-    """The ranks that have pipeline stage `stage` of `stages`."""
-    # TorchTitan's meshes have the pipeline as their outermost axis.
+    """Ranks of pipeline stage `stage` of `stages`."""
+    # The pipeline is the outermost axis of TorchTitan's meshes.
     size = world_size // stages
     return range(stage * size, (stage + 1) * size)
 
 
 def pipeline_line(ranks: range, world_size: int, assigned: Sequence[Assignment]) -> str:
-    """Which part of the model is on which ranks, as the head of what is said of that part alone."""
+    """Heading of the report on one pipeline rank: ranks and parameters."""
     stage, held = ranks.start // len(ranks), sum(prod(a.shape) for a in assigned)
     where = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     return f"pipeline rank {stage} of {world_size // len(ranks)}, {where}: {held:,} parameters"
 
 
 def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | None = None) -> Iterable[str]:
-    """What a Muon step costs, how long it takes if it was played, and why an automatic choice fell as it did."""
+    """Cost of a Muon step, modelled time if there is a timeline, and reasons of automatic choices."""
     if plan is None or summary is None:
         return
     exchanges = sorted({bucket.exchange for bucket in plan.buckets})
@@ -100,9 +100,9 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 
 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
-    """One line if the step of a model with owned parameters communicates: what it sends, why, and what would not.
+    """A line if the step communicates despite owned parameters: matrices, reasons and remedies.
 
-    `skips`: whether ranks tell each other in each step which gradients there are (muon.missing_grad = "skip").
+    `skips`: whether ranks exchange the presence of gradients in each step (muon.missing_grad = "skip").
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return
@@ -110,20 +110,20 @@ def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, ski
     if skips and any(len(ranks) > 1 for ranks in plan.local):
         causes['muon.missing_grad = "skip" has copies compare their gradients; "error" would not'] = 0
     if causes:
-        said = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
-        yield f"owned, and yet the step communicates: {said}"
+        listed = "; ".join(f"{cause} ({count:,} matrices)" if count else cause for cause, count in causes.items())
+        yield f"owned, and yet the step communicates: {listed}"
 
 
 def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) -> Iterable[str]:
-    """One line if matrices rest whole on one of the ranks that tensor parallelism cuts them for: what that sends.
+    """A line on the traffic of whole matrices under tensor parallelism.
 
-    `gathered` and `reduced` are bytes of an element on its way to compute, and of its gradient.
+    `gathered` and `reduced`: bytes per element of gathered parameters, and of reduced gradients.
     """
     sent, count = Counter[int](), 0
     for parameter in parameters.values():
-        found = peer_elements(parameter) if isinstance(parameter, DTensor) else {}
-        sent.update(found)
-        count += bool(found)
+        elements = peer_elements(parameter) if isinstance(parameter, DTensor) else {}
+        sent.update(elements)
+        count += bool(elements)
     if count:
         most = max(sent.values()) / 2**20
         yield (
@@ -134,7 +134,7 @@ def peer_lines(parameters: Mapping[str, Tensor], gathered: int, reduced: int) ->
 
 
 def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
-    """Of each matrix that is exchanged: why, and the setting with which it would not be."""
+    """Reason and remedy of each exchanged matrix."""
     geometries = Geometries(plan.parameters)
 
     @cache
@@ -145,7 +145,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
         if plan.local[index] or (matrix.slice is not None and matrix.slice.place > 0):
             continue
         fqn = plan.parameters[matrix.parameter].fqn
-        # Were it locally if copies repeated the work, it travels for their sake alone.
+        # Local with repeated work, so the exchange only shares out the replicas' work.
         if matrix.slice is None and repeated(geometries.index[matrix.parameter])[matrix.index].local:
             yield 'muon.replicas shares out copies; "redundant" would not'
         elif is_owned(parameters[fqn]):
@@ -156,7 +156,7 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _time_lines(timeline: Timeline) -> Iterable[str]:
-    """How long the step takes by the timeline, on the rank that is done last, and what it cannot be below."""
+    """Modelled time of the step on the slowest rank, and the lower bound."""
     last = timeline.last
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"
@@ -177,36 +177,35 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan) -> Iterable[str]:
-    """Which algorithm orthogonalizes which shapes, and why."""
+    """Algorithm per shape, with the reason."""
     wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
     counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
     for index in dict.fromkeys(index for index, _ in counts):
         work = plan.works[index]
-        which = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
-        yield f"  orthogonalized  {which} by {work.method}{f': {work.reason}' if work.reason else ''}"
+        shapes = ", ".join(f"{count:,} of {shape}" for (of, shape), count in counts.items() if of == index)
+        yield f"  orthogonalized  {shapes} by {work.method}{f': {work.reason}' if work.reason else ''}"
 
 
 def owner_loads(
     parameters: Mapping[str, Tensor], summary: Summary | None, ranks: Iterable[int]
 ) -> dict[int, OwnedTotals]:
-    """What each of the ranks owns, and the FLOPs of its whole Muon step; empty if no parameter is owned."""
+    """Owned matrices and bytes of each rank, and the FLOPs of its Muon step; empty without owned parameters."""
     owned = [parameter for parameter in parameters.values() if isinstance(parameter, DTensor) and is_owned(parameter)]
     if summary is None or not owned:
         return {}
     matrices, held = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
-            # Of a stack, experts: an owner of one of them has no more to do than one of a matrix.
+            # Experts of a stack count as matrices.
             matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
             held[rank] += elements * parameter.element_size()
-    # Experts that stay sharded are orthogonalized by the same ranks, so FLOPs come from the plan and not from what is
-    # owned: a rank without an owned matrix may still have work.
+    # FLOPs come from the plan: sharded experts are orthogonalized by the same ranks, also by ranks that own nothing.
     flops = {cost.rank: cost.ns_flops for cost in summary.ranks}
     return {rank: OwnedTotals(matrices[rank], held[rank], flops.get(rank, 0)) for rank in ranks}
 
 
 def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
-    """How even the owners are, and how many ranks own nothing."""
+    """Balance of the owners, and the number of idle ranks."""
     if not loads:
         return
     held = [load.bytes for load in loads.values()]
@@ -218,7 +217,7 @@ def owner_summary(loads: Mapping[int, OwnedTotals]) -> Iterable[str]:
 
 
 def owner_lines(loads: Mapping[int, OwnedTotals], *, full: bool) -> Iterable[str]:
-    """The summary and the table owner -> matrices, bytes, FLOPs of its step."""
+    """The summary and the table of owners: matrices, bytes, FLOPs per step."""
     yield from owner_summary(loads)
     table = list(load_lines(loads)) if loads else []
     shown = len(table) if full else OWNERS_SHOWN + 1

@@ -1,4 +1,4 @@
-"""What a model reads: documents from files, tokenizers, packed blocks, and the loaders that deal them out to ranks.
+"""Data of a model: documents from files, tokenizers, packed blocks and loaders.
 
 Batches depend on the seed and the global batch, not on the number of ranks.
 """

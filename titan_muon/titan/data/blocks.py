@@ -11,8 +11,8 @@ from titan_muon.titan.data.corpus import Corpus
 class TokenBlock:
     """Three int64 arrays of shape (seq_len,).
 
-    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 at the block's start
-    and at every document's start, which is how TorchTitan finds the documents for attention and rotary embedding.
+    `labels[i]` is the token after `inputs[i]` in the same document. `positions` counts from 0 at the start of the block
+    and of every document, which marks the documents for TorchTitan's attention and rotary embedding.
     """
 
     inputs: np.ndarray
@@ -22,7 +22,7 @@ class TokenBlock:
 
 @dataclass(frozen=True)
 class _Epoch:
-    """`documents` in the order of reading; document i's predictions end at `ends[i]` in the epoch's stream."""
+    """`documents` in reading order; document i's predictions end at `ends[i]` in the epoch's stream."""
 
     number: int
     documents: np.ndarray
@@ -30,16 +30,15 @@ class _Epoch:
 
 
 class TokenBlocks:
-    """The endless stream of blocks over some documents of a corpus, epoch after epoch.
+    """Endless stream of blocks over some documents of a corpus, epoch after epoch.
 
-    With a seed, every epoch reads the documents in a permutation of its own, drawn from (seed, epoch); with None, in
-    the order given. Predictions at an epoch's end that fill no block, fewer than `seq_len`, are dropped: another
-    permutation drops others. Every other prediction of the documents comes exactly once in an epoch.
+    With a seed, every epoch permutes the documents by (seed, epoch); with None, the order is unchanged. The last
+    predictions of an epoch, fewer than `seq_len`, are dropped. Every other prediction appears exactly once per epoch.
     """
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, seq_len: int, *, seed: int | None) -> None:
-        """`documents`: indices into the corpus. `per_epoch` is 0 if they are too short for one block."""
-        # Block k is computed from k alone: any rank reads any block, and a run resumes from one number.
+        """`documents`: indices into the corpus. `per_epoch` is 0 if the documents are shorter than a block."""
+        # Block k depends on k only, so any rank can read any block, and a run resumes from one number.
         self._corpus = corpus
         self._documents = documents
         self.seq_len = seq_len
@@ -49,9 +48,8 @@ class TokenBlocks:
         self._epoch = self._read_order(0)
 
     def __getitem__(self, number: int) -> TokenBlock:
-        """Block `number` >= 0 of the stream."""
         epoch, index = divmod(number, self.per_epoch)
-        # One epoch's order is kept: ranks read blocks in ascending order, so it changes once in an epoch.
+        # Keep the order of one epoch: ranks read blocks in ascending order, so the order changes once per epoch.
         if epoch != self._epoch.number:
             self._epoch = self._read_order(epoch)
         return self._cut(self._epoch, index * self.seq_len)
@@ -59,12 +57,12 @@ class TokenBlocks:
     def _read_order(self, epoch: int) -> _Epoch:
         order = np.arange(len(self._documents))
         if self._seed is not None:
-            # Sorting raw draws, not Generator.permutation: NumPy promises the bit stream alone for all versions.
+            # Sort raw draws instead of Generator.permutation: NumPy guarantees only the bit stream for all versions.
             order = np.argsort(np.random.PCG64([self._seed, epoch]).random_raw(len(order)), kind="stable")
         return _Epoch(epoch, self._documents[order], np.cumsum(self._predictions[order]))
 
     def _cut(self, epoch: _Epoch, first: int) -> TokenBlock:
-        """The block that starts at prediction `first` of the epoch's stream."""
+        """Block from prediction `first` of the epoch's stream on."""
         inputs, labels, positions = (np.empty(self.seq_len, dtype=np.int64) for _ in range(3))
         tokens, starts = self._corpus.tokens, self._corpus.starts
         filled, i = 0, int(np.searchsorted(epoch.ends, first, side="right"))
@@ -72,7 +70,7 @@ class TokenBlocks:
             at = first + filled
             length = min(int(epoch.ends[i]) - at, self.seq_len - filled)
             document = epoch.documents[i]
-            # Counted from the document's end, where its last prediction is that of its last token.
+            # Counted from the document's end, because the last prediction belongs to the last token.
             source = int(starts[document + 1]) - 1 - (int(epoch.ends[i]) - at)
             inputs[filled : filled + length] = tokens[source : source + length]
             labels[filled : filled + length] = tokens[source + 1 : source + 1 + length]

@@ -1,4 +1,4 @@
-"""All documents as one array of tokens, memory-mapped from a cache that one process writes. Calls no collectives."""
+"""All documents as an array of tokens, memory-mapped from a cache written by one process. No collectives."""
 
 import time
 import zipfile
@@ -13,13 +13,13 @@ from torchtitan.tools.logging import logger
 from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.data.documents import Document, Documents
 
-# Part of every cache file's name: raise it when the files' layout changes.
+# Part of every cache file's name: increment when the file layout changes.
 _FORMAT = "1"
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
 class DocumentTokenizer(Protocol):
-    """What a corpus needs of a tokenizer. `fingerprint` differs wherever two tokenizers differ on any text."""
+    """Tokenizer of a corpus. `fingerprint` differs between tokenizers that differ on any text."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -33,8 +33,8 @@ class DocumentTokenizer(Protocol):
 class Corpus:
     """Tokenized documents, in the order of `Documents.all`.
 
-    `tokens` is uint16 or uint32 and read-only: every document from its opening to its closing mark, back to back.
-    Document d is `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and had `text_bytes[d]` bytes of UTF-8 (int64).
+    `tokens`: uint16 or uint32, read-only; the documents back to back, with opening and closing marks. Document d is
+    `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and has `text_bytes[d]` bytes of UTF-8 (int64).
     """
 
     tokens: np.ndarray
@@ -44,24 +44,24 @@ class Corpus:
 
     @property
     def predictions(self) -> np.ndarray:
-        """Tokens predicted in each document, all but its first: int64."""
+        """Predicted tokens per document, all but the first: int64."""
         return np.diff(self.starts) - 1
 
 
 class CorpusSource:
-    """Documents and the folder of their cache. The corpus is opened at first use and then kept."""
+    """Documents and the folder of their cache. Opens the corpus at first use and keeps it."""
 
     def __init__(self, documents: Documents) -> None:
         self.documents = documents
-        # TorchTitan's validator builds a loader for each validation; from here it gets the corpus without reading it.
+        # TorchTitan's validator builds a loader for each validation; this attribute avoids reading the corpus again.
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The `[data]` table, for the record TorchTitan writes of a configuration."""
+        """The `[data]` table, for TorchTitan's record of the configuration."""
         return self.documents.to_dict()
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
-        """The corpus under `tokenizer`, from the cache if a sound one is there. Raises RecipeError for bad `[data]`."""
+        """Corpus under `tokenizer`, from a whole cache or built. Raises RecipeError for bad `[data]`."""
         name = digest(_FORMAT, self.documents.digest, tokenizer.fingerprint)
         if self._opened is None or self._opened.digest != name:
             path = Path(self.documents.data.cache) / f"corpus-{name}"
@@ -78,12 +78,12 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 
 def _paths(path: Path) -> tuple[Path, Path]:
-    """Where the index and the tokens of a corpus are."""
+    """Index and tokens of a corpus."""
     return path.with_suffix(".index.npz"), path.with_suffix(".tokens")
 
 
 def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
-    """The corpus at `path`, or None if a file is absent or is not what was written."""
+    """The corpus at `path`, or None if a file is absent or damaged."""
     index_path, tokens_path = _paths(path)
     if not index_path.exists():
         return None
@@ -91,8 +91,7 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         with np.load(index_path) as index:
             starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
         tokens = np.memmap(tokens_path, dtype=_dtype(vocab_size), mode="r")
-        # All of the file is read once: a disk that was full, or a copy that was cut off, would otherwise be found in
-        # the middle of training, as tokens that the model does not have.
+        # Reads the whole file once: training would otherwise notice a full disk or a cut copy only as invalid tokens.
         problem = None if zlib.crc32(tokens.data) == checksum else "its checksum is wrong"
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         problem = str(error)
@@ -107,7 +106,7 @@ def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentToken
     megabytes = sum(document.size for document in documents) / 1e6
     logger.info("Tokenizing %d documents (%.1f MB of text)", len(documents), megabytes)
     began = time.monotonic()
-    # The index takes its place last: a build cut short leaves none, or one whose checksum does not fit the tokens.
+    # The index is renamed last: an aborted build leaves no index, or a checksum that does not fit the tokens.
     with atomic(index_path) as index, atomic(tokens_path) as tokens:
         starts, text_bytes, checksum = _write_tokens(tokens, documents, tokenizer)
         with open(index, "wb") as file:
@@ -119,13 +118,13 @@ def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentToken
 def _write_tokens(
     path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer
 ) -> tuple[np.ndarray, np.ndarray, int]:
-    """Write every document's tokens to `path`; return (starts, text_bytes, checksum of the file)."""
+    """Write all tokens to `path`; return (starts, text_bytes, checksum of the file)."""
     vocab_size = tokenizer.get_vocab_size()
     lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:
         for number, document in enumerate(documents):
             text = document.text()
-            # One document at a time: the text of a large corpus does not fit in memory beside its tokens.
+            # One document at a time: the text of a large corpus and its tokens do not fit in memory together.
             ids = np.asarray(tokenizer.document(text), dtype=np.int64)
             assert ids.max() < vocab_size, f"token {ids.max()} in {document.path}: the vocabulary ends at {vocab_size}"
             raw = ids.astype(_dtype(vocab_size)).tobytes()

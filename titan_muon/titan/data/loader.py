@@ -1,4 +1,4 @@
-"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. Calls no collectives."""
+"""Batches for TorchTitan's trainer and validator from a recipe's `[data]` table. No collectives."""
 
 import math
 from collections.abc import Iterator
@@ -20,29 +20,29 @@ from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
 NOT_COUNTED = -100
-"""The label of a token that no loss counts: what PyTorch's cross entropy and TorchTitan ignore."""
+"""Label of tokens without loss, as in PyTorch's cross entropy and TorchTitan."""
 
 
 class PackedDataLoader(BaseDataLoader):
-    """Batches of packed blocks; what an optimizer step sees depends on the seed and the global batch size alone."""
+    """Batches of packed blocks; an optimizer step's tokens depend only on the seed and the global batch size."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """`corpus` is shared by every loader built from this configuration."""
+        """All loaders of a configuration share `corpus`."""
 
         corpus: CorpusSource
 
         validation: bool = False
-        """Read the held-out documents: once, in an order that no seed changes, from the start at every iteration."""
+        """Read the held-out documents: once, independent of the seed, from the start in every iteration."""
 
         sequences: int = -1
-        """Held-out sequences that a validation reads over all ranks, or all of them if there are fewer; -1 for all."""
+        """Held-out sequences of a validation over all ranks, at most; -1: all."""
 
         multiple: int = 1
-        """Of which a pass has batches, counted in sequences over all ranks: filled up with some that count nothing."""
+        """A pass has a multiple of this number of sequences over all ranks; filler sequences do not count."""
 
         infinite: bool = True
-        """Read training documents epoch after epoch, not once. TorchTitan's validator sets it, without effect."""
+        """Read training documents for endless epochs. TorchTitan's validator sets this key, without effect."""
 
     def __init__(
         self,
@@ -55,40 +55,41 @@ class PackedDataLoader(BaseDataLoader):
         local_batch_size: int,
         snapshot_every_n_steps: int | None = None,
     ) -> None:
-        """Raises RecipeError if the text is too short for one block."""
+        """Raises RecipeError if the text is shorter than a block."""
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
         self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
-        # The ranks read the one stream in turns of `local_batch_size`. So one number, the blocks that all of them have
-        # read, is the whole state, and a run resumes at the next block under any number of ranks and any batch size.
+        # The ranks read the same stream in turns of `local_batch_size`. So the state is the number of blocks read by
+        # all ranks, and a run resumes at the next block on any number of ranks and with any batch size.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
         self._read = 0
         self._rewinds = config.validation
         self.available = self._blocks.per_epoch
-        # The first block beyond the one pass that is read; None reads on into the next epoch.
+        # First block after the single pass; None: continue with the next epoch.
         self._end: int | None = None
         if config.validation or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
-        # Every rank takes equally many batches, or those that end first would wait in a collective for ever. What is
-        # missing in the last ones is filled up with blocks that count nothing, so that no layout leaves a block out.
+        # Every rank takes the same number of batches, so that no rank waits in a collective for ever. The last batches
+        # are padded with filler blocks, so that no layout drops a block.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
-        # The number of ranks and the batch size are not part of it: they may change when a run is continued.
+        # Without the number of ranks and the batch size, which may change when a run continues.
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
         if self.available < 1:
             raise RecipeError(_too_short(config.validation, self._blocks))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
-        """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from where the
-        state stands. In pinned memory where CUDA is."""
-        # Every validation reads the same batches, so that its losses can be compared.
+        """({"input", "positions"}, labels) for this rank, each int64 (local_batch_size, seq_len), from the current
+        state on; pinned with CUDA.
+        """
+        # Every validation reads the same batches, so that losses are comparable.
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
             start = self._read + self._first
-            # Before the batch is handed out: a checkpoint of the step that trains on it must count it as read.
+            # Counted first: the checkpoint of a step includes the batch of the step.
             self._read += self._stride
             yield self._make_batch(range(start, start + self._batch))
 
@@ -107,7 +108,7 @@ class PackedDataLoader(BaseDataLoader):
         return {"blocks": self._read, "stream": self.fingerprint}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after the blocks already read. Raises ValueError if they were blocks of another stream."""
+        """Continue after the blocks already read. Raises ValueError for another stream."""
         if state_dict["stream"] != self.fingerprint:
             raise ValueError(
                 "The checkpoint was reading other data: the text, data.tokenizer, data.vocab_size, "
@@ -134,7 +135,7 @@ class PackedDataLoader(BaseDataLoader):
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
-    """What TorchTitan's trainer builds its tokenizer from. Reads nothing yet."""
+    """Configuration of TorchTitan's tokenizer. Reads no file."""
     if data.tokenizer == "bytes":
         return ByteTokenizer.Config()
     if data.tokenizer == "bpe":
@@ -144,9 +145,9 @@ def tokenizer_config(data: Data) -> BaseTokenizer.Config:
 
 
 def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader.Config:
-    """What TorchTitan's trainer, or its validator, builds its loader from. Reads no text yet.
+    """Configuration of the loader of TorchTitan's trainer or validator. Reads no text.
 
-    Raises RecipeError for an unknown `data.dataset`, and for validation where nothing is held out.
+    Raises RecipeError for an unknown `data.dataset`, and for validation without held-out text.
     """
     if data.source == "hf":
         return _hf_dataloader_config(data, validation)
@@ -156,12 +157,12 @@ def dataloader_config(data: Data, *, validation: bool = False) -> BaseDataLoader
 
 
 def vocab_size(data: Data) -> int | None:
-    """Token ids that the model must embed, marks included; None for `hf`, whose model brings its own vocabulary."""
+    """Vocabulary of the tokenizer, marks included; None for `hf`: the model has a vocabulary."""
     return {"bytes": BYTES + MARKS, "bpe": data.vocab_size, "hf": None}[data.tokenizer]
 
 
 def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer, seq_len: int) -> float | None:
-    """Bytes of UTF-8 over tokens predicted, in the sequences that a loader of `config` reads; None for source `hf`.
+    """Bytes of UTF-8 per predicted token, in the sequences of a loader of `config`; None for source `hf`.
 
     A document that a sequence cuts counts in proportion to its tokens.
     """
@@ -169,8 +170,8 @@ def bytes_per_token(config: BaseDataLoader.Config, tokenizer: DocumentTokenizer,
         return None
     documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
     side = documents.validation if config.validation else documents.training
-    # Closing marks are predicted and hold no bytes. They count here because the loss counts them too: bits per byte is
-    # then loss / ln 2 / bytes_per_token with nothing left out.
+    # Closing marks are predicted and have no bytes. They count, because the loss counts them: bits per byte = loss / ln
+    # 2 / bytes_per_token.
     ends = np.cumsum(corpus.predictions[side])
     sequences = ends[-1] // seq_len if config.sequences == -1 else config.sequences
     predicted = min(sequences * seq_len, ends[-1])
@@ -189,7 +190,7 @@ def _too_short(validation: bool, blocks: TokenBlocks) -> str:
 
 
 def _hf_dataloader_config(data: Data, validation: bool) -> BaseDataLoader.Config:
-    # Imported here for its seconds: the dataset library comes with it.
+    # Imported here because the dataset library takes seconds to import.
     from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader
 
     name = f"{data.dataset}_validation" if validation else data.dataset

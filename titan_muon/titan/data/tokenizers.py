@@ -1,4 +1,4 @@
-"""Tokenizers that TorchTitan's trainer can build. Each puts a document between two marks."""
+"""Tokenizers for TorchTitan's trainer. A document is enclosed in two marks."""
 
 import time
 from abc import abstractmethod
@@ -19,7 +19,7 @@ MARKS = 2
 
 
 class _MarkedTokenizer(BaseTokenizer):
-    """Token ids 0 to `vocab_size - 3` are text, the last two are the opening and the closing mark."""
+    """Token ids 0 to `vocab_size - 3` are text; the last two are the opening and the closing mark."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -34,31 +34,30 @@ class _MarkedTokenizer(BaseTokenizer):
     def _decode(self, ids: list[int]) -> str: ...
 
     def encode(self, text: str, *, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The text's ids, with the marks asked for. A lone surrogate, which UTF-8 cannot hold, becomes "?"."""
+        """Ids of the text, with the requested marks. A lone surrogate, which UTF-8 cannot hold, becomes "?"."""
         ids = self._encode(text.encode("utf-8", errors="replace").decode())
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
     def document(self, text: str) -> list[int]:
-        """The text's ids between both marks."""
+        """Ids of the text between both marks."""
         return self.encode(text, add_bos=True, add_eos=True)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of any ids. Marks are left out; bytes that are not UTF-8 become U+FFFD."""
+        """Text of any ids, without marks; invalid UTF-8 becomes U+FFFD."""
         return self._decode([i for i in ids if i < self.bos_id])
 
     def get_vocab_size(self) -> int:
-        """Ids, marks included."""
         return self._vocab_size
 
 
 class ByteTokenizer(_MarkedTokenizer):
-    """One token for each byte of UTF-8: 258 ids with the marks. Nothing to download or to train."""
+    """One token per byte of UTF-8: 258 ids with the marks. No download, no training."""
 
     fingerprint = "bytes"
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """Nothing to choose."""
+        """No options."""
 
     def __init__(self, config: Config, *, tokenizer_path: str | None = None) -> None:
         super().__init__(BYTES + MARKS)
@@ -73,12 +72,12 @@ class ByteTokenizer(_MarkedTokenizer):
 class BPETokenizer(_MarkedTokenizer):
     """Byte-pair encoding (Sennrich et al., 2016) on bytes (Radford et al., 2019), trained on the recipe's text.
 
-    The marks are outside the trained model, so no text can spell one.
+    The marks are outside the trained model, so no text can contain them.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):
-        """`documents` whose training side is learned from; their `[data]` table gives `vocab_size` and `cache`."""
+        """The training side of `documents` is the training text; their `[data]` table has `vocab_size` and `cache`."""
 
         documents: Documents
 
@@ -88,7 +87,7 @@ class BPETokenizer(_MarkedTokenizer):
             least = f"at least {BYTES + MARKS}, {BYTES} of it bytes"
             raise RecipeError(f"data.vocab_size = {data.vocab_size}: must be {least}")
         super().__init__(data.vocab_size)
-        # Of training documents alone: merges learned from held-out text would flatter its loss.
+        # Training documents only: merges learned from held-out text would lower the validation loss.
         key = digest(config.documents.digest, repr(data.validation_fraction), str(data.vocab_size))
         path = Path(data.cache) / f"bpe-{key}.json"
         self._bpe = build_once(
@@ -104,11 +103,11 @@ class BPETokenizer(_MarkedTokenizer):
 
 
 class PretrainedTokenizer(HuggingFaceTokenizer):
-    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`, whatever model assets a recipe has."""
+    """TorchTitan's Hugging Face tokenizer on the folder `data.tokenizer_path`, independent of the model assets."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(HuggingFaceTokenizer.Config):
-        """`path` is the folder that holds `tokenizer.json`."""
+        """`path`: folder with `tokenizer.json`."""
 
         path: str
 
@@ -123,8 +122,8 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
         self.fingerprint = digest("hf", self.tokenizer.to_str(), str(self.bos_id), str(self.eos_id))
 
     def document(self, text: str) -> list[int]:
-        """The text's ids between both marks; a tokenizer with one mark only has it at both ends."""
-        # `encode` leaves out a mark that the tokenizer does not have.
+        """Ids of the text between both marks; a tokenizer with a single mark uses it at both ends."""
+        # `encode` omits missing marks.
         ids = self.encode(text, add_bos=True, add_eos=True)
         before = [self.eos_id] if self.bos_id is None else []
         after = [self.bos_id] if self.eos_id is None else []
@@ -154,15 +153,15 @@ def _build_bpe(path: Path, documents: Documents, vocab_size: int) -> None:
     logger.info("Trained in %.1f s, cached at %s", time.monotonic() - began, path)
     learned = bpe.get_vocab_size() + MARKS
     if learned < vocab_size:
-        said = "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused"
-        logger.warning(said, vocab_size, learned)
+        message = "data.vocab_size = %d: the text has only %d distinct tokens to learn; the other ids stay unused"
+        logger.warning(message, vocab_size, learned)
 
 
 def _train_bpe(texts: Iterable[str], tokens: int) -> Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    # Every byte is in the alphabet, so no text is out of vocabulary.
+    # The alphabet has every byte, so every text can be encoded.
     trainer = trainers.BpeTrainer(
         vocab_size=tokens, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), special_tokens=[], show_progress=False
     )

@@ -1,4 +1,4 @@
-"""The loss on held-out documents. Every validation, under every layout of the ranks, reads the same sequences."""
+"""Loss on held-out documents. Every validation reads the same sequences under every layout of ranks."""
 
 from collections.abc import Callable
 from copy import copy
@@ -14,34 +14,34 @@ from titan_muon.titan.data.loader import PackedDataLoader
 
 
 class HeldOutValidator(Validator):
-    """TorchTitan's validator at every `freq` steps, on a number of sequences that no layout changes."""
+    """TorchTitan's validator every `freq` steps, on the same number of sequences for all layouts."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):
         global_batch_size: int = -1
-        """Sequences of an optimizer step over all ranks, which `steps` counts; -1 is one local batch on each rank."""
+        """Sequences per optimizer step over all ranks, the unit of `steps`; -1: a local batch per rank."""
 
     dl_config: BaseDataLoader.Config
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         super().__init__(_with_an_end(config), **kwargs)
         self.last = self.stopped = False
-        """Whether the step that ends is the run's last, and whether the run was asked to stop; set by the trainer."""
+        """Whether this step is the run's last, and whether a stop was requested; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
         """Raises FloatingPointError after a validation of a diverged model; set by the trainer."""
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
-        # TorchTitan's validator counts batches of each rank, whose size and number follow from the layout.
+        # TorchTitan's validator counts batches per rank, so the layout decides on size and number.
         self.config.steps = -(-sequences // at_once)
         if isinstance(self.dl_config, PackedDataLoader.Config):
-            # A pipeline reads a batch in microbatches; one that the text ended in would be left out altogether.
+            # A pipeline reads a batch in microbatches and would drop an incomplete last batch.
             self.dl_config = replace(self.dl_config, sequences=sequences, multiple=at_once)
             self.config.steps = self._batches(sequences)
 
     def _batches(self, sequences: int) -> int:
-        """Batches of each rank that `sequences` are read in, of which the held-out text may have fewer."""
-        # Each validation builds a loader like this one; built here too, its errors come before training.
+        """Batches per rank for `sequences`, or fewer if the held-out text is shorter."""
+        # Each validation builds this loader. Built here too, so that errors come before training.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,
@@ -51,24 +51,24 @@ class HeldOutValidator(Validator):
         )
         assert isinstance(loader, PackedDataLoader), "a configuration builds its loader"
         if sequences > loader.available:
-            said = "validator.steps asks for %d sequences, but the held-out text has %d; validation uses those. "
-            logger.warning(said + "Raise data.validation_fraction for more.", sequences, loader.available)
+            message = "validator.steps needs %d sequences, and validation uses all %d of the held-out text. "
+            logger.warning(message + "Raise data.validation_fraction for more.", sequences, loader.available)
         assert loader.batches is not None, "a validation ends"
         return loader.batches
 
     def should_validate(self, step: int) -> bool:
-        """Whether `step` is the last, or one of every `freq`-th of a run that was not asked to stop."""
+        """Whether `step` is the last, or a multiple of `freq` in a run without stop request."""
         return self.last or (step % self.config.freq == 0 and not self.stopped)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
-        """Report the loss on the held-out text, outside the training's time."""
+        """Report the loss on the held-out text, outside the training time."""
         with self.metrics_processor.paused():
             super().validate(model_parts, step)
             self.check(step)
 
 
 def _with_an_end(config: HeldOutValidator.Config) -> HeldOutValidator.Config:
-    # TorchTitan warns that -1 may hang, since its loaders end apart; here -1 becomes a number, the same on every rank.
+    # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes a number, equal on all ranks.
     ends = copy(config)
     ends.steps = max(config.steps, 1)
     return ends

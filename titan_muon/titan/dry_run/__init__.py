@@ -1,1 +1,1 @@
-"""What a recipe would do, without processes and devices: its plan, its memory and its owners."""
+"""Dry run of a recipe without processes and devices: plan, memory and owners."""

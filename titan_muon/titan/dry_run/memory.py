@@ -1,4 +1,4 @@
-"""What a rank keeps in memory and what a step needs besides, by what it holds, without activations."""
+"""Memory of a rank by purpose, between steps and in a step, without activations."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from titan_muon.titan.recipe import Recipe
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of a rank with the largest shards, and of what the fullest owner owns, without activations.
+    """Bytes on a rank with the largest shards, plus the owned parameters of the fullest owner, without activations.
 
     Attributes:
-        parameters: on the device between steps, as gradients are after backward: none if they are offloaded.
-        optimizer_states: on the device: all between steps, or, if they are offloaded, most of them in a step, with the
-            parameters and gradients that come with them if those are offloaded too.
-        orthogonalization: of whole matrices, and of Newton-Schulz on them, or of updates in the dtype of their
-            parameters where that is more.
-        host_parameters: on the host, as its pinned memory is allocated; so are the other two.
-        uncounted: optimizers, registered by others, whose states are unknown.
+        parameters: on the device between steps, as gradients are after backward; 0 if offloaded.
+        optimizer_states: on the device between steps, or the peak in a step if offloaded, with the parameters and
+            gradients transferred beside them.
+        orthogonalization: whole matrices and Newton-Schulz workspace, or updates in the parameters' dtype if larger.
+        host_parameters: allocated pinned memory; host_gradients and host_states likewise.
+        uncounted: optimizers of other packages with unknown states.
     """
 
     parameters: int
@@ -50,20 +49,20 @@ class Memory:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the device has, by its name, and the total."""
+        """Device memory by name, and the total."""
         names = ("parameters", "gradients", "optimizer_states", "exchange_buffers", "orthogonalization")
         counted = {name: getattr(self, name) for name in names}
         return {**counted, "total": sum(counted.values())}
 
     @property
     def host_sizes(self) -> dict[str, int]:
-        """What the host has, by its name."""
+        """Host memory by name."""
         return {name: getattr(self, name) for name in ("host_parameters", "host_gradients", "host_states")}
 
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter on a rank: its optimizer, its bytes, which are those of its gradient, and the bytes of each state."""
+    """A parameter on a rank: optimizer, bytes (equal for the gradient), and bytes of each state."""
 
     optimizer: str
     bytes: int
@@ -71,21 +70,21 @@ class Held:
     states: tuple[int, ...]
 
     def moved(self, offload: Offload) -> int:
-        """Bytes that are on the device together while it is updated, of what is on the host between steps."""
+        """Bytes moved to the device to update the parameter."""
         return sum(self.states) + (2 * self.bytes if offload == "parameters" else 0)
 
 
 def memory_per_rank(
     meta: MetaModel, summary: Summary | None, loads: Mapping[int, OwnedTotals], recipe: Recipe, device: str
 ) -> Memory:
-    """What stays in memory between steps, and a step's buffers. `device` is the type of device that is planned for."""
-    # The first rank holds the largest shards of what is sharded. The fullest owner may be another: with its matrices
-    # added this is a bound that no rank exceeds.
+    """Memory between steps and in a step. `device`: type of device to plan for."""
+    # The first rank has the largest shards, and the fullest owner may be another rank: the sum is an upper bound for
+    # all ranks.
     fullest = max(loads, key=lambda rank: loads[rank].bytes, default=0)
     elements = {name: _elements(parameter, fullest) for name, parameter in meta.parameters.items()}
     held = list(_held(meta, elements, _kept(meta, elements, recipe), recipe))
     offload = offload_of(recipe)
-    parameters, states = [each.bytes for each in held], [size for each in held for size in each.states]
+    parameters, states = [item.bytes for item in held], [size for item in held for size in item.states]
     on_device, pinned_parameters = sum(parameters), 0
     states_on_device, pinned_states = sum(states), 0
     if offload != "none":
@@ -96,18 +95,18 @@ def memory_per_rank(
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
     if summary is not None:
-        # Newton-Schulz of a round is over before the round is applied: the two never need memory together.
+        # Newton-Schulz of a round ends before the updates of the round begin, so take the maximum.
         updates = summary.whole_bytes_max + _update_bytes(meta, elements, recipe, device)
         step = summary.buffer_bytes_max, max(summary.work_bytes_max, updates)
-    # FSDP2 gives a gradient the dtype and the shards of its parameter.
+    # FSDP2's gradients have the dtype and the shards of the parameters.
     host = (pinned_parameters, pinned_parameters, pinned_states)
     return Memory(on_device, on_device, states_on_device, *step, *host, tuple(uncounted))
 
 
 def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, device: str) -> int:
-    """Most bytes of updates in a wider dtype than that in transit, on a rank that holds so many elements of each."""
+    """Largest bytes of updates wider than the wire dtype, on a rank with `elements` of each parameter."""
     assert meta.plan is not None, "a summary is of a plan"
-    # One call updates several pieces, or one that is larger: of a stack of experts, a piece of one of them.
+    # A call updates several pieces, or a larger one: in a stack of experts, a piece of a single expert.
     largest: dict[str, int] = {}
     for matrix in meta.plan.matrices:
         name = meta.plan.parameters[matrix.parameter].fqn
@@ -121,7 +120,7 @@ def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, 
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    """Elements of Muon's momentum on the rank that keeps most of it, which may be another than holds `elements`."""
+    """Elements of Muon's momentum on the fullest keeper, not always the holder of `elements`."""
     if meta.plan is None or recipe.muon.state == "replicated":
         return elements
     most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
@@ -129,7 +128,7 @@ def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mappi
 
 
 def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int], recipe: Recipe) -> Iterator[Held]:
-    """All parameters, on a rank that holds so many elements of each, and of Muon's momentum so many."""
+    """All parameters, on a rank with `elements` of each, and `kept` elements of Muon's momentum."""
     for a in meta.assigned:
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
@@ -141,23 +140,23 @@ def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int],
 
 
 def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> int:
-    """Most bytes of what is offloaded that the device has at a time in a step, with optimizers one after the other."""
+    """Peak of offloaded bytes on the device in a step; optimizers run one after another."""
     offload = offload_of(recipe)
-    batched = sum(each.moved(offload) for each in held if each.optimizer == "adamw")
+    batched = sum(item.moved(offload) for item in held if item.optimizer == "adamw")
     most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
     if summary is None:
         return most
     element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1
     if offload == "parameters":
-        # Momentum and gradient come together, and the parameter in a transfer of its own, which is smaller.
-        element_bytes += max(each.itemsize for each in held if each.optimizer == "muon")
+        # Momentum and gradient share a transfer; the parameter's own transfer is smaller.
+        element_bytes += max(item.itemsize for item in held if item.optimizer == "muon")
         stages = 2
     loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
     return max(most, loads * element_bytes)
 
 
 def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements of a parameter on the first of its ranks, or, if it is owned, on rank `owner`."""
+    """Elements on the first rank of the parameter, or on rank `owner` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()

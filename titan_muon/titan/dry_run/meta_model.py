@@ -1,4 +1,4 @@
-"""A recipe's model or a stage of it, as training shards it, in one process without data: on meta, in a fake world."""
+"""A recipe's model or a pipeline stage, sharded as in training, on the meta device in a fake world."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import trainer_config
 
 MICROBATCHES = 8
-"""For each stage of a pipeline, in a schedule that is built and not run."""
+"""Microbatches per pipeline stage of the schedule."""
 
 
 @dataclass(frozen=True)
 class MetaModel:
-    """What training a recipe on `world_size` ranks would set up: the model, or one of its pipeline stages.
+    """Result of a recipe's setup on `world_size` ranks: the model, or a pipeline stage.
 
     Attributes:
-        ranks: ranks that have this stage; all of them without pipeline parallelism.
-        parameters: trained parameters by name, as the first of these ranks would hold them; it has the largest shards.
-        assigned: the optimizer of each, in the same order.
-        whole: the optimizer of each parameter of the whole model.
+        ranks: ranks of this stage; all ranks without pipeline parallelism.
+        parameters: trained parameters by name, with the shards of the first rank, the largest.
+        assigned: optimizer of each parameter, in the same order.
+        whole: optimizer of each parameter of the whole model.
         groups: parameter groups by optimizer.
-        plan: of the Muon step; None if Muon takes nothing.
-        logit_bytes: what QK-clip, if the recipe asks for it, reduces over all ranks in a step.
+        plan: plan of the Muon step; None without Muon parameters.
+        logit_bytes: bytes of QK-clip's all-reduce per step.
     """
 
     world_size: int
@@ -65,40 +65,39 @@ class MetaModel:
 
 
 def smallest_world(recipe: Recipe) -> int:
-    """The fewest ranks that the recipe's degrees fit on."""
+    """Smallest world size for the recipe's degrees."""
     degrees = recipe.parallelism
     shard = max(degrees.data_parallel_shard_degree, 1)
     inner = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     if degrees.data_parallel_shard_degree == -1:
-        # Expert parallelism has no ranks of its own: it divides those of FSDP, context and tensor parallelism.
+        # Expert parallelism divides the ranks of FSDP, context and tensor parallelism.
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
 
 
 def this_device() -> str:
-    """The type of device that this machine trains on."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if found is None else found.type
+    """Type of this machine's device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None, *, stage: int = 0) -> MetaModel:
-    """The model of a recipe on `world_size` ranks, and Muon's plan for it. Needs no data, no GPU and no other process.
+    """A recipe's model on `world_size` ranks with Muon's plan. Needs no data, no GPU and no other process.
 
-    `device` is the type of device that Newton-Schulz is planned for, by default this machine's. `stage` counts the
-    pipeline's ranks, which may have several parts of the model each; each plans its step alone.
+    `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank. Pipeline ranks plan
+    separately.
 
-    Raises RecipeError for everything that building the run would raise it for, but for options that an optimizer
-    registered by others does not take, which are known once it is built, and for a global batch that `world_size` ranks
-    cannot share: of it a plan knows no more than how many passes it takes.
+    Raises RecipeError like training, with two exceptions: invalid options of another package's optimizer, and a global
+    batch that does not divide among the ranks. The plan does not depend on the batch.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
-    # The configuration of training itself, not one like it: what training would refuse is refused here too.
+    # Training's own configuration, so that the dry run refuses the same recipes.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
     kind = this_device() if device is None else device
-    # Owners are balanced by what Newton-Schulz costs on the device, so another kind's would be other owners.
+    # The cost of Newton-Schulz on the device balances the owners.
     with _fake_world(world_size, ranks[0]), planning_for(kind):
         parts = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
@@ -122,8 +121,8 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    # Meshes of any size are made without a peer: the fake backend answers for all ranks. This process is the first of
-    # its stage, which holds the largest shard of everything that does not divide.
+    # The fake backend acts for all ranks, so meshes need no peers. This process is the first rank of the stage, which
+    # has the largest shard of every uneven parameter.
     assert not dist.is_initialized(), "a dry run is a process of its own"
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -134,11 +133,11 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Module]:
-    """The model, or its parts in this process's pipeline stage."""
+    """The model, or the parts of this process's pipeline stage."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
-    # What TorchTitan's trainer does before it allocates anything, in its order: parameters take their dtype when they
-    # are made, and the model must know the degrees by then.
+    # Same order as TorchTitan's trainer before allocation: parameters get their dtype at creation, and the model must
+    # know the degrees before.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
@@ -156,11 +155,11 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
     if not parallel_dims.pp_enabled:
         sharded: Any = spec.parallelize_fn(model, **options)
         if getattr(sharded, "enable_weight_tying", False):
-            # As TorchTitan does before it fills parameters: under spmd_types, sharding makes two of a tied one.
+            # As TorchTitan does before initialization: under spmd_types, sharding splits a tied parameter into two.
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded]
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
-    # As many microbatches as any schedule asks for: no plan depends on this batch, and the recipe's may not suit.
+    # Enough microbatches for any schedule: the plan does not depend on the batch, and the recipe's batch may not fit.
     size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
     options["training"] = replace(config.training, local_batch_size=size)
     _, parts, _, _ = spec.pipelining_fn(
@@ -182,7 +181,7 @@ def _plan(
         return None
     try:
         options = MuonOptions(**table)
-        # A plan knows parameters and not their groups, which may differ in steps and coefficients.
+        # The plan has iterations per parameter; groups may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))

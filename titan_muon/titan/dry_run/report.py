@@ -1,4 +1,4 @@
-"""`--dry-run`: what training a recipe would do, printed: the recipe, who takes which parameter, the plan, memory."""
+"""`--dry-run`: print the recipe, the assignment, the plan and memory."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ KINDS = {"cuda": "GPUs (--device cpu plans for CPUs)", "cpu": "CPUs (--device cu
 
 
 def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | None, device: str | None = None) -> None:
-    """Print what training would do on `world_size` ranks, by default the fewest that the degrees fit on.
+    """Print the plan of training on `world_size` ranks, by default the smallest world of the degrees.
 
-    `device` is the kind of device that they are: by default GPUs if a number of ranks is asked for, and else what this
-    machine trains on. `full` lists every parameter instead of one line for all layers; `json` is a file for the
-    numbers. Raises RecipeError as training would.
+    `device`: type of device, by default GPUs with a `world_size`, otherwise this machine's. `full`: list every
+    parameter instead of a line for all layers. `json`: file for the numbers. Raises RecipeError like training.
     """
     world = smallest_world(recipe) if world_size is None else world_size
-    # Who asks for a number of ranks plans a cluster, and mostly at a laptop, whose CPU says nothing of it.
+    # A user who sets world_size plans a cluster, mostly on a laptop without its GPUs.
     kind = device if device is not None else this_device() if world_size is None else "cuda"
     stages = range(recipe.parallelism.pipeline_parallel_degree)
     parts = [_stage_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
-    # Nothing is printed before all is computed: a recipe that is refused shows its one error alone.
+    # Compute everything before printing, so that a refused recipe shows only its error.
     print(to_toml(recipe))
     for part in parts:
         print(_headed(part, parameter_table(part.meta.assigned, part.meta.parameters, part.meta.plan, full=full)))
@@ -55,13 +54,13 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     clips = qk_clip_lines(recipe.qk_clip, parts[0].meta.logit_bytes, world)
     print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
-        silent = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
+        owned = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
         peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
         plan = plan_lines(part.meta.plan, part.summary, part.timeline)
-        lines = [*plan, *silent, *peers, "", *_memory_lines(part.memory)]
+        lines = [*plan, *owned, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
         print("\n" + _headed(part, "\n".join([*lines, *owners])))
-    # Last, where it is read: the plan above is sound, and only training on it would be refused.
+    # Last, because the plan is valid and only training would be refused.
     problem = batch_problem(recipe, world)
     if problem is not None:
         print(f"\nwarning: training would be refused: {problem}")
@@ -70,7 +69,7 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
 
 
 def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
-    """Bytes of an element of a parameter in a pass, and of its gradient."""
+    """Bytes per element of a parameter in forward and backward, and of its gradient."""
     training = recipe.training
     return tuple(
         TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
@@ -79,7 +78,7 @@ def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class StageReport:
-    """The model, or what one pipeline rank has of it, with what its step and its memory cost."""
+    """The model, or a pipeline rank's part, with the cost of the step and memory."""
 
     meta: MetaModel
     summary: Summary | None
@@ -91,9 +90,9 @@ class StageReport:
 def _stage_report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
     summary = None if meta.plan is None else summarize(meta.plan)
     machine = planning_machine(recipe.machine, kind)
-    played = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
+    times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
     loads = owner_loads(meta.parameters, summary, meta.ranks)
-    return StageReport(meta, summary, played, loads, memory_per_rank(meta, summary, loads, recipe, kind))
+    return StageReport(meta, summary, times, loads, memory_per_rank(meta, summary, loads, recipe, kind))
 
 
 def _headed(part: StageReport, text: str) -> str:
@@ -115,9 +114,9 @@ def _memory_lines(memory: Memory) -> Iterable[str]:
 
 
 def _write(path: Path, parts: Sequence[StageReport]) -> None:
-    found = [_document(part) for part in parts]
+    stages = [_document(part) for part in parts]
     world = parts[0].meta.world_size
-    document = found[0] if len(found) == 1 else {"world_size": world, "pipeline_ranks": found}
+    document = stages[0] if len(stages) == 1 else {"world_size": world, "pipeline_ranks": stages}
     try:
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

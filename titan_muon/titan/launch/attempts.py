@@ -1,4 +1,4 @@
-"""Attempts of a job: `torchrun --max-restarts` restarts all processes, beside a store that outlives them."""
+"""Attempts of a job: `torchrun --max-restarts` restarts all processes, beside a lasting store."""
 
 import os
 import time
@@ -11,7 +11,7 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
-    """Store of torchrun's agent, which outlives this process; None under another launcher."""
+    """Store of torchrun's agent, longer-lived than this process; None under another launcher."""
     # PyTorch sets this variable if MASTER_PORT is the agent's port, not a port for rank 0 to listen on.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
@@ -23,7 +23,7 @@ def lasting_store(timeout: timedelta) -> dist.Store | None:
 def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Store of the current attempt, unused by earlier attempts; equal on all ranks.
 
-    Raises TimeoutError on rank 0 with the ranks that have not arrived within `timeout`, and on other ranks if rank 0
+    Raises TimeoutError on rank 0 with the missing ranks after `timeout`, and on other ranks if rank 0
     has not arrived.
     """
     meeting = dist.PrefixStore("titan_muon/attempts", lasting)
@@ -40,7 +40,7 @@ def _gather_ranks(meeting: dist.Store, world_size: int, timeout: timedelta) -> i
     number, answered = meeting.add("number", 1), 0
     deadline = time.monotonic() + timeout.total_seconds()
     while meeting.add(f"{number}/arrived", 0) < world_size - 1:
-        # Also answers processes of earlier attempts, whose answers nobody reads: arrivals are not known by rank.
+        # Also answers ended processes of earlier attempts: arrivals are not known by rank.
         arrivals = meeting.add("arrivals", 0)
         for place in range(answered + 1, arrivals + 1):
             meeting.set(f"answer-{place}", str(number))

@@ -14,7 +14,7 @@ LOCK_FILE = "running.lock"
 
 
 class FolderLock:
-    """Context that releases the lock at the end."""
+    """Context of a lock, released at the end."""
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None

@@ -1,6 +1,6 @@
-"""Names late ranks, and ends processes that would never end.
+"""Names late ranks, and ends hanging processes.
 
-A collective does not say which rank it waits for, and a stopped process, or a process without peers, may hang forever.
+A collective does not name the missing rank, and a stopped process, or a process without peers, may hang forever.
 So a thread of every rank reports progress to the store.
 """
 
@@ -64,7 +64,7 @@ class Sign:
 class Watchdog:
     """Context in which this rank reports progress and looks for late ranks.
 
-    After an error that is not a user error the thread stays alive: this process or others may hang.
+    After an internal error the thread stays alive: this process or others may hang.
 
     Args:
         store: store of all ranks; the watchdog makes its own connection.
@@ -147,13 +147,13 @@ class Watchdog:
             return
 
     def _name_late_ranks(self) -> None:
-        # Only one waiting rank looks: 1,000 ranks that each read 1,000 signs would block the store.
+        # Only one waiting rank looks: 1,000 readers of 1,000 signs would block the store.
         if self._store.add(f"looks-{self._stage}", 1) > 1:
             return
         signs, silent = self._look()
         self._store.set(self._silent_key, " ".join(f"{rank}:{signs[rank].beat}" for rank in silent))
         late = late_ranks(signs, silent, self._world_size)
-        # A late rank that is alive looks as well, at its own stage.
+        # A late but living rank looks as well, at its own stage.
         if late and self._store.add(f"named-{late}", 1) == 1:
             waited = time.monotonic() - self._moved
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
@@ -172,7 +172,7 @@ class Watchdog:
         return f"silent-{self._stage}"
 
     def _end_silent(self) -> bool:
-        """Kill this host's processes that are still silent. Returns whether silent ranks remain on any host."""
+        """Kill this host's silent processes. Returns whether silent ranks remain on any host."""
         if not self._store.check([self._silent_key]):
             return False
         entries = self._store.get(self._silent_key).decode().split()
@@ -187,7 +187,7 @@ class Watchdog:
         return bool(silent)
 
     def _look(self) -> tuple[dict[int, Sign], set[int]]:
-        """Signs of all ranks that have reported, and the ranks that are silent now."""
+        """Signs of all ranks so far, and the silent ranks."""
         before = self._signs()
         for _ in range(BEATS_TO_BE_SILENT):
             self._closed.wait(self._interval)

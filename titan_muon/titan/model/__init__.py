@@ -1,6 +1,6 @@
-"""What happens to a TorchTitan model before it trains: its attention, its parallelization, its owned matrices."""
+"""Changes of a TorchTitan model before training: attention, parallelization, owned matrices."""
 
 from titan_muon.titan import compat
 
-# torchtitan copies the device when it is imported, and any module of this folder may be the first that anyone imports.
+# torchtitan copies the device on import, and any module of this folder may be imported first.
 compat.install()

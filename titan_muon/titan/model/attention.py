@@ -1,4 +1,4 @@
-"""The inner attention: which one a model runs, and one for the CPU, where FlexAttention has no backward."""
+"""Choice of the inner attention, and dense attention for the CPU, where FlexAttention has no backward."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,26 +15,26 @@ from titan_muon.titan.recipe import RecipeError
 
 @dataclass(frozen=True)
 class DenseMask:
-    """Which query sees which key: bool, shape (batch, 1, queries, keys), true where attention is allowed."""
+    """Attention mask: bool, shape (batch, 1, queries, keys), true for allowed pairs."""
 
     allowed: torch.Tensor
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> "DenseMask":
-        """The mask that `block_mask` stands for, a shard of queries under context parallelism included."""
+        """Dense form of `block_mask`, also of a shard of queries under context parallelism."""
         batch, queries = block_mask.kv_num_blocks.shape[0], block_mask.seq_lengths[0]
         keys, device = block_mask.seq_lengths[1], block_mask.kv_num_blocks.device
         return cls(create_mask(block_mask.mask_mod, batch, 1, queries, keys, device=device))
 
 
 class DenseMaskAttention(FlexAttention):
-    """Scaled dot-product attention under a dense mask, behind FlexAttention's interface.
+    """Scaled dot-product attention with a dense mask, behind FlexAttention's interface.
 
-    `share_dense_mask` turns the BlockMask that a FlexAttention is given into the DenseMask of all layers.
+    `share_dense_mask` converts FlexAttention's BlockMask to the DenseMask of all layers.
     """
 
-    # A subclass, since TorchTitan asks for the class: only a FlexAttention is given the mask of packed documents, and
-    # the context parallelism that gathers keys and values and shards the mask.
+    # A subclass, because TorchTitan checks the class: only a FlexAttention gets the mask of packed documents, and
+    # context parallelism with gathered keys and values and a sharded mask.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -74,9 +74,8 @@ class DenseMaskAttention(FlexAttention):
 
 
 def share_dense_mask(model: nn.Module) -> None:
-    """Have each forward of `model` compute its DenseMask once, for all layers, if they are DenseMaskAttention."""
-    # As an argument of that forward it lives as long as the forward: no batch can see another's mask, as it could if a
-    # module kept it.
+    """Compute the DenseMask once per forward of `model`, for all DenseMaskAttention layers."""
+    # An argument of the forward lives as long as the forward, so no batch can get another batch's mask.
     if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
         model.register_forward_pre_hook(_densify, with_kwargs=True)
 
@@ -93,8 +92,8 @@ _ON_GPU = {"flex": FlexAttention.Config, "varlen": VarlenAttention.Config}
 def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> None:
     """Set the inner attention of every layer to `choice`, a value of `model.attention`.
 
-    `auto` is `dense` if `on_cpu` and `flex` if not. Raises RecipeError for an unknown choice, and for
-    `flex` and `varlen` on the CPU, where PyTorch has no backward for them.
+    `auto`: `dense` on the CPU, `flex` otherwise. Raises RecipeError for an unknown choice, and for `flex` and `varlen`
+    on the CPU, where PyTorch has no backward for them.
     """
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"

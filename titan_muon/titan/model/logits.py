@@ -1,8 +1,8 @@
-"""Inner attentions that keep the largest logit of each head, as they see it, beside what they compute.
+"""Inner attentions with a record of each head's largest logit.
 
-`flex` tells the largest logit itself, and so does `dense` on GPUs and where queries and values have other sizes (latent
-attention). `varlen`, and `dense` otherwise, tell the kernel's log-sum-exp, which lies above it by at most the logarithm
-of the number of keys that a query sees. All see only what masks leave, and none computes logits a second time.
+`flex` returns the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
+attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp, an upper bound: larger by at most the
+logarithm of the number of visible keys. Masked pairs do not count. Logits are never computed twice.
 """
 
 from collections.abc import Callable
@@ -20,31 +20,31 @@ OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class LogitObserver:
-    """An inner attention that keeps the largest logit of each of its heads while it trains."""
+    """An inner attention with a record of each head's largest logit in training."""
 
     training: bool
     register_buffer: Callable[..., None]
     _buffers: dict[str, torch.Tensor | None]
 
     def keep_in(self, logits_max: torch.Tensor) -> None:
-        """Where they are kept from now on, shape (heads,), float32. Its owner sets it to -inf."""
-        # A buffer: before its first step a pipeline stage runs on memory that nothing has been written to, to learn of
-        # shapes, and PyTorch puts back buffers and nothing else. Not persistent, since a checkpoint has no use for it.
+        """Set the buffer of the maxima, shape (heads,), float32. The buffer's owner resets it to -inf."""
+        # A buffer, because a pipeline stage first runs on uninitialized memory to infer shapes, and PyTorch restores
+        # only buffers. Not persistent: checkpoints do not need the maxima.
         self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: torch.Tensor) -> None:
-        """Take in the largest logit of each query, shape (batch, heads, queries), or a bound of it."""
-        # Not in validation, whose batches are no part of a step.
-        kept = self._buffers.get("logits_max")
-        if kept is None or not self.training:
+        """Record the largest logit of each query, shape (batch, heads, queries), or an upper bound."""
+        # Not in validation: the batches belong to no step.
+        maxima = self._buffers.get("logits_max")
+        if maxima is None or not self.training:
             return
         with torch.no_grad(), spmd.no_typecheck():
-            # A tensor that is updated, and no Python state, so that a compiled layer can keep it too.
-            kept.copy_(torch.maximum(kept, logits.detach().amax((0, 2)).float()))
+            # An in-place update of a tensor, not Python state, so that a compiled layer can record too.
+            maxima.copy_(torch.maximum(maxima, logits.detach().amax((0, 2)).float()))
 
 
 class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
-    """DenseMaskAttention that keeps its logits."""
+    """DenseMaskAttention with recorded logits."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DenseMaskAttention.Config):
@@ -59,14 +59,14 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """The same attention by operators that also tell of its logits."""
+        """The same attention by operators with logits or the log-sum-exp as outputs."""
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
-            # What scaled_dot_product_attention runs here, called by its own name for the sake of its second output.
+            # The operator behind scaled_dot_product_attention, called directly for the second output.
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out
-        # Its other way, which makes the logits one by one as well, in as few passes over them.
+        # Plain attention with the logits in memory; as many passes over them as PyTorch's math backend.
         if enable_gqa:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -76,11 +76,11 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
 
 
 class ObservedFlexAttention(LogitObserver, FlexAttention):
-    """FlexAttention that keeps its logits, which its kernel tells."""
+    """FlexAttention with the kernel's largest logits recorded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
-        """No options of its own."""
+        """No options."""
 
     def forward(
         self,
@@ -95,7 +95,7 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
         out_transform: OutTransform | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """FlexAttention's, which requests the log-sum-exp alone of its kernel."""
+        """FlexAttention's forward, plus the kernel's largest logits."""
         assert isinstance(attention_masks, BlockMask), f"{type(attention_masks)} is no BlockMask"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         with maybe_regional_inductor(FlexAttention.inductor_configs):
@@ -116,11 +116,11 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
 
 
 class ObservedVarlenAttention(LogitObserver, VarlenAttention):
-    """VarlenAttention that keeps its kernel's log-sum-exp."""
+    """VarlenAttention with the kernel's log-sum-exp recorded."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        """No options of its own."""
+        """No options."""
 
     def forward(
         self,
@@ -133,7 +133,7 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
         out_transform: OutTransform | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """VarlenAttention's, with its log-sum-exp requested."""
+        """VarlenAttention's forward with the log-sum-exp."""
 
         def kept(out: torch.Tensor, lse_BLN: torch.Tensor) -> torch.Tensor:
             self.keep(lse_BLN.transpose(1, 2))
@@ -149,4 +149,4 @@ OBSERVED = {
     FlexAttention.Config: ObservedFlexAttention.Config,
     VarlenAttention.Config: ObservedVarlenAttention.Config,
 }
-"""For each inner attention the one that keeps its logits."""
+"""Recording variant of each inner attention."""

@@ -32,10 +32,10 @@ from titan_muon.titan.recipe import Recipe, RecipeError
 
 
 def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
-    """`parallelize_fn` that has the Muon matrices of the layers owned, and lets FSDP2 shard all else.
+    """`parallelize_fn` with owned Muon matrices in the layers; FSDP2 shards the other parameters.
 
-    Raises RecipeError for a model that is no decoder of TorchTitan; the function raises it for one without a matrix to
-    own.
+    Raises RecipeError for a model other than TorchTitan's decoders; the returned function raises RecipeError for a
+    model without a matrix to own.
     """
     if not compat.shards_decoders(parallelize_fn):
         raise RecipeError(
@@ -51,7 +51,7 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    # Called in place of TorchTitan's apply_fsdp_to_decoder, with its arguments.
+    # Replaces TorchTitan's apply_fsdp_to_decoder and takes the same arguments.
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
@@ -63,21 +63,21 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
     except ValueError as error:
         key = "placement.muon = 'owned'" if recipe.placement.muon == "owned" else "placement"
         raise RecipeError(f"{key}: {error}") from error
-    # fully_shard takes every parameter that it finds in a module, owned or not.
+    # Hidden, because fully_shard takes every parameter of a module.
     with hidden(layers):
         apply(model=model, dp_mesh=dp_mesh, **options)
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    # Layers for multi-token prediction are there in some decoders only, and may be None in those.
+    # Only some decoders have layers for multi-token prediction, possibly None.
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2's mesh, or all of its ranks on one axis where one of them owns for all replicas."""
+    """FSDP2's mesh, or a flattened mesh if an owner serves all replicas."""
     replicas = recipe.placement.replicas
     if replicas is None:
-        # The stages of a pipeline make groups apart, and a rule that names a rank means its place on the FSDP axis.
+        # Pipeline stages have separate groups, and an owner given by rank is a place on the FSDP axis.
         indexed = any(isinstance(rule.owner, int) for rule in recipe.placement.rule)
         replicas = "each" if indexed or recipe.parallelism.pipeline_parallel_degree > 1 else "one"
     return flattened(mesh) if mesh.ndim == 2 and replicas == "one" else mesh
@@ -95,7 +95,7 @@ def _own_layers(
             split=choice.split,
             flops=_flops(recipe, planned_device(mesh.device_type)),
             elementwise=choice.elementwise,
-            # Experts under expert parallelism are whole already: no rank of tensor parallelism has a piece of one.
+            # Experts under expert parallelism are whole already; tensor parallelism does not cut them.
             tensor_parallel="whole" if recipe.placement.tensor_parallel == "whole" and mesh is dp_mesh else "peers",
         )
         for mesh, params in _spaces(choice, dp_mesh, options)
@@ -109,8 +109,8 @@ def _own_layers(
 def _spaces(
     choice: _Choice, dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> list[tuple[DeviceMesh, dict[nn.Parameter, Owner]]]:
-    """The meshes on which anything is owned, with what that is."""
-    # Experts under expert parallelism are on other ranks than all else, and have a mesh of their own.
+    """Meshes with owned parameters."""
+    # Experts under expert parallelism have a separate mesh.
     expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
     spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
     return [
@@ -121,11 +121,11 @@ def _spaces(
 
 
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """What TorchTitan gives `fully_shard`, as `own` takes it."""
+    """TorchTitan's options of `fully_shard` as options of `own`."""
     policy = options["reshard_after_forward_policy"]
     reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
     if reshard and policy == "default":
-        # Without "always", the last layer need not be gathered again just after it was used.
+        # Without "always", the last layer is not gathered again right after its use.
         reshard = None
     return {
         "mp_policy": MixedPrecisionPolicy(options["param_dtype"], options["reduce_dtype"], cast_forward_inputs=False),
@@ -141,23 +141,25 @@ def _is_expert_parallel(parameter: nn.Parameter) -> bool:
 
 
 def _is_gathered(recipe: Recipe, parameter: nn.Parameter) -> bool:
-    """Whether tensor parallelism cuts a stack that one rank for each expert could hold: FSDP2 would leave it cut."""
+    """Whether tensor parallelism cuts a stack of experts under "whole": FSDP2 would leave the
+    stack cut.
+    """
     whole = recipe.placement.tensor_parallel == "whole" and not _is_expert_parallel(parameter)
     return whole and isinstance(parameter, DTensor) and any(placement.is_shard() for placement in parameter.placements)
 
 
 def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int], bool]:
-    """Whether TorchTitan has FSDP2 cut each of so many experts, since there are more ranks than experts."""
+    """Whether FSDP2 cuts each expert of a stack, because there are more ranks than experts."""
     edp_mesh, degree = options["edp_mesh"], options["ep_degree"]
-    # Its own count, which takes in the replicas unless experts are parallel.
+    # TorchTitan's count; includes the replicas unless experts are parallel.
     ranks = edp_mesh["efsdp"].size() * degree if degree > 1 else dp_mesh.size()
     return lambda experts: ranks > experts
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    """What the recipe's Newton-Schulz costs on a type of device."""
-    # By the algorithm that will run: the Gram iteration makes wide matrices cheaper, and owners that are balanced by
-    # another cost would wait for each other.
+    """FLOPs of the recipe's Newton-Schulz on a type of device, by shape."""
+    # By the algorithm of the run: the Gram iteration is cheaper for wide matrices, and another cost would unbalance the
+    # owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     machine = planning_machine(recipe.machine, device)
@@ -167,7 +169,7 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """How the owners of each owned parameter are found, what Muon does not take, and how matrices are read."""
+    """Owner rules of owned parameters, parameters of other optimizers, and splits."""
 
     owners: Mapping[nn.Parameter, Owner]
     elementwise: Collection[nn.Parameter]
@@ -177,35 +179,35 @@ class _Choice:
 def _choice(
     recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
 ) -> _Choice:
-    # What is outside of the layers stays sharded, since `own` gathers layer by layer.
+    # Parameters outside of the layers stay sharded, because `own` gathers layer by layer.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = optimizer_config(recipe)
-    # A pipeline stage may have nothing for a rule, nor for Muon. The container checks both on the whole model.
+    # A pipeline stage may match no rule and have no Muon matrix. The container checks both on the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    taken = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
-    muon = {a.fqn for a in taken if a.optimizer == "muon"}
+    assigned = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     kept = _unread_stacks(recipe) is not None
     chosen = {
         a.fqn
-        for a in taken
+        for a in assigned
         if by_default
         and a.fqn in muon
         and named[a.fqn] in inside
-        # Whole experts that FSDP2 has in equal numbers on all ranks are at home there as well.
+        # FSDP2 also keeps whole experts whole, in equal numbers on all ranks.
         and (_is_matrix(recipe, a) or (not kept and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
     }
     if not chosen and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
     owners = placed(named, chosen, recipe.placement.rule)
     elementwise = {parameter for name, parameter in named.items() if name not in muon}
-    split = splits_with(recipe.muon.split, taken)
+    split = splits_with(recipe.muon.split, assigned)
     return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)
 
 
 def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> None:
-    """Raise RecipeError for a placement.rule that matches none of a model's parameters, or what cannot be owned."""
+    """Raise RecipeError for a placement.rule without a match, or for a parameter outside of the layers."""
     try:
         check_rules(parameters, recipe.placement.rule)
     except ValueError as error:
@@ -215,17 +217,16 @@ def check_placement_rules(recipe: Recipe, parameters: Mapping[str, Seen]) -> Non
         if not name.startswith(("layers.", "mtp_layers.")):
             raise RecipeError(
                 f"placement.rule: {name} cannot be owned: matrices are gathered from their owners layer by layer, and "
-                "it is in none; FSDP2 keeps equal shares of it on all ranks. Write rules before it with "
-                'placement = "shard0", or narrower ones'
+                'it is in no layer. Use a narrower pattern, or put a rule with placement = "shard0" before'
             )
         if unread is not None and len(parameters[name].shape) == 3:
             raise RecipeError(f'placement.rule: {name} cannot be owned with {unread}; set placement = "shard0" for it')
 
 
 def _unread_stacks(recipe: Recipe) -> str | None:
-    """The key that has something read stacks of experts in FSDP2's placements alone, or None."""
-    # TorchTitan's conversion to and from Hugging Face's names cuts a stack by the axes that it knows, and torchao's
-    # parameters bring their own gathering.
+    """Recipe key with a need for FSDP2's placement of expert stacks, or None."""
+    # TorchTitan's conversion from and to Hugging Face names cuts stacks along known axes only, and torchao's parameters
+    # have their own gathering.
     keys = {
         "checkpoint.last_save_in_hf": recipe.checkpoint.last_save_in_hf,
         "checkpoint.initial_load_in_hf": recipe.checkpoint.initial_load_in_hf,
@@ -242,7 +243,7 @@ def _is_matrix(recipe: Recipe, assignment: Assignment) -> bool:
 
 @contextmanager
 def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """While open, no module within `modules` has the parameters that are owned, so that nothing else takes them."""
+    """Hide the owned parameters of `modules` from other code."""
     shown = {module: dict(module._parameters) for root in modules for module in root.modules()}
     for module, parameters in shown.items():
         for name, parameter in parameters.items():
@@ -252,7 +253,8 @@ def hidden(modules: Iterable[nn.Module]) -> Iterator[None]:
         yield
     finally:
         for module, parameters in shown.items():
-            # FSDP2 has put DTensors in place of the others. The old order comes back: parameter groups follow it.
+            # FSDP2 has replaced the other parameters by DTensors. Restore the order, because parameter groups follow
+            # it.
             now = dict(module._parameters)
             module._parameters.clear()
             module._parameters.update({name: now.get(name, parameter) for name, parameter in parameters.items()})

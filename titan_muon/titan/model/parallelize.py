@@ -1,4 +1,4 @@
-"""TorchTitan's own parallelization of a model, and what this project does to the model after it."""
+"""TorchTitan's parallelization of a model, plus placement and the CPU's needs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 registry.placements.register("owned", owned)
 
 MASK_BLOCK = 128
-"""Tokens in one block of FlexAttention's mask, torch's default."""
+"""Block size of FlexAttention's mask in tokens, torch's default."""
 
 
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
-    """`spec` with a parallelize_fn that also places the Muon matrices as `recipe` says and suits the backend.
+    """`spec` with the recipe's placement and the backend's needs in parallelize_fn.
 
-    It raises RecipeError for a placement that is not there and for degrees that do not divide the model or that this
-    torch cannot run; the parallelize_fn does for a sequence that context parallelism cannot cut.
+    Raises RecipeError for an unknown placement and for degrees unfit for the model or this torch. The parallelize_fn
+    raises RecipeError for a sequence unfit for context parallelism.
     """
-    # What a rule has owned is placed by the same means whatever `placement.muon` says.
+    # A rule with an owned placement needs "owned" for any `placement.muon`.
     place, degrees = _placement("owned" if owns(recipe) else recipe.placement.muon), recipe.parallelism
     if recipe.placement.rule:
         check_placement_rules(recipe, whole_model(spec))
@@ -47,14 +47,14 @@ def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":
 
 
 def wrap_parallelize(parallelize_fn: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """`parallelize_fn` with a check of the sequence before it, and what the backend needs after it."""
+    """`parallelize_fn` with a check of the sequence before and changes for the backend after."""
 
     def parallelize(model: nn.Module, **kwargs: Any) -> nn.Module:
         _check_sequence(kwargs["training"].seq_len, kwargs["parallelism"].context_parallel_degree)
         model = parallelize_fn(model, **kwargs)
         share_dense_mask(model)
         for module in model.modules() if compat.install() else ():
-            # By sum, and divided apart: FSDP2 would reduce with PREMUL_SUM, which gloo does not have.
+            # Sum and a separate division, because gloo lacks FSDP2's PREMUL_SUM.
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
         return model
@@ -71,7 +71,7 @@ def _placement(name: str) -> Callable[[registry.Parallelize, Recipe], registry.P
 
 def _check_heads(model: Any, degree: int) -> None:
     attention = model.first_attention
-    # Latent attention (MLA) has no key-value heads of its own, and None is as many as there are query heads.
+    # Latent attention (MLA) has no key-value heads, and None means the number of query heads.
     kv_heads = getattr(attention, "n_kv_heads", None)
     kv_heads = attention.n_heads if kv_heads is None else kv_heads
     if attention.n_heads % degree or kv_heads % degree:
@@ -91,7 +91,7 @@ def _check_experts(model: Any, degree: int) -> None:
 
 
 def _check_sequence(length: int, context_parallel: int) -> None:
-    # torch shards the mask of packed documents in whole blocks, and says so only at the first batch.
+    # torch shards the mask of packed documents in whole blocks, and fails only at the first batch.
     unit = MASK_BLOCK * context_parallel
     if context_parallel > 1 and length % unit:
         raise RecipeError(

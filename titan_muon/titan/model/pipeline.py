@@ -1,4 +1,4 @@
-"""Pipeline stages: what a recipe may ask of them, and initial values that do not depend on how a model is cut."""
+"""Pipeline stages: checks of a recipe's schedule, and initial values independent of the cut."""
 
 import copy
 import os
@@ -22,7 +22,7 @@ from titan_muon.titan.recipe.sections import Parallelism
 
 
 def check_pipeline(model: Any, degrees: Parallelism) -> None:
-    """Raise RecipeError for stages that the schedule or the `model`'s configuration cannot have."""
+    """Raise RecipeError for stages unfit for the schedule or the `model`'s configuration."""
     if degrees.pipeline_parallel_degree == 1:
         return
     schedule = _schedule(degrees)
@@ -37,7 +37,7 @@ def _schedule(degrees: Parallelism) -> type:
         schedule: type = get_schedule_class(name)
     except ValueError as error:
         raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: {error}") from error
-    # TorchTitan knows by this one spelling alone which rank has the loss.
+    # TorchTitan finds the rank with the loss by this spelling only.
     if schedule is ScheduleZBVZeroBubble and name != "ZBVZeroBubble":
         raise RecipeError(f"parallelism.pipeline_parallel_schedule = {name!r}: write it 'ZBVZeroBubble'")
     if schedule is ScheduleDualPipeV:
@@ -56,21 +56,21 @@ def _schedule(degrees: Parallelism) -> type:
 
 
 def _check_parts(model: Any, parts: tuple[tuple[str, ...], ...]) -> None:
-    # TorchTitan drops what no part names, without a word, and runs the stages in their order whatever they hold.
+    # TorchTitan silently drops modules without a part, and runs the stages in the listed order.
     expected = ["tok_embeddings", *(f"layers.{index}" for index in range(len(model.layers))), "norm", "lm_head"]
     named = [name for part in parts for name in part]
     if named != expected:
         wrong = next((pair for pair in zip(named, expected, strict=False) if pair[0] != pair[1]), None)
-        what = f"it has {wrong[0]!r} in the place of {wrong[1]!r}" if wrong else f"it names {len(named)} modules"
+        problem = f"it has {wrong[0]!r} in the place of {wrong[1]!r}" if wrong else f"it names {len(named)} modules"
         raise RecipeError(
             f"parallelism.module_fqns_per_model_part must name the model's {len(expected)} modules once each and in "
-            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {what}"
+            f"order, from 'tok_embeddings' over 'layers.0' to 'norm' and 'lm_head'; {problem}"
         )
 
 
 def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
     ranks = degrees.pipeline_parallel_degree
-    # A schedule of one stage takes the first of several, and TorchTitan would train without the others.
+    # A schedule for a single stage per rank uses the first stage and would ignore the others.
     single = issubclass(schedule, PipelineScheduleSingle)
     if stages % ranks or (single and stages != ranks):
         fit = f"{ranks} parts" if single else f"a multiple of {ranks} parts"
@@ -81,12 +81,12 @@ def _check_stages(stages: int, degrees: Parallelism, schedule: type) -> None:
 
 
 def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
-    """`pipelining_fn` whose stages start with the values that they have in the whole model on one rank."""
+    """`pipelining_fn` with the whole model's initial values in the stages."""
 
     def pipeline(model: nn.Module, **kwargs: Any) -> Any:
         schedule, parts, has_first, has_last = pipelining_fn(model, **kwargs)
         for part in parts:
-            # The trainer calls it once memory is there.
+            # The trainer calls init_weights after the allocation of memory.
             part.init_weights = partial(init_within, model, part, recipe.debug.seed)
         return schedule, parts, has_first, has_last
 
@@ -94,10 +94,10 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
 
 
 def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
-    """Give a pipeline stage the initial values that it has in `whole`, the uncut model on the meta device.
+    """Give a pipeline stage the initial values of `whole`, the uncut model on the meta device.
 
-    Every family's own order of drawing holds. What other stages have is drawn too and dropped, by initializers that
-    draw for meta tensors on the default device, as those of `models.common` do.
+    Keeps every family's order of random draws. The values of other stages are drawn and dropped, by initializers like
+    `models.common`'s, which draw for meta tensors on the default device.
     """
     device = next(part.parameters()).device
     complete: Any = copy.deepcopy(whole)
@@ -106,10 +106,10 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             complete.get_submodule(name).update(module)
         else:
             setattr(complete, name, module)
-    # TorchTitan gives every stage a seed of its own, with which a model would start otherwise on each pipeline degree.
-    # That seed goes on afterwards.
+    # TorchTitan seeds each stage differently, so that initial values would depend on the pipeline degree. The stage's
+    # seed continues afterwards.
     with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)
-    # It would keep the whole model's modules for as long as the stage lives.
+    # The partial would keep the whole model's modules alive.
     del part.init_weights

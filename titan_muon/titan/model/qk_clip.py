@@ -1,10 +1,9 @@
-"""QK-clip on TorchTitan's decoders: which rows of which weights are a head's, and who computes which heads."""
+"""QK-clip on TorchTitan's decoders: weight rows of each head, and ranks of the heads."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,27 +31,25 @@ Projection = tuple[str, nn.Module, tuple[HeadRows, ...]]
 
 
 def observe_logits(model: Decoder.Config, section: sections.QKClip) -> None:
-    """Have the inner attention of every layer of a configuration keep its logits, if the recipe asks for them.
+    """Replace the inner attention of every layer's configuration by a recording variant, unless QK-clip is off.
 
-    Raises RecipeError for attention whose projections are not known, and for one that scaling them cannot change.
+    Raises RecipeError for attention with unknown projections, and with `clip` for normalized queries and keys.
     """
     if section.mode == "off":
         return
     for number, layer in enumerate(model.layers):
-        attention, said = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
+        attention, problem = layer.attention, f'qk_clip.mode = "{section.mode}" is not possible: layers.{number}'
         inner = type(attention.inner_attention)
         if not isinstance(attention, GQAttention.Config | LatentAttention.Config) or inner not in OBSERVED:
-            raise RecipeError(f'{said} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"')
+            raise RecipeError(f'{problem} has attention of another kind than Llama, Qwen and DeepSeek; set it to "off"')
         if section.mode == "clip" and isinstance(attention, GQAttention.Config) and attention.qk_norm is not None:
             raise RecipeError(
-                f"{said} normalizes queries and keys after their projections (qk-norm), so that scaling those "
+                f"{problem} normalizes queries and keys after their projections (qk-norm), so that scaling those "
                 'changes no logit, and the norms bound them already; set it to "log" or "off"'
             )
-        attention.inner_attention = OBSERVED[inner](**_fields(attention.inner_attention))
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+        config = attention.inner_attention
+        options = {field.name: getattr(config, field.name) for field in fields(config) if field.init}
+        attention.inner_attention = OBSERVED[inner](**options)
 
 
 def build_qk_clip(
@@ -62,11 +59,11 @@ def build_qk_clip(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> QKClip | None:
-    """QKClip for the parts of a model here, which then keep their logits in it. None if the recipe has it off.
+    """QKClip for this rank's model parts, with buffers for their logits. None if QK-clip is off.
 
     Args:
         model: configuration of the whole model.
-        parts: what this rank has of it, parallelized and on `device`.
+        parts: this rank's parts, parallelized and on `device`.
     """
     if section.mode == "off":
         return None
@@ -88,7 +85,7 @@ def build_qk_clip(
 
 
 def _weights(blocks: dict[str, nn.Module], name: str) -> Iterator[HeadWeight]:
-    """What makes the queries and keys of a layer, if it is here."""
+    """Query and key weights of a layer on this rank."""
     if name not in blocks:
         return
     for path, linear, pattern in _projections(blocks[name].get_submodule("attention")):
@@ -111,7 +108,7 @@ def _projections(attention: nn.Module) -> Iterable[Projection]:
 
 
 def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Iterable[str]:
-    """What QK-clip does in a step, and what it communicates: `sent` bytes. Nothing if it is off."""
+    """Effect and traffic of QK-clip per step: `sent` bytes. Empty if QK-clip is off."""
     if section.mode == "off":
         return
     does = "the largest logits are logged"
@@ -121,5 +118,5 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
 
 
 def reduced_bytes(model: Decoder.Config) -> int:
-    """Bytes of QK-clip's one collective of a step: a float32 for each head of each layer."""
+    """Bytes of QK-clip's collective per step: a float32 for each head of each layer."""
     return sum(layer.attention.n_heads for layer in model.layers) * torch.float32.itemsize

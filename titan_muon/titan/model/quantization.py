@@ -1,4 +1,4 @@
-"""Matrix products in float8: TorchTitan's converters of a model's configuration, and what they need."""
+"""Float8 matrix products: TorchTitan's converters of a model's configuration, and their requirements."""
 
 import importlib
 from typing import Any
@@ -21,55 +21,55 @@ NVIDIA, AMD = (8, 9), (9, 4)
 
 
 def has_torchao() -> bool:
-    """Whether torchao is installed, can be imported, and knows the recipes that TorchTitan names."""
-    # With an older one TorchTitan warns, and trains without float8.
+    """Whether torchao is installed and has TorchTitan's recipes."""
+    # With an older torchao TorchTitan warns, and trains without float8.
     if Float8Linear is None:
         return False
     return hasattr(importlib.import_module("torchao.float8").Float8LinearConfig, "from_recipe_name")
 
 
 def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bool, torchao: bool) -> None:
-    """Raise RecipeError for float8 that cannot be computed here.
+    """Raise RecipeError for float8 without support on this machine.
 
     Args:
-        section: what the recipe asks for.
-        capability: compute capability of the GPU, None without one.
-        amd: whether it is AMD's.
-        torchao: whether there is a torchao to compute it.
+        section: the recipe's table.
+        capability: compute capability of the GPU, None without a GPU.
+        amd: whether the GPU is AMD's.
+        torchao: whether torchao is usable.
     """
     asked = [key for key in ("linear", "experts") if getattr(section, key)]
     if not asked:
         return
-    # TorchTitan checks as well, but later and without the key.
+    # TorchTitan's own check is later and does not name the key.
     key = f"float8.{asked[0]}"
     if not torchao:
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")
-    able = capability is not None and capability >= (AMD if amd else NVIDIA)
-    if not able and not section.emulate:
-        found = "the CPU" if capability is None else f"a GPU of compute capability {'.'.join(map(str, capability))}"
+    has_float8 = capability is not None and capability >= (AMD if amd else NVIDIA)
+    if not has_float8 and not section.emulate:
+        device = "the CPU" if capability is None else f"a GPU of compute capability {'.'.join(map(str, capability))}"
         instead = "; float8.emulate = true tries it without them" if section.linear and not section.experts else ""
         raise RecipeError(
-            f"{key} = true is not accepted on {found}; float8 needs NVIDIA GPUs of compute capability 8.9 and newer, "
+            f"{key} = true is not accepted on {device}; float8 needs NVIDIA GPUs of compute capability 8.9 and newer, "
             f"or AMD's from gfx942 on. Set it to false{instead}."
         )
 
 
 def float8_converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter.Config, ...]:
-    """TorchTitan's converters for the configuration of a `model`, in their order. They are built where they run.
+    """TorchTitan's converters for the configuration of a `model`, in order.
 
-    Raises RecipeError if nothing in the model can be converted.
+    Raises RecipeError if no module can be converted.
     """
     section, filters = recipe.float8, list(recipe.float8.filter_fqns)
     compiled = recipe.compile.enable and "model" in recipe.compile.components
-    found: list[QuantizationConverter.Config] = []
-    # TorchTitan converts what it finds, and would train in bfloat16 without a word where that is nothing.
+    converters: list[QuantizationConverter.Config] = []
+    # TorchTitan silently trains in bfloat16 if no module matches.
     if section.linear:
         if not any(module_filter_fn(linear, fqn, filters) for fqn, linear, *_ in model.traverse(Linear.Config)):
             raise RecipeError(
                 "float8.linear = true, but no linear layer outside float8.filter_fqns has sizes that 16 divides; "
                 "set it to false"
             )
-        found.append(
+        converters.append(
             Float8LinearConverter.Config(
                 recipe_name=section.recipe_name,
                 filter_fqns=filters,
@@ -80,5 +80,5 @@ def float8_converters(recipe: Recipe, model: Any) -> tuple[QuantizationConverter
     if section.experts:
         if not any(model.traverse(GroupedExperts.Config)):
             raise RecipeError("float8.experts = true, but the model has no experts; set it to false")
-        found.append(Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled))
-    return tuple(found)
+        converters.append(Float8GroupedExpertsConverter.Config(model_compile_enabled=compiled))
+    return tuple(converters)

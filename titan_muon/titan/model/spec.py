@@ -1,4 +1,4 @@
-"""The model that a recipe names, as a new TorchTitan ModelSpec."""
+"""TorchTitan's ModelSpec of a recipe's model."""
 
 from typing import TYPE_CHECKING
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def model_spec(
     name: str, flavor: str, *, vocab_size: int | None = None, attention: str = "auto", on_cpu: bool | None = None
 ) -> "ModelSpec":
-    """A new specification of one flavor of the registered family `name`.
+    """New specification of a flavor of the registered family `name`.
 
-    Raises RecipeError if the family, the flavor or the attention is unknown, or the attention cannot run on the device.
+    Raises RecipeError for an unknown family, flavor or attention, and for attention without support on the device.
 
     Args:
-        vocab_size: tokens to embed, in place of the flavor's own number.
+        vocab_size: tokens to embed, instead of the flavor's number.
         attention: a choice of `model.attention`.
-        on_cpu: whether the model will run on the CPU; by default, whether this machine trains on it.
+        on_cpu: whether the model runs on the CPU; by default this machine's device.
     """
     try:
         family = registry.models.get(name)

@@ -272,9 +272,9 @@ def _tokens_of_a_rank(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first value that violates a constraint or a relation.
+    """Raise RecipeError for the first violation of a constraint or a relation.
 
-    `sources` maps keys to the file, or the command line, that sets them; `file` is the source of other keys.
+    `sources` maps keys to their file or to the command line; `file` is the source of other keys.
     """
     for key, value in values(recipe).items():
         _check_value(CONSTRAINTS.get(key), value, key, sources.get(key, file))

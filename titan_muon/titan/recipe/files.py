@@ -20,7 +20,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), notice: Callable[[str]
     Args:
         path: TOML file.
         overrides: words of the command line.
-        notice: called with a line for each value that was adjusted to another.
+        notice: called with a line for each adjusted value.
 
     Raises:
         RecipeError: with a single message, for any invalid recipe.
@@ -78,9 +78,9 @@ def _typed(rule: Rule, place: str, source: str) -> Rule:
 
 
 def to_toml(recipe: Recipe) -> str:
-    """The recipe as TOML that loads to an equal recipe under any file name.
+    """The recipe as TOML; loads to an equal recipe under any file name.
 
-    Raises RecipeError for a value that TOML cannot hold, such as a NaN.
+    Raises RecipeError for values outside of TOML, such as NaN.
     """
     kinds, defaults = keys(Recipe), values(Recipe())
     plain = {key: _plain(value) for key, value in values(recipe).items()}
@@ -100,7 +100,7 @@ def written_values(recipe: Recipe) -> dict[str, object]:
 
 
 def keys_of_the_command_line(path: str | Path, recipe: Recipe) -> tuple[str, ...]:
-    """Keys whose values in `recipe` differ from the values of the file alone."""
+    """Keys with other values in `recipe` than in the file alone."""
     # Not validated: a file may be valid only together with the command line.
     alone = _with_typed_options(build(Recipe, read_file(Path(path))), str(path))
     return tuple(difference.key for difference in differences(alone, recipe) if difference.key != "name")
@@ -116,7 +116,7 @@ def _plain(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """A key that differs between two recipes, with both values as TOML text; None is an absent key."""
+    """A differing key of two recipes, with both values as TOML text; None is an absent key."""
 
     key: str
     left: str | None
@@ -128,7 +128,7 @@ class Difference:
 
 
 def differences(a: Recipe, b: Recipe) -> list[Difference]:
-    """Keys that differ between two recipes, in the order of the recipe's tables."""
+    """Differing keys of two recipes, in the order of the recipe's tables."""
     left, right = values(a), values(b)
     return [Difference(key, _text(left[key]), _text(right[key])) for key in left if left[key] != right[key]]
 

@@ -32,9 +32,9 @@ class Words(tuple[str, ...]):
 
 
 def read_flags(schema: type, default: Any, arguments: Sequence[str]) -> tuple[dict[str, Entry], list[str]]:
-    """Parse `arguments` into entries by key of `schema`. Also returns the arguments that are not flags of `schema`.
+    """Parse `arguments` into entries by key of `schema`. Also returns the unknown arguments.
 
-    Raises RecipeError for a number of words that does not fit the key's type.
+    Raises RecipeError for a wrong number of words after a flag.
     """
     # tyro takes a third of a second even without arguments, and tests and scripts load many recipes.
     if not arguments:
@@ -121,7 +121,7 @@ def _help_text(value: Any) -> str:
 
 
 def _value(kind: Any, words: tuple[str, ...], key: str) -> object:
-    """Value that TOML would hold for the words after a flag; text if the type will refuse the words."""
+    """TOML value of the words after a flag; text if the type will refuse the words."""
     members = [arg for arg in get_args(kind) if arg is not type(None)]
     if get_origin(kind) in (Union, types.UnionType):
         # A single word may be a name or a list of one element; a bracket marks the list.
@@ -144,7 +144,7 @@ def _word(kind: Any, word: str) -> object:
         return word
     if kind is bool:
         return BOOLEANS.get(word, word)
-    # int first: float would convert 3 to 3.0, which is invalid for an integer key.
+    # int first: float would convert 3 to 3.0, invalid for an integer key.
     for number in (int, float) if kind in (int, float) else ():
         try:
             return number(word)

@@ -124,8 +124,8 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
-            # For `X | None` raise the error of X, which may name an inner element. With several types that error would
-            # name one of several accepted types.
+            # For `X | None` raise the error of X, which may name an inner element. With several types, a single type's
+            # error would be misleading.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)
@@ -138,7 +138,7 @@ def _convert_free(value: Any, key: str, source: str) -> Any:
 
 
 def describe(kind: Any) -> str:
-    """The values that a type accepts, in words."""
+    """Accepted values of a type, in words."""
     origin, args = get_origin(kind), [arg for arg in get_args(kind) if arg is not type(None)]
     if origin is Literal:
         return ("one of " if len(args) > 1 else "") + ", ".join(map(value_text, args))
@@ -154,7 +154,7 @@ def describe(kind: Any) -> str:
 
 
 def refuse(source: str, key: str, value: object, accepted: str, choices: tuple[str, ...] = ()) -> RecipeError:
-    """Error for a value that the key does not accept; None is an absent key."""
+    """Error for a value outside of the key's type or range; None is an absent key."""
     choice = nearest(value, list(choices)) if isinstance(value, str) else None
     hint = f" Did you mean {value_text(choice)}?" if choice else ""
     problem = f"{key} is missing" if value is None else f"{key} = {_shown(value)} is not accepted"

@@ -1,7 +1,7 @@
 """The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan, nothing derived.
 
 Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. A field has its
-range. A `None` key is absent from the TOML, which has no null.
+range. A `None` key is absent from the TOML, because TOML has no null.
 """
 
 from dataclasses import dataclass, field
@@ -120,7 +120,7 @@ class Data:
 class Placement:
     """Placement of Muon's matrices between steps."""
 
-    # Not a Literal: packages register placements, whose names are known only on lookup.
+    # Not a Literal: packages register placements, and names are known only on lookup.
     muon: Annotated[str, TEXT] = "shard0"
     """`shard0`: rows over the FSDP ranks. `owned`: whole on one rank. Or a registered name."""
 
@@ -214,7 +214,7 @@ class Float8:
     # Parameters, gradients and the optimizer are unchanged: weights are cast at the product.
 
     linear: bool = False
-    """Linear layers whose sizes are multiples of 16."""
+    """Linear layers with sizes of multiples of 16."""
 
     experts: bool = False
     """Grouped products of experts."""

@@ -19,7 +19,7 @@ class RecipeError(ValueError):
 
 @dataclass(frozen=True)
 class Entry:
-    """Unvalidated value of a key, and the file that sets the key (or `command line`)."""
+    """Unvalidated value of a key, and the source: a file or `command line`."""
 
     value: object
     source: str

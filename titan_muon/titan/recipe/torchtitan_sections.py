@@ -81,7 +81,7 @@ class Parallelism:
     """Ranks that split each sequence (CP)."""
 
     context_parallel_load_balancer: Literal["headtail", "ptrr", "none"] = "headtail"
-    """CP's split of the sequence, which balances attention among ranks."""
+    """CP's split of the sequence, to balance attention among ranks."""
 
     expert_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that split the experts (EP), a part of FSDP and TP: divides shard x CP x TP."""
@@ -100,10 +100,10 @@ class Parallelism:
     """Layers per stage; absent: a stage per rank, or two under schedules with several."""
 
     pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Layers that the embedding counts for in the split into stages."""
+    """Weight of the embedding in the split into stages, in layers."""
 
     pipeline_parallel_last_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
-    """Layers that the head counts for in the split into stages."""
+    """Weight of the head in the split into stages, in layers."""
 
     module_fqns_per_model_part: tuple[tuple[str, ...], ...] | None = None
     """Modules of each stage, such as [["tok_embeddings", "layers.0"], ["layers.1", "norm", "lm_head"]]."""

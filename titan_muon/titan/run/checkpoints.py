@@ -305,7 +305,7 @@ def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> No
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
-        # Loading itself reports a parameter that is missing in the checkpoint.
+        # Loading itself reports a missing parameter.
         if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
             raise RecipeError(
                 f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "
@@ -357,7 +357,7 @@ def _use_scheduled_rates(schedulers: LRSchedulersContainer) -> None:
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:
-    """Message of the first rank that failed to load."""
+    """Message of the first failed rank."""
     rank, (cause, _) = min(error.failures.items())
     first_line = str(cause).strip().partition("\n")[0]
     return (

@@ -27,7 +27,7 @@ NOISE = (
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
 )
-"""Beginnings of messages of TorchTitan (no warnings) that repeat a run's own lines or need no action."""
+"""Beginnings of TorchTitan's redundant messages (no warnings)."""
 
 NOISY_WARNINGS = (
     # torchrun sets this variable and TorchTitan changes the value.

@@ -91,7 +91,7 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
 def _init_distributed(recipe: Recipe) -> dist.Store | None:
     """Make the process group. Returns the store shared by all attempts of the job, or None.
 
-    Raises TimeoutError with the ranks that have not arrived.
+    Raises TimeoutError with the missing ranks.
     """
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     lasting = lasting_store(timeout)

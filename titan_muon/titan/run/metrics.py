@@ -93,7 +93,7 @@ class WandB(BaseLogger):
     """Sends nested metrics to Weights & Biases under TensorBoard's tags.
 
     Args:
-        folder: the run's folder, which is a single run on W&B however often it is continued.
+        folder: the run's folder; continued runs stay a single run on W&B.
         recipe: the resolved recipe as TOML.
     """
 
@@ -146,7 +146,7 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
 
 
 class RunMetrics(MetricsProcessor):
-    """Reports on the rank that has the loss."""
+    """Reports on the rank with the loss."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
@@ -166,7 +166,7 @@ class RunMetrics(MetricsProcessor):
     ntokens_since_last_log: int
     time_last_log: float
     report_step: Callable[[float, float], None]
-    """Reports the step by loss and gradient norm; set by the trainer, which adds the other numbers."""
+    """Reports the step by loss and gradient norm; set by the trainer."""
     bytes_per_token: float | None = None
     """Bytes of held-out text per predicted token; None without a count."""
 
@@ -177,8 +177,8 @@ class RunMetrics(MetricsProcessor):
     """Tokens trained on before the next validation; None without a count."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        # Before super(), which calls `_build_metric_logger`. In pipeline parallelism only the last stage has a loss, so
-        # the reporter need not be rank 0.
+        # Before super(), because super() calls `_build_metric_logger`. In pipeline parallelism only the last stage has
+        # a loss, so the reporter need not be rank 0.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )

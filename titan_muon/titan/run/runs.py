@@ -19,7 +19,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import what_differs
+from titan_muon.titan.run_name import distinguishing_keys
 from titan_muon.titan.storage.checksums import damage
 
 RECIPE_FILE = "recipe.toml"
@@ -267,7 +267,7 @@ def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool)
 
 def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
     stamp, earlier = time.strftime(FORMAT), run_folders(runs)
-    differences = what_differs(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
+    differences = distinguishing_keys(recipe, [folder / RECIPE_FILE for folder in earlier], overrides)
     # Runs of the same second are numbered before the differences, so that names sort by time.
     stamps = {folder.name.partition("_")[0] for folder in earlier}
     for path in _numbered(runs / stamp):
@@ -298,7 +298,7 @@ def _later(checkpoints: Path, step: int) -> list[int]:
 
 def _write_recipe(folder: Path, text: str, step: int) -> None:
     file = folder / RECIPE_FILE
-    # Keep the old recipe, which trained the steps until now.
+    # Keep the old recipe of the steps until now.
     if file.is_file() and file.read_text(encoding="utf-8") != text:
         file.rename(folder / f"recipe-until-step-{step}.toml")
     file.write_text(text, encoding="utf-8")

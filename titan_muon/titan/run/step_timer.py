@@ -25,7 +25,7 @@ class StepTimer:
         self.end()
 
     def begin(self, name: str) -> None:
-        """Start phase `name`; `end()` ends the phase. For phases that begin and end in different hooks."""
+        """Start phase `name`; `end()` ends the phase. For phases across several hooks."""
         assert name in PHASES, f"unknown phase {name}"
         self._open = (name, now(self.device))
 

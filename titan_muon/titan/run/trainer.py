@@ -42,7 +42,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # TorchTitan's loop and step run unchanged, and this class overrides the methods that they call. A copy would miss
+    # TorchTitan's loop and step run unchanged, and this class overrides some of their methods. A copy would miss
     # special cases, for example the DTensor loss of tensor parallelism.
 
     @dataclass(kw_only=True, slots=True)

@@ -35,11 +35,11 @@ ON_GPUS_ALONE = {
     "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
     "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
-"""Options that need GPUs, and whether a recipe sets them."""
+"""GPU-only options, and whether a recipe sets them."""
 
 
 def refuse_on_cpu(recipe: Recipe) -> None:
-    """Raise RecipeError for options that need GPUs. A dry run on the CPU may plan them."""
+    """Raise RecipeError for GPU-only options. A dry run on the CPU may plan them."""
     for key, asked in ON_GPUS_ALONE.items():
         if asked(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
@@ -108,7 +108,7 @@ def comm_config(recipe: Recipe) -> CommConfig:
 
 
 def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
-    """TorchTitan's `config` with every key of `section`, which has the same names, and `others`."""
+    """TorchTitan's `config` with every key of `section` (the same names) and `others`."""
     # A key renamed by TorchTitan raises TypeError here, instead of being ignored.
     return config(**(_values(section) | others))
 

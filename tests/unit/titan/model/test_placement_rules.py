@@ -185,7 +185,7 @@ REFUSED = {
     "embedding": (
         [{"match": "*embed*", "placement": "owned"}],
         {},
-        r"placement\.rule: tok_embeddings\.weight cannot be owned: .*layer by layer.*FSDP2 keeps equal shares",
+        r"placement\.rule: tok_embeddings\.weight cannot be owned: .*layer by layer.*in no layer",
     ),
     "owner": (
         [{"match": "*.wo.weight", "placement": "owned", "owner": 2}],

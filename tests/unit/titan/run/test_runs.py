@@ -19,7 +19,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock  # noqa: E402
 from titan_muon.titan.run.checkpoints import RunCheckpoints, flaw, saved_steps  # noqa: E402
 from titan_muon.titan.run.runs import Run, agree, begin, discard, open_run, run_folders  # noqa: E402
 from titan_muon.titan.run.trainer_config import trainer_config  # noqa: E402
-from titan_muon.titan.run_name import what_differs  # noqa: E402
+from titan_muon.titan.run_name import distinguishing_keys  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -308,5 +308,5 @@ def test_a_recipe_of_an_older_version_is_compared_by_its_defaults(tmp_path: Path
     for number, text in enumerate(("[muon]\nlr = 0.001\n", "not TOML")):
         (tmp_path / f"{number}.toml").write_text(text)
     files = [tmp_path / f"{number}.toml" for number in range(3)]
-    assert what_differs(Recipe(), files, ()) == ""
-    assert what_differs(recipe, files, ()) == "training.steps=6"
+    assert distinguishing_keys(Recipe(), files, ()) == ""
+    assert distinguishing_keys(recipe, files, ()) == "training.steps=6"
