@@ -265,7 +265,7 @@ class Comm:
     trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
     """Entries of NCCL's flight recorder; 0: off."""
 
-    save_traces_folder: Annotated[str, TEXT] = "comm_traces"
+    save_traces_folder: Annotated[str, INSIDE_RUN] = "comm_traces"
     """Folder inside dump_folder for the flight recorder's files, written when a collective hangs."""
 
     save_traces_file_prefix: Annotated[str, TEXT] = "rank_"

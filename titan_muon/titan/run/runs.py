@@ -17,11 +17,14 @@ import torch.distributed as dist
 from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.files import written_values
+from titan_muon.titan.recipe.toml import read_file, value_text
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import distinguishing_keys
 from titan_muon.titan.storage.checksums import damage
 
+OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 FORMAT = "%Y%m%d-%H%M%S"
@@ -185,6 +188,91 @@ def begin(run: Run, recipe: Recipe) -> None:
             # not removed, so that a user can rescue the files.
             numbered = _numbered(checkpoint.with_name(f"aside-{step}"))
             checkpoint.rename(next(path for path in numbered if not path.exists()))
+
+
+def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
+    """Write the recipe again, and lock the folder again, if somebody removed them; called on rank 0 at each report."""
+    folder = Path(run.folder)
+    if (folder / RECIPE_FILE).is_file():
+        return
+    print(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_recipe(folder, to_toml(recipe), run.step)
+    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    lock.take(run.folder)
+
+
+ELSEWHERE = ("muon.", "adamw.", "lr_scheduler.")
+"""Keys whose changes the checkpoint itself tells."""
+NO_PART_OF_THE_CURVE = (
+    "name",
+    "dump_folder",
+    "model.hf_assets_path",
+    "model.attention",
+    "data.cache",
+    "data.num_workers",
+    "data.prefetch_factor",
+    "data.persistent_workers",
+    "data.pin_memory",
+    "training.local_batch_size",
+    "training.steps",
+    "training.enable_cpu_offload",
+    "training.disable_cuda_graphs",
+    "training.gc_",
+    "parallelism.",
+    "placement.",
+    "machine.",
+    "optimizer.implementation",
+    "optimizer.offload",
+    "loss.",
+    "validator.",
+    "checkpoint.",
+    "metrics.",
+    "activation_checkpoint.",
+    "compile.",
+    "comm.",
+    "debug.",
+    "profiler.",
+    "monitor.",
+)
+"""Beginnings of keys that change the loss by rounding at most."""
+
+
+def changed_keys(run: Run, recipe: Recipe) -> list[str]:
+    """Keys that change the loss curve and differ from the recipe of the continued run, as `key: old -> new`."""
+    if run.source is None:
+        return []
+    try:
+        before = {key: entry.value for key, entry in read_file(Path(run.source) / RECIPE_FILE).items()}
+    except RecipeError:
+        return []
+    now, defaults = written_values(recipe), written_values(Recipe())
+    lines = []
+    for key in dict.fromkeys((*now, *before)):
+        old, new = before.get(key, defaults.get(key)), now.get(key)
+        if old != new and not key.startswith((*ELSEWHERE, *NO_PART_OF_THE_CURVE)):
+            texts = ("absent" if value is None else value_text(value) for value in (old, new))
+            lines.append(f"{key}: {' -> '.join(texts)}")
+    return lines
+
+
+def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
+    """`optimizers.txt` of the continued run, or of the newest run before with the same model; None without one."""
+    folder = Path(run.folder)
+    if run.source is not None:
+        earlier = [Path(run.source)]
+    else:
+        earlier = [other for other in run_folders(folder.parent) if other != folder and _has_model(other, recipe)]
+    file = earlier[0] / OPTIMIZERS_FILE if earlier else None
+    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+
+
+def _has_model(folder: Path, recipe: Recipe) -> bool:
+    try:
+        written = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
+    except RecipeError:
+        return False
+    return (written.get("model.name"), written.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
 
 
 def discard(run: Run) -> None:
