@@ -1,1 +1,1 @@
-"""Benchmarks, what they compare with, and the counters that they measure by; tests may import from here."""
+"""Benchmarks, baselines and counters; tests may import from here."""

@@ -1,4 +1,4 @@
-"""How exact an orthogonalization is, for the benchmarks and tests."""
+"""Accuracy of an orthogonalization, for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def orthogonality_error(matrix: Tensor) -> Tensor:
     """|X Xᵀ - I| / |I| in the Frobenius norm on the smaller side, of each matrix (..., rows, cols); float32 or wider.
 
-    0 for an orthogonal matrix. Newton-Schulz's singular values are in a band around 1, so after it this is not 0.
+    0 for an orthogonal matrix. After Newton-Schulz singular values lie in a band around 1, so the error is not 0.
     """
     x = matrix.mT if matrix.size(-2) > matrix.size(-1) else matrix
     x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -23,7 +23,7 @@ def singular_band(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return values[..., -1], values[..., 0]
 
 
-def relative_error(found: Tensor, expected: Tensor) -> Tensor:
-    """|found - expected| / |expected| in the Frobenius norm, of each matrix (..., rows, cols), in float64."""
+def relative_error(result: Tensor, expected: Tensor) -> Tensor:
+    """|result - expected| / |expected| in the Frobenius norm, of each matrix (..., rows, cols), in float64."""
     wide = expected.double()
-    return torch.linalg.matrix_norm(found.double() - wide) / torch.linalg.matrix_norm(wide)
+    return torch.linalg.matrix_norm(result.double() - wide) / torch.linalg.matrix_norm(wide)

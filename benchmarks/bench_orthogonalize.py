@@ -2,10 +2,10 @@
 
     python benchmarks/bench_orthogonalize.py                                      # CPU, one thread: minutes
     python benchmarks/bench_orthogonalize.py --device cuda                        # measures the kernels first
-    python benchmarks/bench_orthogonalize.py --device cuda --share qwen3_8b:64:0  # exactly what one rank of 64 owns
+    python benchmarks/bench_orthogonalize.py --device cuda --share qwen3_8b:64:0  # the matrices of one rank of 64
 
-All contenders of a shape take turns, so that whatever else the machine does hits all of them alike; ratios are medians
-of the ratios within a turn. FLOPs are those of the algorithm, symmetric products counted whole.
+Contenders of a shape take turns, so that other load on the machine affects all of them equally. Ratios are medians of
+the ratios within a turn. FLOPs are the algorithm's, with symmetric products counted whole.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ MODELS = {
     "Llama-3-70B": ((1, 8192, 8192), (1, 28672, 8192)),
     "Kimi K2": ((8, 2048, 7168), (1, 7168, 18432)),
 }
-"""(count, rows, columns) of the matrices that most of each model's work is in."""
+"""(count, rows, columns) of the matrices with most of each model's work."""
 CPU_DIVISOR = 16
-"""What sides of those are divided by on the CPU."""
+"""Divisor of these sides on the CPU."""
 SAME_DTYPE = tuple((dtype, (1, 512, 512 * aspect)) for dtype in ("float32", "bfloat16") for aspect in (2, 4, 8))
 SMALL = ((64, 64, 64), (32, 128, 512))
 ERROR_SHAPES = ((256, 256), (256, 512), (256, 1024), (128, 2048))
@@ -63,7 +63,7 @@ SPECTRA = ("log 1 to 1e-4", "rank 8 + noise", "gaussian")
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to orthogonalize a stack. `flops` are useful ones, of the whole stack."""
+    """A way to orthogonalize a stack. `flops`: useful FLOPs of the whole stack."""
 
     name: str
     run: Callable[[Tensor], object]
@@ -72,13 +72,13 @@ class Contender:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one contender on one shape.
+    """Result of a contender on a shape.
 
     Attributes:
         ms: median for the whole stack.
-        faster: median over the turns of the first contender's time over this one's.
+        faster: median over the turns of the first contender's time over this contender's.
         tflops: useful TFLOP/s.
-        of_matmul: those over the rate of a plain matrix product in bfloat16, measured in the same run.
+        of_matmul: useful FLOP/s over the rate of a plain bfloat16 matrix product, measured in the same run.
     """
 
     group: str
@@ -122,13 +122,13 @@ def matmul_rate(device: torch.device) -> float:
 
 
 def torch_loop(stack: Tensor, computed: Iteration = JORDAN) -> None:
-    """What torch.optim.Muon does, a matrix after the other."""
+    """torch.optim.Muon's function, matrix by matrix."""
     for matrix in stack:
         _zeropower_via_newtonschulz(matrix, computed.steps[0], len(computed.steps), computed.eps)
 
 
 def ours(method: Method, rows: int, cols: int, count: int, computed: Iteration = JORDAN) -> Contender:
-    """The engine with one method, in stacks as large as the method says."""
+    """The engine with one method, in stacks of the method's size."""
 
     def run(stack: Tensor) -> None:
         for part in stack.split(method.batch):
@@ -143,7 +143,7 @@ def torchs(rows: int, cols: int, count: int) -> Contender:
 
 
 def compare(group: str, shape: tuple[int, int, int], contenders: Sequence[Contender], bench: Bench) -> Iterator[Row]:
-    """Time contenders on one stack in turns, beginning with another one each time."""
+    """Time contenders on a stack in turns, each turn with another first contender."""
     count, rows, cols = shape
     stack = torch.randn(count, rows, cols, device=bench.device).bfloat16()
     turns = []
@@ -165,7 +165,7 @@ def compare(group: str, shape: tuple[int, int, int], contenders: Sequence[Conten
 
 @dataclass(frozen=True)
 class Bench:
-    """Where and how often."""
+    """Device and repetitions."""
 
     device: torch.device
     repeats: int
@@ -173,12 +173,12 @@ class Bench:
     kernels: tuple[Kernel, ...]
 
     def auto(self, rows: int, cols: int, computed: Iteration = JORDAN) -> Method:
-        """What `muon.orthogonalize = "auto"` runs here."""
+        """Method of `muon.orthogonalize = "auto"` on this device."""
         return Dispatch("auto", "auto", self.device.type, self.kernels).choose(rows, cols, computed.steps)
 
 
 def same_dtype(bench: Bench) -> Iterator[Row]:
-    """Standard over Gram in one dtype."""
+    """Standard and Gram in the same dtype."""
     for dtype, shape in SAME_DTYPE:
         count, rows, cols = shape
         methods = (Method("standard", dtype), Method("gram", dtype, restarts(5)))
@@ -186,7 +186,7 @@ def same_dtype(bench: Bench) -> Iterator[Row]:
 
 
 def small_stacks(bench: Bench) -> Iterator[Row]:
-    """A loop over small matrices against stacks of them."""
+    """A loop over small matrices, and stacks of them."""
     for shape in SMALL:
         count, rows, cols = shape
         yield from compare(
@@ -213,7 +213,7 @@ def real_shapes(bench: Bench) -> Iterator[Row]:
 
 
 def hard_matrix(spectrum: str, rows: int, cols: int) -> Tensor:
-    """A (rows, cols) matrix in float64 with singular values that are hard to bring near 1, drawn from seed 0."""
+    """A (rows, cols) matrix in float64 with a spectrum that is hard for Newton-Schulz, from seed 0."""
     generator = torch.Generator().manual_seed(0)
     small = min(rows, cols)
 
@@ -252,7 +252,7 @@ def errors(bench: Bench, shapes: Sequence[tuple[int, int]] = ERROR_SHAPES) -> It
 
 
 def share(what: str, bench: Bench) -> Iterator[Row]:
-    """Exactly the matrices that one rank of a plan orthogonalizes, in the plan's stacks: MODEL:WORLD:RANK."""
+    """The matrices that one rank of a plan orthogonalizes, in the plan's stacks: MODEL:WORLD:RANK."""
     import models  # noqa: F401 (registers the families)
     from titan_muon.titan import compat
 
@@ -320,15 +320,15 @@ class Arguments:
     """Compare ways to orthogonalize matrices."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where. On CUDA the symmetric kernels are measured first, and the result kept for later runs of Muon."""
+    """Device. CUDA measures the symmetric kernels first, and keeps the result for later runs of Muon."""
     repeats: int = 11
     """Timed turns."""
     share: str | None = None
-    """MODEL:WORLD:RANK: time only what that rank of the plan of configs/MODEL_muon.toml orthogonalizes."""
+    """MODEL:WORLD:RANK: time only the matrices of that rank in the plan of configs/MODEL_muon.toml."""
     json: Path | None = None
     """File for the figures."""
     picture: Path | None = None
-    """File for a picture of them."""
+    """File for a picture."""
 
     def __post_init__(self) -> None:
         if self.repeats < 1:
@@ -344,7 +344,7 @@ class Arguments:
 
 
 def machine(bench: Bench) -> dict[str, object]:
-    """What the figures are of."""
+    """Machine of the figures."""
     gpu = torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else None
     kernels = [asdict(kernel) for kernel in bench.kernels]
     return {

@@ -1,7 +1,7 @@
-"""Training with owned matrices beside FSDP2 alone: memory, traffic and time of the passes and of Muon's step.
+"""Training with owned matrices and with FSDP2 alone: memory, traffic and time of the passes and of Muon's step.
 
-Each process has one thread and talks over gloo, on the CPU; with `--device cuda` each has a GPU and talks over NCCL.
-Both train the same transformer; their timed steps take turns, so that whatever else the machine does hits both alike.
+Each process has one thread on the CPU over gloo, or a GPU over NCCL with `--device cuda`. Both models are the same
+transformer. Timed steps take turns, so that other load on the machine affects both equally.
 """
 
 import json
@@ -21,7 +21,7 @@ import torch.multiprocessing as mp
 import tyro
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-# Run as a script, a file finds only its own folder.
+# A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_step import barrier, check_device, finish, start
@@ -32,22 +32,22 @@ from titan_muon import Muon
 
 PLACEMENTS = ("owned", "sharded")
 PEAKS = 5
-"""Passes whose memory is measured; gloo's threads free their copies a little earlier or later."""
+"""Number of passes with measured memory; gloo's threads free their copies at varying times."""
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One placement on all ranks.
+    """Figures of a placement over all ranks.
 
     Attributes:
-        stored: bytes of parameters on the rank with most.
-        peak: most bytes that forward and backward allocate on a rank beyond what was there before, of several passes.
+        stored: bytes of parameters on the fullest rank.
+        peak: largest bytes that forward and backward allocate on a rank, over several passes.
         forward: bytes sent over all ranks.
-        backward: the same.
-        step: the same, in Muon's step.
-        calls: collectives that the rank with most launches in forward and backward.
-        step_calls: the same, in Muon's step.
+        backward: bytes sent over all ranks.
+        step: bytes sent over all ranks in Muon's step.
+        calls: collectives of the busiest rank in forward and backward.
+        step_calls: collectives of the busiest rank in Muon's step.
         passes_ms: median time of forward and backward.
         step_ms: median time of Muon's step.
     """
@@ -65,7 +65,7 @@ class Figures:
 
 
 class Trainee:
-    """A model and the Muon of its matrices under one placement, after two steps."""
+    """A model and its Muon under a placement, after two steps."""
 
     def __init__(
         self, name: str, rank: int, nproc: int, sizes: dict[str, int], reshard: bool, device: torch.device
@@ -84,12 +84,12 @@ class Trainee:
         return loss_of(self.model, self.rank, self.nproc, step)
 
     def passes(self, step: int) -> None:
-        """Forward and backward, with gradients from nothing, as the optimizer leaves them."""
+        """Forward and backward from cleared gradients."""
         self.model.zero_grad(set_to_none=True)
         self.forward(step).backward()
 
     def counts(self) -> list[int]:
-        """Peak, bytes sent in forward, backward and step, and the calls of both passes and of the step."""
+        """Peak, bytes sent in forward, backward and step, and calls of the passes and of the step."""
         peak = 0
         for step in range(PEAKS):
             self.model.zero_grad(set_to_none=True)
@@ -114,15 +114,15 @@ def seconds(act: Callable[[], object], device: torch.device) -> float:
     begin = time.perf_counter()
     act()
     finish(device)
-    taken = torch.tensor(time.perf_counter() - begin, device=device)
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    elapsed = torch.tensor(time.perf_counter() - begin, device=device)
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return float(elapsed)
 
 
 def run(
     rank: int, nproc: int, sizes: dict[str, int], repeats: int, reshard: bool, device: torch.device
 ) -> list[Figures]:
-    """The figures of both placements, the same on every rank."""
+    """Figures of both placements, equal on every rank."""
     trainees = {name: Trainee(name, rank, nproc, sizes, reshard, device) for name in PLACEMENTS}
     counted: dict[str, list[list[int]]] = {}
     for name, trainee in trainees.items():
@@ -137,7 +137,7 @@ def run(
 
 
 def figures(name: str, ranks: Sequence[Sequence[int]], times: Sequence[tuple[float, float]]) -> Figures:
-    """One placement's figures, from the counts of each rank and the times of the slowest."""
+    """Figures of a placement, from the counts of each rank and the times of the slowest."""
     stored, peak, forward, backward, step, calls, step_calls = zip(*ranks, strict=True)
     return Figures(
         name=name,
@@ -149,12 +149,12 @@ def figures(name: str, ranks: Sequence[Sequence[int]], times: Sequence[tuple[flo
         calls=max(calls),
         step_calls=max(step_calls),
         passes_ms=1e3 * median(passes for passes, _ in times),
-        step_ms=1e3 * median(taken for _, taken in times),
+        step_ms=1e3 * median(elapsed for _, elapsed in times),
     )
 
 
 def table(rows: Sequence[Figures]) -> str:
-    """Markdown; the last line is owned over sharded."""
+    """Markdown; the last line is the ratio of owned to sharded."""
     lines = [["placement", *(field for field in asdict(rows[0]) if field != "name")]]
     lines.append(["---"] + ["---:"] * (len(lines[0]) - 1))
     for row in rows:
@@ -166,7 +166,7 @@ def table(rows: Sequence[Figures]) -> str:
 
 
 def worker(rank: int, nproc: int, folder: str, sizes: dict[str, int], repeats: int, reshard: bool, device: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
+    """A process; rank 0 writes the rows to the folder."""
     rows = run(rank, nproc, sizes, repeats, reshard, start(rank, nproc, folder, device))
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps([asdict(row) for row in rows]))
@@ -179,13 +179,13 @@ class Arguments:
     """Compare owned matrices with FSDP2 alone by training a few steps."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where. On CUDA each process has a GPU of this machine."""
+    """Device. On CUDA each process has a GPU of this machine."""
     nproc: int = 4
     """Processes."""
     dim: int = 512
     """Width of the model."""
     blocks: int = 6
-    """Its blocks, of four attention and two MLP matrices."""
+    """Blocks of four attention and two MLP matrices."""
     repeats: int = 15
     """Timed steps of each placement."""
     reshard: bool = True
@@ -204,12 +204,12 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run the processes, print the table and write the figures."""
-    # Otherwise the profiler of each process tells of each start and stop.
+    # Otherwise the profiler of each process logs every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     sizes = {"dim": arguments.dim, "hidden": 11 * arguments.dim // 4, "blocks": arguments.blocks}
     with tempfile.TemporaryDirectory() as folder:
-        given = (arguments.nproc, folder, sizes, arguments.repeats, arguments.reshard, arguments.device)
-        mp.spawn(worker, given, arguments.nproc)
+        worker_arguments = (arguments.nproc, folder, sizes, arguments.repeats, arguments.reshard, arguments.device)
+        mp.spawn(worker, worker_arguments, arguments.nproc)
         rows = [Figures(**row) for row in json.loads(Path(folder, "rows").read_text())]
     print(f"{sizes}, {arguments.nproc} ranks, medians of {arguments.repeats} steps, bytes\n\n{table(rows)}")
     if arguments.json is not None:

@@ -1,8 +1,8 @@
-"""Time, traffic, work, memory and exactness of one optimizer step, side by side in one run, on the CPU or on GPUs.
+"""Time, traffic, work, memory and accuracy of an optimizer step, side by side, on the CPU or on GPUs.
 
-On the CPU each process has one thread and talks over gloo; with `--device cuda` each has a GPU and talks over NCCL. All
-optimizers step the same sharded parameters with the same gradients; their timed steps take turns, so that whatever else
-the machine does hits all of them alike.
+Each process has one thread on the CPU over gloo, or a GPU over NCCL with `--device cuda`. All optimizers step the same
+sharded parameters with the same gradients. Timed steps take turns, so that other load on the machine affects all of
+them equally.
 """
 
 import json
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.flop_counter import FlopCounterMode
 
-# Run as a script, a file finds only its own folder.
+# A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.c10d_counter import CollectiveCounter
@@ -38,15 +38,15 @@ BASES = ("all_gather", "DistMuon")
 
 @dataclass(frozen=True)
 class Counts:
-    """What one rank did in a step.
+    """Counts of a rank in a step.
 
     Attributes:
         bytes_sent: to other ranks.
-        calls: collectives that carry matrices.
-        agreements: all-reduces of at most 4 bytes per parameter, by which ranks tell each other of faults.
-        ns_flops: of matrix products.
-        bytes_kept: allocated by the optimizer at construction or in its first step, sharded momentum not counted.
-        bytes_new: most that was allocated beyond that during a later step.
+        calls: collectives of matrices.
+        agreements: all-reduces of at most 4 bytes per parameter, for faults.
+        ns_flops: FLOPs of matrix products.
+        bytes_kept: allocated at construction or in the first step, without sharded momentum.
+        bytes_new: largest further allocation during a later step.
     """
 
     bytes_sent: int
@@ -59,14 +59,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Row:
-    """One optimizer's results; counts are of the rank with most.
+    """Results of an optimizer; counts are the busiest rank's.
 
     Attributes:
         ms: median over the timed steps of the slowest rank's time.
-        ratios: medians of the time over that of each of BASES in the same turn; 0 where the base cannot run here.
-        cpu_ms: median over the timed steps of the CPU time, user and system, of all ranks together. Beside other
-            programs it says more than `ms`: what waits takes none of it.
-        cpu_ratios: as `ratios`, of that.
+        ratios: medians of the time over each of BASES in the same turn; 0 for a base that cannot run here.
+        cpu_ms: median over the timed steps of the CPU time, user and system, of all ranks together. More reliable than
+            `ms` beside other programs, because waiting takes no CPU time.
+        cpu_ratios: like `ratios`, of the CPU time.
         error: of the update after three steps against REFERENCE, relative, in the Frobenius norm.
     """
 
@@ -91,7 +91,7 @@ class Contender:
 
 
 def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Contender:
-    """Build an optimizer and take three steps: the first measured with the building, then memory, then counts."""
+    """Build an optimizer and take three steps: first time with construction, then memory, then counts."""
     params = sharded(model, mesh)
 
     def first() -> Steps:
@@ -113,20 +113,20 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
 
 
 def finish(device: torch.device) -> None:
-    """Wait for all that this process has queued on its GPU."""
+    """Wait for this process's GPU queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def barrier(device: torch.device) -> None:
-    """Have all processes go on together, with nothing left to do."""
+    """Synchronize all processes, with empty queues."""
     finish(device)
     dist.barrier()
     finish(device)
 
 
 def timed(contenders: Sequence[Contender], repeats: int, device: torch.device) -> list[list[tuple[float, float]]]:
-    """Seconds of this rank's steps, and of its CPU in them, by repetition and contender, who begin in turn."""
+    """Seconds and CPU seconds of this rank's steps by repetition and contender, with rotating order."""
     seconds = []
     for repeat in range(repeats):
         row = [(0.0, 0.0)] * len(contenders)
@@ -142,7 +142,7 @@ def timed(contenders: Sequence[Contender], repeats: int, device: torch.device) -
 
 
 def updates(contender: Contender, model: Model) -> Tensor:
-    """All changes of the parameters in one vector; whole on every rank."""
+    """Changes of all parameters in a vector; whole on every rank."""
     whole = model.full(INITIAL)
     with torch.no_grad():
         parts = [param.full_tensor().cpu() - whole[name] for name, param in contender.params.items()]  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def updates(contender: Contender, model: Model) -> Tensor:
 
 
 def run(model: Model, mesh: DeviceMesh, repeats: int) -> list[Row]:
-    """The table, the same on every rank."""
+    """The table, equal on every rank."""
     prepared = [prepare(name, build, model, mesh) for name, build in contenders().items()]
     expected = updates(next(c for c in prepared if c.name == REFERENCE), model)
     errors = [updates(contender, model) - expected for contender in prepared]
@@ -185,12 +185,12 @@ def combined(ranks: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> tuple[
 
 
 def ratio(turns: Sequence[Sequence[float]], index: int, names: Sequence[str], base: str) -> float:
-    """Median of a contender's time over that of a base in the same turn, 0 without the base."""
+    """Median of a contender's time over a base's in the same turn; 0 without the base."""
     return median(turn[index] / turn[names.index(base)] for turn in turns) if base in names else 0.0
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown. Memory is what is kept and what is new in a step together."""
+    """Markdown. Memory is the sum of kept and new bytes."""
     ratios = [f"/ {base}" for base in BASES]
     head = [
         "optimizer",
@@ -218,7 +218,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def start(rank: int, nproc: int, folder: str, device: str) -> torch.device:
-    """Give this process its device and its process group."""
+    """Set up device and process group of this process."""
     warnings.simplefilter("ignore", FutureWarning)
     torch.set_num_threads(1)
     mine = torch.device(device) if device == "cpu" else torch.device(device, rank)
@@ -231,7 +231,7 @@ def start(rank: int, nproc: int, folder: str, device: str) -> torch.device:
 
 
 def worker(rank: int, nproc: int, folder: str, model: str, repeats: int, device: str) -> None:
-    """One process; rank 0 leaves the rows in the folder."""
+    """A process; rank 0 writes the rows to the folder."""
     start(rank, nproc, folder, device)
     rows = run(MODELS[model], init_device_mesh(device, (nproc,), mesh_dim_names=("shard",)), repeats)
     if rank == 0:
@@ -251,9 +251,9 @@ class Arguments:
     """Compare optimizers by one step."""
 
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where. On CUDA each process has a GPU of this machine."""
+    """Device. On CUDA each process has a GPU of this machine."""
     nproc: int = 4
-    """Processes; the parameters are cut in rows over them."""
+    """Processes; parameters are sharded in rows over them."""
     model: Literal["peers", "dense12", "tiny", "gpu"] = "peers"
     """The matrices, see contenders.py."""
     repeats: int = 15
@@ -272,7 +272,7 @@ class Arguments:
 
 def main(arguments: Arguments) -> None:
     """Run the processes, print the table and write the figures."""
-    # Otherwise the profiler of each process tells of each start and stop.
+    # Otherwise the profiler of each process logs every start and stop.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(

@@ -1,10 +1,10 @@
-"""Whether the planner's timeline is what a clock shows: Muon's step on gloo, played with the rates of this machine.
+"""The planner's timeline against measured steps of Muon on gloo, with this machine's measured rates.
 
     python benchmarks/bench_timeline.py --nproc 2 --model dense12
 
-Rates and steps are measured in turns, all ranks at once, and of several the fastest counts: what else the machine does
-only adds. Ranks need a core each: two on one would have half of the rate whenever both compute, and the timeline knows
-one rate.
+Rates and steps are measured in turns, on all ranks at once, and the fastest of several repetitions counts, because
+other load only adds time. Ranks need a core each: two ranks on a core would have half the rate when both compute, and
+the timeline has a single rate.
 """
 
 import json
@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 import tyro
 from torch.distributed.device_mesh import init_device_mesh
 
-# Run as a script, a file finds only its own folder.
+# A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_step import barrier, start
@@ -41,8 +41,9 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Rates:
-    """What one rank reached while all others did the same: Newton-Schulz of the model's smallest and largest matrix in
-    FLOP/s with the smaller side of each, bytes per second of copies, and of links with the seconds of a call."""
+    """A rank's rates while all ranks measure: Newton-Schulz of the model's smallest and largest matrix in FLOP/s with
+    their smaller sides, bytes per second of copies, and bytes per second and latency of links.
+    """
 
     sides: tuple[int, int]
     flops: tuple[float, float]
@@ -53,7 +54,7 @@ class Rates:
 
 
 def newton_schulz_rate(rows: int, cols: int) -> float:
-    """FLOP/s of the method that `auto` takes for such a matrix."""
+    """FLOP/s of `auto`'s method on this shape."""
     computed = iteration("keller_jordan", 5, 1e-7)
     method = Dispatch(device="cpu").choose(rows, cols, computed.steps)
     matrix = torch.randn(1, rows, cols)
@@ -62,21 +63,21 @@ def newton_schulz_rate(rows: int, cols: int) -> float:
 
 def fastest(run: Callable[[], object], repeats: int) -> float:
     """Seconds of the fastest of several calls."""
-    taken = []
+    times = []
     for _ in range(repeats):
         begin = time.perf_counter()
         run()
-        taken.append(time.perf_counter() - begin)
-    return min(taken)
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def measure(model: Model) -> Rates:
-    """The rates of this turn, the mean over ranks: the same on each of them, who must plan alike."""
+    """Rates of this turn, averaged over ranks, because all ranks must plan alike."""
     shapes = sorted(model.shapes.values(), key=lambda shape: (min(shape), max(shape)))
     barrier(CPU)
     flops = tuple(newton_schulz_rate(*shape) for shape in (shapes[0], shapes[-1]))
-    one = torch.zeros(1)
-    mine = (*flops, memory_rate(CPU), fastest(lambda: one.add_(1), 20))
+    scalar = torch.zeros(1)
+    mine = (*flops, memory_rate(CPU), fastest(lambda: scalar.add_(1), 20))
     ranks: list[Sequence[float]] = [()] * dist.get_world_size()
     dist.all_gather_object(ranks, mine)
     small, large, memory, launch = (mean(column) for column in zip(*ranks, strict=True))
@@ -85,7 +86,7 @@ def measure(model: Model) -> Rates:
 
 
 def machine_of(rates: Rates) -> MachineRates:
-    """The machine whose rate goes through both measured ones, with one kind of link."""
+    """Machine fitted to both measured rates, with a single kind of link."""
     # rate(side) = top side / (side + half): two equations for two unknowns.
     (low, high), (slow, fast) = rates.sides, rates.flops
     bend = slow * high / (fast * low)
@@ -106,7 +107,7 @@ def machine_of(rates: Rates) -> MachineRates:
 
 @dataclass(frozen=True)
 class Turn:
-    """Milliseconds of one turn: of the fastest step on its slowest rank, of the timeline, and of its Newton-Schulz."""
+    """Milliseconds of a turn: fastest step on the slowest rank, modelled step, modelled Newton-Schulz."""
 
     clock: float
     modelled: float
@@ -114,13 +115,13 @@ class Turn:
 
 
 def take_turn(optimizer: Muon, model: Model, steps: int) -> Turn:
-    """Rates, then steps, then rates again: those in the middle are taken to have had the mean of both."""
+    """Measure rates, steps, rates: the steps count at the mean of both rates."""
     before = measure(model)
-    taken = [clock(optimizer.step) for _ in range(steps)]
+    times = [clock(optimizer.step) for _ in range(steps)]
     after = measure(model)
     played = [timeline(optimizer.plan, machine_of(rates)).last for rates in (before, after)]
     return Turn(
-        1e3 * min(taken),
+        1e3 * min(times),
         1e3 * mean(rank.seconds for rank in played),
         1e3 * mean(rank.orthogonalize for rank in played),
     )
@@ -137,7 +138,7 @@ def clock(run: Callable[[], object]) -> float:
 
 
 def worker(rank: int, nproc: int, folder: str, model: str, repeats: int, steps: int) -> None:
-    """One process; rank 0 leaves the turns in the folder."""
+    """A process; rank 0 writes the turns to the folder."""
     start(rank, nproc, folder, "cpu")
     shapes = MODELS[model]
     optimizer = ours("all_to_all", sharded(shapes, init_device_mesh("cpu", (nproc,))), None, "auto")
@@ -155,13 +156,13 @@ def main(
     repeats: int = 9,
     steps: int = 5,
 ) -> float:
-    """Print the clock beside the timeline; returns the median of modelled over measured.
+    """Print measured and modelled times; returns the median of modelled over measured.
 
     Args:
         nproc: processes, on a core each.
         model: the matrices, see contenders.py.
         repeats: turns.
-        steps: of each turn.
+        steps: steps per turn.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with tempfile.TemporaryDirectory() as folder:

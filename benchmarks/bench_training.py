@@ -1,11 +1,11 @@
-"""What gathers in backward, or updates in forward, cost a training step: a recipe with and without, in CPU time.
+"""Cost of gathers in backward, and of updates in forward, for a training step of a recipe, in CPU time.
 
     python benchmarks/bench_training.py --nproc 4 --config configs/qwen_moe_muon.toml --steps 24
 
-Further keys are the recipe's, as train.py takes them. Each process has one thread, talks over gloo, and trains the
-recipe from the same weights on the same batches: without, with either, and once more without, which shows what two
-equal trainings differ by here. A step goes from the batch to the applied update; steps take turns, so that whatever
-else the machine does hits all alike. What waits takes no CPU time.
+Further keys are the recipe's, as for train.py. Each process has one thread, talks over gloo, and trains the recipe from
+the same weights on the same batches: without overlap, with each overlap, and again without overlap as a control. A step
+goes from the batch to the applied update. Steps take turns, so that other load on the machine affects all of them
+equally. Waiting takes no CPU time.
 """
 
 import json
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import tyro
 
-# Run as a script, a file finds only its own folder.
+# A script finds only modules of its own folder.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import models  # noqa: F401 (registers the families)
@@ -34,17 +34,18 @@ from titan_muon.muon import Muon
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
 
 OVERLAPS = ("none", "backward", "forward", "none")
-"""Of the trainings that are compared. The first is what others are compared with, the last a control."""
+"""Compared values of `muon.overlap`: first the baseline, last the control."""
 QUIET = ("--validator.enable", "false", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false")
 WARM_UP = 2
-"""Steps of each that are not timed: the first makes the momentum."""
+"""Untimed steps: the first makes the momentum."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Taken:
-    """Seconds of a training step: CPU time until the optimizers' step and in it, of one rank or of all together, and
-    the wall time of the rank, or of the slowest."""
+    """Seconds of a training step of a rank, or of all ranks: CPU time before and in the optimizers' step summed, and
+    the slowest wall time.
+    """
 
     passes: float
     step: float
@@ -58,7 +59,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class Sent:
-    """What Muon sends in a training step: collectives and bytes of all ranks, and the collectives before its step."""
+    """Traffic of Muon in a training step: collectives and bytes of all ranks, and collectives before the step."""
 
     calls: int
     bytes_sent: int
@@ -67,8 +68,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class Figures:
-    """Training with one `muon.overlap`: its steps in order, what each of them sends, and whether all that is trained
-    has the same bits as with the first."""
+    """Training with a value of `muon.overlap`: times of the steps, traffic, and whether all trained tensors are bitwise
+    equal to the baseline's.
+    """
 
     overlap: str
     taken: tuple[Taken, ...]
@@ -77,7 +79,7 @@ class Figures:
 
 
 class Trainee:
-    """A recipe's trainer on this rank, and what was seen of its last step."""
+    """Trainer of a recipe on this rank, with records of the last step."""
 
     def __init__(self, recipe: Recipe, folder: str) -> None:
         from titan_muon.titan import compat
@@ -88,10 +90,10 @@ class Trainee:
         compat.forget_meshes()
         trainer = trainer_config(recipe, Run(folder), dist.get_world_size()).build()
         trainer.stop, trainer.stopped, trainer.first_step = StopSignals(None), False, False
-        # A step that is reported reads the loss, and writes.
+        # A reported step reads the loss and writes.
         trainer.metrics_processor.should_log = lambda step: False
         self.trainer = trainer
-        self.muon = next(each for each in trainer.optimizers if isinstance(each, Muon))
+        self.muon = next(item for item in trainer.optimizers if isinstance(item, Muon))
         self.batches = trainer.batch_generator(trainer.dataloader)
         self.sent = Sent(0, 0, 0)
         trainer.optimizers.register_step_pre_hook(lambda *_: self._begin_step())
@@ -100,7 +102,7 @@ class Trainee:
         self._cpu_before, self._calls_before = time.process_time(), self.muon.exchange.traffic.calls
 
     def train_step(self) -> Taken:
-        """A training step, all ranks together."""
+        """A training step, with all ranks in step."""
         traffic = self.muon.exchange.traffic
         calls, sent = traffic.calls, traffic.bytes_sent
         self.trainer.step += 1
@@ -113,15 +115,15 @@ class Trainee:
         return Taken(self._cpu_before - cpu, after - self._cpu_before, wall)
 
     def trained(self) -> list[torch.Tensor]:
-        """What this rank has of all parameters and of Muon's momentum."""
+        """This rank's parameters and Muon's momentum."""
         self.muon.finish_step()
         parameters = [parameter for part in self.trainer.model_parts for parameter in part.parameters()]
         momentum = [self.muon.state[p]["momentum_buffer"] for group in self.muon.param_groups for p in group["params"]]
-        return [getattr(each, "to_local", each.detach)() for each in (*parameters, *momentum)]
+        return [getattr(item, "to_local", item.detach)() for item in (*parameters, *momentum)]
 
 
 def run(recipes: Sequence[Recipe], steps: int, folder: str) -> list[Figures]:
-    """The figures of each recipe, the same on every rank."""
+    """Figures of each recipe, equal on every rank."""
     trainees = [Trainee(recipe, folder) for recipe in recipes]
     for _ in range(WARM_UP):
         for trainee in trainees:
@@ -154,18 +156,18 @@ def same_bits(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> b
 
 
 def together(ranks: Sequence[Taken]) -> Taken:
-    """A step of all ranks."""
-    return Taken(sum(each.passes for each in ranks), sum(each.step for each in ranks), max(each.wall for each in ranks))
+    """A step summed over ranks."""
+    return Taken(sum(item.passes for item in ranks), sum(item.step for item in ranks), max(item.wall for item in ranks))
 
 
 def all_sent(ranks: Sequence[Sent]) -> Sent:
-    """What all ranks send."""
-    return Sent(*(sum(values) for values in zip(*(asdict(each).values() for each in ranks), strict=True)))
+    """Traffic summed over ranks."""
+    return Sent(*(sum(values) for values in zip(*(asdict(item).values() for item in ranks), strict=True)))
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of paired steps: the median of their ratios, and the quartiles."""
+    """Median and quartiles of the ratios of paired steps."""
 
     lower: float
     median: float
@@ -173,7 +175,7 @@ class Ratio:
 
 
 def ratio(these: Sequence[float], those: Sequence[float]) -> Ratio:
-    """These over those, pair by pair; at least two of each."""
+    """Ratios pair by pair; at least two pairs."""
     return Ratio(*quantiles((this / that for this, that in zip(these, those, strict=True)), n=4, method="inclusive"))
 
 
@@ -182,7 +184,7 @@ def table(rows: Sequence[Figures]) -> str:
     head = ["overlap", "CPU ms", "passes", "step", "ms", "Muon's calls", "in backward", "bytes", "bits"]
     lines = [head, ["---"] + ["---:"] * (len(head) - 1)]
     for row in rows:
-        times = [1e3 * median(getattr(each, name) for each in row.taken) for name in ("cpu", "passes", "step", "wall")]
+        times = [1e3 * median(getattr(item, name) for item in row.taken) for name in ("cpu", "passes", "step", "wall")]
         sent = (row.sent.calls, row.sent.in_backward, row.sent.bytes_sent)
         bits = "equal" if row.bitwise else "differ"
         lines.append([row.overlap, *(f"{value:,.1f}" for value in times), *(f"{count:,}" for count in sent), bits])
@@ -193,33 +195,33 @@ def ratios(rows: Sequence[Figures]) -> str:
     """A line for each row but the first."""
     lines = []
     for row in rows[1:]:
-        found = ratio([each.cpu for each in row.taken], [each.cpu for each in rows[0].taken])
+        measured = ratio([item.cpu for item in row.taken], [item.cpu for item in rows[0].taken])
         lines.append(
-            f"CPU time of a training step, {row.overlap} / {rows[0].overlap}: median {found.median:.4f} of "
-            f"{len(row.taken)} pairs, quartiles {found.lower:.4f} to {found.upper:.4f}"
+            f"CPU time of a training step, {row.overlap} / {rows[0].overlap}: median {measured.median:.4f} of "
+            f"{len(row.taken)} pairs, quartiles {measured.lower:.4f} to {measured.upper:.4f}"
         )
     return "\n".join(lines)
 
 
 def recipes(config: Path, keys: Sequence[str], folder: str) -> list[Recipe]:
     """The recipe with each of OVERLAPS. Raises RecipeError."""
-    given = [*QUIET, *keys, "--dump_folder", folder, "--muon.overlap"]
-    return [load(config, [*given, overlap]) for overlap in OVERLAPS]
+    flags = [*QUIET, *keys, "--dump_folder", folder, "--muon.overlap"]
+    return [load(config, [*flags, overlap]) for overlap in OVERLAPS]
 
 
 def worker(rank: int, nproc: int, folder: str, config: Path, keys: Sequence[str], steps: int) -> None:
-    """One process; rank 0 leaves the figures in the folder."""
-    here, there = str(rank), str(nproc)
-    os.environ.update(RANK=here, LOCAL_RANK=here, WORLD_SIZE=there, LOCAL_WORLD_SIZE=there)
+    """A process; rank 0 writes the figures to the folder."""
+    own_rank, world = str(rank), str(nproc)
+    os.environ.update(RANK=own_rank, LOCAL_RANK=own_rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world)
     start(rank, nproc, folder, "cpu")
     from titan_muon.titan import compat
 
-    # Before TorchTitan is imported, which takes its device then.
+    # Before the import of TorchTitan, which copies the device.
     compat.install()
     from titan_muon.titan.run.console import set_up_logging
 
     set_up_logging()
-    # What a run says of itself is said by both trainers.
+    # Both trainers would repeat a run's messages.
     logging.getLogger().setLevel(logging.WARNING)
     rows = run(recipes(config, keys, folder), steps, folder)
     if rank == 0:
@@ -246,9 +248,9 @@ class Arguments:
 
 
 def read(text: str) -> list[Figures]:
-    """What rank 0 wrote."""
+    """Figures written by rank 0."""
     return [
-        Figures(row["overlap"], tuple(Taken(**each) for each in row["taken"]), Sent(**row["sent"]), row["bitwise"])
+        Figures(row["overlap"], tuple(Taken(**item) for item in row["taken"]), Sent(**row["sent"]), row["bitwise"])
         for row in json.loads(text)
     ]
 
@@ -262,8 +264,8 @@ def main(arguments: Arguments, keys: Sequence[str] = ()) -> list[Figures]:
                 check_degrees(recipe, arguments.nproc)
         except RecipeError as error:
             raise SystemExit(f"error: {error}") from error
-        given = (arguments.nproc, folder, arguments.config, tuple(keys), arguments.steps)
-        mp.spawn(worker, given, arguments.nproc)
+        worker_arguments = (arguments.nproc, folder, arguments.config, tuple(keys), arguments.steps)
+        mp.spawn(worker, worker_arguments, arguments.nproc)
         rows = read(Path(folder, "figures").read_text(encoding="utf-8"))
     name = " ".join([arguments.config.stem, *keys])
     print(f"{name}, {arguments.nproc} ranks, medians of {arguments.steps} training steps\n")

@@ -1,6 +1,6 @@
-"""Counts every collective that this process issues, where they all pass: the dispatcher's c10d operators.
+"""Counts every collective of this process by the dispatcher's c10d operators.
 
-Eager `torch.distributed` calls, functional collectives, and those that DTensor issues inside its operations end there.
+Eager `torch.distributed` calls, functional collectives and DTensor's collectives all become these operators.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ NO_COLLECTIVES = ("wait_tensor", "_wrap_tensor_autograd", "check_for_nan")
 
 @dataclass(frozen=True)
 class Call:
-    """One collective of this rank, without the underscores of its operator's name, among global `ranks`.
+    """A collective of this rank among global `ranks`, named like the operator without underscores.
 
-    `payload` are the bytes of the tensors that it passes in. `sent` are those that have to leave it, whatever the
-    backend does: what others need of them, once for each of them; a ring's share for an all-reduce. `operations` are
-    those that NCCL runs it as.
+    `payload`: bytes of the input tensors. `sent`: bytes that must leave the rank with any backend: the other ranks'
+    data, once per rank; a ring's share for an all-reduce. `operations`: number of NCCL operations.
     """
 
     name: str
@@ -36,7 +35,7 @@ class Call:
 
     @property
     def group_size(self) -> int:
-        """Number of ranks that take part."""
+        """Number of participating ranks."""
         return len(self.ranks)
 
 
@@ -51,14 +50,14 @@ class CollectiveCounter(TorchDispatchMode):
 
     @property
     def sent(self) -> int:
-        """Bytes that all calls send to other ranks."""
+        """Bytes sent to other ranks by all calls."""
         return sum(call.sent for call in self.calls)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Only then does a DTensor break its operation into collectives and operations on its local tensor.
+        # A DTensor then breaks its operation into collectives and local operations.
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
-        # Operators of higher order, such as FlexAttention's, have no schema.
+        # Higher-order operators, for example FlexAttention's, have no schema.
         name = func._schema.name.split("::")[1] if isinstance(func, torch._ops.OpOverload) else ""
         if name not in ("", *NO_COLLECTIVES) and func.namespace in NAMESPACES:
             self.calls.append(_call(name, func, args, kwargs or {}))
@@ -71,7 +70,7 @@ class CollectiveCounter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Operator:
-    """A collective to be counted: arguments by name, and this rank's place in the group."""
+    """A collective to count: arguments by name, and this rank's index in the group."""
 
     arguments: Mapping[str, Any]
     size: int
@@ -79,7 +78,7 @@ class Operator:
 
     @property
     def input(self) -> Any:
-        """The tensor or tensors that this rank passes in."""
+        """Input tensor or tensors of this rank."""
         names = ("input", "inputs", "input_tensor", "input_tensors", "input_list", "tensors", "tensor")
         return next(self.arguments[name] for name in names if name in self.arguments)
 
@@ -110,12 +109,12 @@ def _group(arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 
 def _operations(name: str, operator: Operator) -> int:
-    """One, but for a list of unequal parts: NCCL runs a broadcast or a reduction for each of them."""
+    """1, except for lists of unequal parts: NCCL runs a broadcast or a reduction for each part."""
     parts = {"allgather": "output_tensors", "reduce_scatter": "input_tensors"}.get(name)
     if parts is None:
         return 1
-    (each,) = operator.arguments[parts]
-    return len(each) if len({part.numel() for part in each}) > 1 else 1
+    (tensors,) = operator.arguments[parts]
+    return len(tensors) if len({part.numel() for part in tensors}) > 1 else 1
 
 
 def _bytes(value: Any) -> int:
@@ -141,7 +140,7 @@ def _but_one_part(operator: Operator) -> int:
 
 
 def _but_own_part(operator: Operator) -> int:
-    """Of a list with a part for each rank, perhaps within another list; on some ranks there is none."""
+    """Bytes of a list with a part for each rank, perhaps nested, without this rank's own; some ranks have no list."""
     parts = operator.input
     while parts and not isinstance(parts[0], Tensor):
         parts = parts[0]
@@ -184,4 +183,4 @@ SENT: Mapping[str, Callable[[Operator], int]] = {
     **dict.fromkeys(("recv", "recv_any_source", "irecv", "barrier", "monitored_barrier"), _nothing),
     "batch_p2p_ops": _sends_of_batch,
 }
-"""Bytes that have to leave this rank, for each operator."""
+"""Bytes that must leave this rank, for each operator."""

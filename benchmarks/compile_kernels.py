@@ -1,9 +1,9 @@
-"""The Triton kernels compiled for GPUs that are not there, as a table: instructions, registers, spills, shared memory.
+"""The Triton kernels compiled without a GPU, as a table: instructions, registers, spills, shared memory.
 
     PYTHONPATH=.cache/triton python benchmarks/compile_kernels.py    # or: make kernels
 
-Exits with 1 where a kernel lacks its architecture's instruction, spills, or exceeds a limit. Every figure is read from
-what the compiler printed: PTX, the log of `ptxas -v`, and Triton's metadata.
+Exits with 1 if a kernel lacks the architecture's instruction, spills, or exceeds a limit. All figures come from the
+compiler: PTX, the log of `ptxas -v`, and Triton's metadata.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from titan_muon.orthogonalize.symmetric import HALVES
 from titan_muon.orthogonalize.symmetric_kernel import TILES, Launch, Tile, launch_of
 
 REGISTERS, BLOCK_REGISTERS, TENSOR_COLUMNS = 255, 65_536, 512
-"""Most registers of a thread and of a block, and columns of tensor memory, on all three architectures."""
+"""Most registers per thread and per block, and columns of tensor memory, on all three architectures."""
 VARIANTS = ("X Xᵀ", "X Xᵀ, X transposed", "polynomial")
-"""The products that an iteration makes: which operands are transposed, and whether C is added, changes the code."""
+"""Products of an iteration. The transposed operands and the addition of C change the code."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a GPU has. Limits are of the CUDA C++ Programming Guide's table of specifications by compute capability.
+    """A GPU architecture. Limits from the CUDA C++ Programming Guide's table of specifications by compute capability.
 
     Attributes:
         capability: as in sm_90.
-        instruction: of its tensor cores, as PTX names it.
-        copies: what brings operands to shared memory, as PTX names it; those by TMA begin with cp.async.bulk.
-        shared: most bytes of shared memory of a block.
+        instruction: tensor-core instruction in PTX.
+        copies: PTX instruction of copies to shared memory; TMA's begin with cp.async.bulk.
+        shared: most bytes of shared memory per block.
     """
 
     capability: int
@@ -63,7 +63,7 @@ ARCHITECTURES = (
 
 @dataclass(frozen=True)
 class Case:
-    """One product as the launcher would compile it. `ragged`: sides that tiles do not divide."""
+    """A product as the launcher would compile it. `ragged`: sides are no multiples of the tiles."""
 
     target: Architecture
     variant: str
@@ -72,7 +72,7 @@ class Case:
     ragged: bool = False
 
     def launch(self) -> Launch:
-        """The launch on tensors without memory: the launcher specializes for their strides and alignment."""
+        """Launch on tensors without memory: the launcher specializes for strides and alignment."""
         rows, cols = (4112, 8208) if self.ragged else (4096, 8192)
 
         def stack(*shape: int) -> torch.Tensor:
@@ -86,17 +86,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a case.
+    """Compiled form of a case.
 
     Attributes:
         instructions: tensor-core instructions in the PTX, with their shapes.
         copies: whether the PTX has the architecture's copies to shared memory.
         specialized: whether warps have different programs.
-        threads: of a block, with the warps that specialization adds.
-        registers: of a thread.
-        spilled: bytes that a thread stores to or loads from memory for want of registers.
-        shared: bytes of shared memory of a block.
-        columns: of tensor memory.
+        threads: per block, with the warps added by specialization.
+        registers: per thread.
+        spilled: bytes per thread of register spills.
+        shared: bytes of shared memory per block.
+        columns: columns of tensor memory.
     """
 
     case: Case
@@ -110,7 +110,7 @@ class Compiled:
     columns: int
 
     def faults(self) -> list[str]:
-        """Why this must not be used, in words."""
+        """Reasons to reject the kernel."""
         target, tile = self.case.target, self.case.tile
         checks = {
             f"no {target.instruction}": not self.instructions,
@@ -127,35 +127,35 @@ class Compiled:
 
 @contextlib.contextmanager
 def compiling_for(target: Architecture) -> Iterator[io.StringIO]:
-    """Let Triton compile for a GPU that is not there, always anew; what ptxas says is in the yielded text."""
+    """Let Triton compile for an absent GPU, without its cache; yields ptxas's output."""
     absent: Any = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", target.capability, 32),
         get_current_device=lambda: target.capability,
         get_current_stream=lambda device: 0,
     )
-    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as said:
-        # ptxas speaks only when it runs.
+    with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(io.StringIO()) as log:
+        # ptxas prints only when it runs.
         knobs.compilation.always_compile = True
         knobs.nvidia.dump_ptxas_log = True
         driver.set_active(absent)
         try:
-            yield said
+            yield log
         finally:
-            # The next user of Triton asks for the real one again.
+            # Reset, so that the next user of Triton gets the real GPU.
             driver.set_active(None)
 
 
 def compiled(case: Case) -> Compiled:
-    """Compile one case and read what came of it."""
+    """Compile a case and parse the result."""
     launch = case.launch()
-    with compiling_for(case.target) as said:
+    with compiling_for(case.target) as log:
         launch.kernel.device_caches.pop(case.target.capability, None)
         binary = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
     ptx, metadata = binary.asm["ptx"], binary.metadata
     # A warp-specialized kernel has one entry, and ptxas one line for it.
-    registers = re.findall(r"Used (\d+) registers", said.getvalue())
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
-    assert len(registers) == len(spills) == 1, f"ptxas -v was expected to report one kernel: {said.getvalue()!r}"
+    registers = re.findall(r"Used (\d+) registers", log.getvalue())
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log.getvalue())
+    assert len(registers) == len(spills) == 1, f"ptxas -v was expected to report one kernel: {log.getvalue()!r}"
     return Compiled(
         case,
         tuple(sorted(set(re.findall(rf"{re.escape(case.target.instruction)}\.[\w.:]+", ptx)))),
@@ -170,12 +170,12 @@ def compiled(case: Case) -> Compiled:
 
 
 def cases() -> Iterator[Case]:
-    """Every architecture with its tiles, and every product that runs there."""
+    """Every architecture with its tiles and products."""
     for target in ARCHITECTURES:
         for tile, variant, dtype in product(TILES[target.capability // 10], VARIANTS, HALVES):
             yield Case(target, variant, dtype, tile)
             if not tile.tma:
-                # Through descriptors, sides that tiles do not divide are the same code.
+                # With descriptors, ragged sides do not change the code.
                 yield Case(target, variant, dtype, tile, ragged=True)
 
 
@@ -205,7 +205,7 @@ HEADER = """| GPU | product | dtype | tile | tensor cores | copies | threads | r
 
 
 def main() -> int:
-    """Print the table, and what is wrong with it."""
+    """Print the table and the faults."""
     wrong = 0
     print(f"triton {triton.__version__}, torch {torch.__version__}\n\n{HEADER}", flush=True)
     for case in cases():
@@ -213,7 +213,7 @@ def main() -> int:
         faults = found.faults()
         wrong += bool(faults)
         print(row(found, "; ".join(faults) or "fits"), flush=True)
-    # Small, since nothing runs it: its tiles would not fit the registers, and take ptxas a minute.
+    # Small, because the kernel never runs: the architecture's tiles would spill and take ptxas a minute.
     for target in ARCHITECTURES:
         small = Tile(side=64, depth=32, warps=4, stages=2, tma=TILES[target.capability // 10][0].tma)
         found = compiled(Case(target, "X Xᵀ", "float32", small))

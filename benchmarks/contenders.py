@@ -21,13 +21,13 @@ INITIAL, GRADIENT = 0, 1
 
 @dataclass(frozen=True)
 class Model:
-    """Shapes of the matrices of one layer, by name, and the number of layers."""
+    """Shapes of a layer's matrices by name, and the number of layers."""
 
     layers: int
     shapes: Mapping[str, tuple[int, int]]
 
     def full(self, kind: int) -> dict[str, Tensor]:
-        """Whole parameters (`INITIAL`) or gradients (`GRADIENT`) by name, in fp32, the same on every rank."""
+        """Whole parameters (`INITIAL`) or gradients (`GRADIENT`) by name, in fp32, equal on every rank."""
         generator = torch.Generator().manual_seed(kind)
         return {
             f"layers.{layer}.{name}": torch.randn(shape, generator=generator)
@@ -46,13 +46,13 @@ MODELS = {
     "peers": transformer(layers=4, width=256, kv=128, ffn=704),
     "dense12": transformer(layers=12, width=512, kv=128, ffn=1408),
     "tiny": transformer(layers=1, width=16, kv=8, ffn=40),
-    # 100 M parameters: all contenders together fit on a GPU of 16 GB.
+    # 100 M parameters: all contenders together fit on a GPU with 16 GB.
     "gpu": transformer(layers=4, width=1536, kv=512, ffn=4096),
 }
 
 
 class Steps(Protocol):
-    """What is timed."""
+    """A timed optimizer."""
 
     def step(self) -> Any:
         """One update of the parameters."""
@@ -63,7 +63,7 @@ Builder = Callable[[Parameters, DeviceMesh], Steps]
 
 
 def sharded(model: Model, mesh: DeviceMesh) -> Parameters:
-    """The model's parameters in rows over the mesh, with their gradients."""
+    """The model's parameters in rows over the mesh, with gradients."""
 
     def rows(whole: Tensor) -> Tensor:
         return distribute_tensor(whole.to(mesh.device_type), mesh, [Shard(0)], src_data_rank=None)
@@ -77,7 +77,7 @@ def sharded(model: Model, mesh: DeviceMesh) -> Parameters:
 
 
 class Gathered:
-    """torch.optim.Muon as it is: every rank gathers every gradient and trains whole copies of the parameters."""
+    """Plain torch.optim.Muon: every rank gathers all gradients and trains whole copies of the parameters."""
 
     def __init__(self, params: Parameters, mesh: DeviceMesh) -> None:
         self.params = params
@@ -98,28 +98,28 @@ class Gathered:
 
 
 def torch_muon(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """torch.optim.Muon with the settings of all contenders."""
+    """torch.optim.Muon with the contenders' settings."""
     return torch.optim.Muon(params, adjust_lr_fn="match_rms_adamw", **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
 def ours(exchange: str, params: Parameters, mesh: DeviceMesh | None, orthogonalize: str = "reference") -> Muon:
-    """Titan Muon with one of its exchanges, in torch.optim.Muon's arithmetic unless told otherwise."""
+    """Titan Muon with one of its exchanges, by default in torch.optim.Muon's arithmetic."""
     return Muon(list(params.items()), exchange=exchange, orthogonalize=orthogonalize, **HYPERPARAMETERS)  # type: ignore[arg-type]
 
 
 def adamw(params: Parameters, mesh: DeviceMesh) -> torch.optim.Optimizer:
-    """What a step takes that orthogonalizes nothing and sends nothing."""
+    """AdamW: a step without orthogonalization and communication."""
     return torch.optim.AdamW(params.values(), lr=0.02, weight_decay=0.1, fused=mesh.device_type == "cuda")
 
 
 def dist_muon(params: Parameters, mesh: DeviceMesh) -> Steps:
-    """torchtitan's DistMuon, one layer in a bucket."""
-    # Here and not above: the other contenders need PyTorch alone.
+    """torchtitan's DistMuon, a layer per bucket."""
+    # Imported here, because the other contenders need only PyTorch.
     from torchtitan.distributed.flex_shard import BucketConfig, ComputeLayout, Owned
     from torchtitan.distributed.flex_shard.dist_muon import DistMuon
 
     class CpuDistMuon(DistMuon):
-        """DistMuon without its test for CUDA."""
+        """DistMuon without the check for CUDA."""
 
         def _validate_parameter_storage(self) -> torch.device:
             return torch.device("cpu")
@@ -139,7 +139,7 @@ def dist_muon(params: Parameters, mesh: DeviceMesh) -> Steps:
 
 
 class NoStream:
-    """A stream or event of a device that has none: all that is asked of it is done already."""
+    """A stream or event on the CPU: all work is already done."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
 
@@ -148,7 +148,7 @@ class NoStream:
 
 
 def replace_streams() -> None:
-    """Give torchtitan's runtime, in this process, streams and events for the CPU, which PyTorch has none of."""
+    """Give torchtitan's runtime in this process streams and events for the CPU."""
     from torchtitan.distributed.flex_shard import _optimizer_reshard_runtime as reshard_runtime
 
     device = types.SimpleNamespace(
@@ -173,10 +173,10 @@ CONTENDERS: Mapping[str, Builder] = {
     "AdamW": adamw,
 }
 OTHER_ARITHMETIC = ("all_to_all, auto", "AdamW")
-"""Contenders that are compared by their time, and compute another update than torch.optim.Muon."""
+"""Contenders compared by time only: their update differs from torch.optim.Muon's."""
 
 
 def contenders() -> Mapping[str, Builder]:
-    """Those that can run here: DistMuon needs torchtitan."""
+    """Contenders of this machine: DistMuon needs torchtitan."""
     there = importlib.util.find_spec("torchtitan") is not None
     return {name: build for name, build in CONTENDERS.items() if there or name != "DistMuon"}

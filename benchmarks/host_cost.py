@@ -1,11 +1,11 @@
-"""CPU time of Muon's step without Newton-Schulz beside AdamW's foreach step on the same DTensors, in a fake world.
+"""CPU time of Muon's step without Newton-Schulz and of AdamW's foreach step on the same DTensors, in a fake world.
 
     python benchmarks/host_cost.py                              # all models: a minute, most of it planning
     python benchmarks/host_cost.py --models dense_560 --profile
 
-One rank of the world steps, an owner, with the plan of the real shapes for GPUs: its pieces, buckets and batches are as
-many as there. But its tensors are on the CPU and have one column, so that what is measured is the host's own time. The
-two optimizers take turns, and figures are medians of CPU time, which other processes hardly change.
+One rank of the world steps, an owner, with the plan of the real shapes for GPUs: the same numbers of pieces, buckets
+and batches. The tensors are on the CPU with a single column, so that only the host's time counts. The optimizers take
+turns. Figures are medians of CPU time, hardly affected by other processes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """Medians of the CPU time of one step, in milliseconds, on a rank that stores `parameters` and `pieces` of them."""
+    """Medians of the CPU time of a step, in milliseconds, on a rank with `parameters` and `pieces` of them."""
 
     parameters: int
     pieces: int
@@ -74,7 +74,7 @@ class Cost:
 
 
 def with_one_column(parameter: Parameter) -> Parameter:
-    """A parameter as narrow as can be; what a rank stores of it is cut as before."""
+    """A parameter with a single column and the same row sharding."""
     *kept, last = range(len(parameter.layout.shape))
     assert all(getattr(placement, "dim", 0) != last for placement in parameter.layout.placements), (
         f"{parameter.fqn}: its columns are cut"
@@ -84,13 +84,13 @@ def with_one_column(parameter: Parameter) -> Parameter:
 
 
 def narrow(plan: Plan) -> Plan:
-    """The same plan for parameters of one column."""
+    """The same plan for parameters with a single column."""
     matrices = tuple(replace(matrix, cols=1) for matrix in plan.matrices)
     return replace(plan, parameters=tuple(map(with_one_column, plan.parameters)), matrices=matrices)
 
 
 def narrow_parameters(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> dict[str, nn.Parameter]:
-    """The parameters of a narrow plan on a rank, on the CPU with gradients, placed as the `sharded` ones are."""
+    """A rank's parameters of a narrow plan, on the CPU with gradients, placed like `sharded`."""
     params, meshes = {}, dict[DeviceMesh, DeviceMesh]()
     geometries = Geometries(plan.parameters)
     for index, parameter in enumerate(plan.parameters):
@@ -112,13 +112,13 @@ def narrow_parameters(plan: Plan, sharded: Mapping[str, Tensor], rank: int) -> d
 
 
 def all_to_all(output: Tensor, *_: Any, group: dist.ProcessGroup, **__: Any) -> Any:
-    """A collective that costs the host what any does; the fake process group's all-to-all copies rank by rank."""
+    """A collective with the usual host cost; the fake process group's all-to-all copies rank by rank."""
     return dist.all_reduce(output.zero_(), group=group, async_op=True)
 
 
 @contextmanager
 def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
-    """Muon without Newton-Schulz and AdamW, of the same parameters."""
+    """Muon without Newton-Schulz, and AdamW, on the same parameters."""
     degree = ["--parallelism.expert_parallel_degree", str(case.expert_parallel)]
     meta = build_meta_model(load(ROOT / f"configs/{case.recipe}.toml", degree), case.ranks, "cuda")
     assert meta.plan is not None, f"{case.recipe} has Muon parameters"
@@ -177,7 +177,7 @@ class Arguments:
     """Measure the host's part of an optimizer step."""
 
     models: tuple[Literal["qwen3_30b_a3b", "kimi_k2", "dense_560"], ...] = ("qwen3_30b_a3b", "kimi_k2", "dense_560")
-    """Which of the models."""
+    """Models to measure."""
     repeats: int = 15
     """Timed steps of each optimizer."""
     profile: bool = False

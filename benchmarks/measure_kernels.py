@@ -1,4 +1,4 @@
-"""Measures which kernel makes symmetric products fastest on this GPU, and keeps that for later runs of Muon."""
+"""Measures the fastest kernel for symmetric products on this GPU, and keeps the result for later runs of Muon."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from titan_muon.orthogonalize.products import PLAIN, Products
 from titan_muon.orthogonalize.symmetric import KERNELS, installed
 
 MARGIN = 1.05
-"""How much faster a kernel must be to be used."""
+"""Minimum speedup of a kernel."""
 TOLERANCES: Mapping[str, float] = {"float16": 4e-3, "bfloat16": 3e-2}
-"""Largest difference from a plain product, relative, that a kernel may have to be used."""
+"""Largest accepted difference from a plain product, relative."""
 SIZES = (256, 512, 1024, 2048, 4096, 8192)
 
 
 def save_kernels(kernels: Sequence[Kernel], file: Path) -> None:
-    """Keep a measurement; a reader finds the old one or the new one whole."""
+    """Save a measurement atomically."""
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(json.dumps([asdict(kernel) for kernel in kernels], indent=1) + "\n", encoding="utf-8")
@@ -32,7 +32,7 @@ def save_kernels(kernels: Sequence[Kernel], file: Path) -> None:
 
 
 def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Iterator[Kernel]:
-    """The fastest products on a CUDA device by dtype and smaller side, as they are measured; waits for the device."""
+    """Fastest products on a CUDA device by dtype and smaller side; waits for the device."""
     for dtype in TOLERANCES:
         for size in sizes:
             count = max(1, (2048 // size) ** 2)
@@ -46,7 +46,7 @@ def measure_kernels(device: torch.device, sizes: Sequence[int] = SIZES) -> Itera
 
 
 def _products(products: Products, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The two products that an iteration makes: X Xᵀ, and a polynomial in it."""
+    """The two products of an iteration: X Xᵀ, and a polynomial in X Xᵀ."""
     gram = x.new_empty(x.size(0), x.size(1), x.size(1))
     polynomial = torch.empty_like(gram)
     products.gram(x, out=gram)
@@ -55,11 +55,11 @@ def _products(products: Products, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _agrees(products: Products, x: Tensor, tolerance: float) -> bool:
-    """Whether a kernel runs on this device and gives what plain products give."""
+    """Whether a kernel runs on this device and agrees with plain products."""
     try:
         found = _products(products, x)
     except Exception:
-        # Whatever a kernel's own package raises on a GPU that it does not know: it is not used there.
+        # A kernel's package may raise any error on an unknown GPU.
         return False
     pairs = zip(found, _products(PLAIN, x), strict=True)
     return all(bool((f.float() - e.float()).norm() <= tolerance * e.float().norm()) for f, e in pairs)

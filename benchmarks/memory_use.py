@@ -1,4 +1,4 @@
-"""What a piece of code allocates, to the byte, for the benchmarks."""
+"""Allocations of a piece of code, to the byte, for the benchmarks."""
 
 import gc
 from collections.abc import Callable
@@ -14,10 +14,9 @@ CPU = torch.device("cpu")
 
 
 def allocated(fn: Callable[[], Any], device: torch.device = CPU) -> tuple[Any, int, int]:
-    """What `fn` returns, the most bytes that were allocated on a device while it ran, and those left when it was done.
+    """Result of `fn`, largest bytes allocated on a device meanwhile, and bytes left at the end.
 
-    On the CPU every allocation and release of PyTorch's allocator is an event of its profiler; on CUDA the allocator
-    counts them itself.
+    On the CPU from the allocator's profiler events; on CUDA from the allocator's counters.
     """
     if device.type == "cuda":
         return _on_cuda(fn, device)
@@ -31,10 +30,10 @@ def allocated(fn: Callable[[], Any], device: torch.device = CPU) -> tuple[Any, i
 
 
 def kept(fn: Callable[[], Any], device: torch.device = CPU) -> tuple[Any, int]:
-    """What `fn` returns, and the bytes on a device that tensors have more than before when it is done.
+    """Result of `fn`, and the growth of tensors on a device in bytes.
 
-    On the CPU of the tensors that Python knows: gloo's threads release the copies that its collectives go through
-    whenever they come to it, which the profiler does not always see.
+    On the CPU only tensors known to Python count: gloo's threads release their copies at varying times, which the
+    profiler may miss.
     """
     if device.type == "cuda":
         returned, _, left = _on_cuda(fn, device)
@@ -47,14 +46,15 @@ def kept(fn: Callable[[], Any], device: torch.device = CPU) -> tuple[Any, int]:
 def _held() -> int:
     """Bytes of the storages of all plain tensors on the CPU."""
     gc.collect()
-    # type() and not isinstance(), which asks lazy modules for attributes that import them. A DTensor has no storage
-    # itself, and that of its local tensor is among the others.
-    found = (each for each in gc.get_objects() if type(each) in (Tensor, Parameter) and each.device.type == "cpu")
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in found}.values())
+    # type(), not isinstance(), which triggers imports in lazy modules. A DTensor has no storage; its local tensor is
+    # also in the list.
+    tensors = (t for t in gc.get_objects() if type(t) in (Tensor, Parameter) and t.device.type == "cpu")
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _on_cuda(fn: Callable[[], Any], device: torch.device) -> tuple[Any, int, int]:
-    # Memory that another stream still uses is counted until that stream is done with it.
+    # Memory in use by another stream counts until that stream is done.
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

@@ -1,4 +1,4 @@
-"""The figures of bench_orthogonalize.py as a picture: speed over torch.optim.Muon's loop, and error."""
+"""Picture of bench_orthogonalize.py's figures: speedup over torch.optim.Muon's loop, and error."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 
 
 def draw_picture(rows: Sequence[Any], errors: Sequence[Any], file: Path) -> None:
-    """Write bars of `faster` for each `Row`, and of the mean over all sets and shapes for the `ErrorRow`s."""
+    """Write bars of `faster` for each `Row`, and the mean over all sets and shapes for the `ErrorRow`s."""
     figure, axes = plt.subplots(1, 2 if errors else 1, figsize=(14, 7), layout="constrained", squeeze=False)
     _speed(axes[0][0], rows)
     if errors:

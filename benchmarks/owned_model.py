@@ -1,4 +1,4 @@
-"""A small transformer and ways to train it: alone, under fully_shard, and with its matrices owned."""
+"""A small transformer, trained alone, under fully_shard, and with owned matrices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DIM, HIDDEN, BLOCKS, BATCH, LENGTH = 32, 80, 3, 8, 6
 
 
 class Block(nn.Module):
-    """Attention and MLP, with norms and biases that stay sharded."""
+    """Attention and MLP; norms and biases stay sharded."""
 
     def __init__(self, dim: int = DIM, hidden: int = HIDDEN) -> None:
         super().__init__()
@@ -51,10 +51,10 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Setup:
-    """How a model is placed: `owned`, `sharded` (FSDP2 alone) or `alone` (one process, the whole batch).
+    """Placement of a model: `owned`, `sharded` (FSDP2 alone) or `alone` (a single process, the whole batch).
 
-    `prepare` changes the model before it is placed, `tensor` is the degree of tensor parallelism within the blocks,
-    `tensor_parallel` says who holds what that cuts, and `shard_first` calls fully_shard before own.
+    `prepare` changes the model before the placement. `tensor`: degree of tensor parallelism within the blocks.
+    `tensor_parallel`: option of `Owners`. `shard_first`: call fully_shard before own.
     """
 
     placement: str
@@ -68,7 +68,7 @@ class Setup:
 
 
 def matrices(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters of the blocks that are owned."""
+    """Owned parameters of the blocks."""
     return [p for name, p in module.named_parameters() if "layers" in name and p.ndim == 2]
 
 
@@ -82,7 +82,7 @@ COLUMNS, ROWS = ("wq", "wk", "wv", "w1"), ("wo", "w2")
 
 
 def data_mesh(world_size: int, setup: Setup, model: Net, device: str = "cpu") -> DeviceMesh:
-    """The mesh of FSDP or HSDP, once the blocks are cut over the tensor-parallel ranks, if there are any."""
+    """Mesh of FSDP or HSDP, after tensor parallelism of the blocks, if any."""
     degrees = (setup.replicas, world_size // setup.replicas // setup.tensor, setup.tensor)
     mesh = init_device_mesh(device, degrees, mesh_dim_names=("replicate", "shard", "tensor"))
     if setup.tensor > 1:
@@ -93,7 +93,7 @@ def data_mesh(world_size: int, setup: Setup, model: Net, device: str = "cpu") ->
 
 
 def place(model: Net, setup: Setup, mesh: DeviceMesh) -> Owners | None:
-    """Place a model on the ranks of a mesh. Returns its owners, if it has any."""
+    """Place a model on the ranks of a mesh. Returns the owners, if any."""
     if setup.prepare is not None:
         setup.prepare(model)
     sharding: dict[str, Any] = {"mesh": mesh, "mp_policy": setup.policy, "reshard_after_forward": setup.reshard}
@@ -122,14 +122,14 @@ def matrices_of(layer: nn.Module) -> list[nn.Parameter]:
 
 
 def summed_plainly(model: nn.Module) -> None:
-    """gloo has no reduction that multiplies first."""
+    """gloo has no PREMUL_SUM reduction."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
 
 
 def batch(step: int, part: int = 0) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of a step's microbatch, the same on every rank."""
+    """Inputs and targets of a step's microbatch, equal on every rank."""
     generator = torch.Generator().manual_seed(1000 * step + part)
     shape = (BATCH, LENGTH, 8)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
@@ -143,7 +143,7 @@ def loss_of(model: nn.Module, share: int, shares: int, step: int, part: int = 0)
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters, whole, by their plain names."""
+    """All parameters, whole, by plain name."""
     return {
         name.replace("_checkpoint_wrapped_module.", ""): gather(parameter)
         for name, parameter in model.named_parameters()

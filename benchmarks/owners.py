@@ -1,4 +1,4 @@
-"""How other systems choose owners: the same plan with the owners of `round_robin` or `per_layer`."""
+"""Owners as other systems choose them: the same plan with `round_robin` or `per_layer`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,26 +7,26 @@ from titan_muon.plan import Plan
 from titan_muon.plan.terms.types import Bucket
 
 Choose = Callable[[Plan, Bucket, int], int]
-"""The place in a bucket's group of the rank that owns a matrix."""
+"""Index in a bucket's group of the owner of a matrix."""
 
 
 def round_robin(plan: Plan, bucket: Bucket, matrix: int) -> int:
-    """The i-th matrix of a group goes to its rank i modulo the group's size, in the order of the parameters."""
+    """The i-th matrix of a group belongs to the group's rank i modulo its size, in the order of the parameters."""
     numbers = sorted(number for other in plan.buckets if other.group == bucket.group for number in other.matrices)
     return numbers.index(matrix) % len(bucket.group)
 
 
 def per_layer(plan: Plan, bucket: Bucket, matrix: int) -> int:
-    """All matrices of a layer go to one rank, and layers take the ranks of a group in turn."""
+    """All matrices of a layer belong to one rank, and layers take the ranks of a group in turn."""
     numbers = sorted(number for other in plan.buckets if other.group == bucket.group for number in other.matrices)
     layers = list(dict.fromkeys(_layer(plan, number) for number in numbers))
     return layers.index(_layer(plan, matrix)) % len(bucket.group)
 
 
 def owned_by(plan: Plan, choose: Choose) -> Plan:
-    """The plan with another owner for each whole matrix. Its buckets and rounds stay as they are.
+    """The plan with other owners of whole matrices, and unchanged buckets and rounds.
 
-    Raises ValueError for a plan whose buckets have no owners, or that has slices.
+    Raises ValueError for a plan without owners or with slices.
     """
     if any(not bucket.owners for bucket in plan.buckets) or any(matrix.slice for matrix in plan.matrices):
         raise ValueError("only whole matrices with owners can be given to other ranks; plan with exchange='all_to_all'")

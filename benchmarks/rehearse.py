@@ -1,12 +1,12 @@
-"""Rehearses every full-size recipe on GPUs that are not there, and holds what was seen against the dry run.
+"""Rehearses every full-size recipe on fake GPUs, and compares the records with the dry run.
 
     make rehearse                                           # all of them; needs a CUDA build of PyTorch and no GPU
     python -m benchmarks.rehearse --only llama3_8b --worlds 8 --ranks 2
 
-For each recipe and number of ranks, one rank takes two training steps at full size: TorchTitan's forward, loss,
-backward and clipping, and the optimizers' step. It fails if the host waits for the device in the optimizer step, if
-memory is not what the dry run says, if buffers stay that should not, if process groups are made after construction, or
-if two ranks see other collectives. docs/rehearsal.md says what cannot be rehearsed.
+For each recipe and world size, a rank takes two training steps at full size: TorchTitan's forward, loss, backward and
+clipping, and the optimizers' step. Fails if the host waits for the device in the optimizer step, if memory differs from
+the dry run, if buffers leak, if process groups are made after construction, or if two ranks see different collectives.
+docs/rehearsal.md lists the limits of a rehearsal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from benchmarks.rehearsal.seen import Seen
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 1800
-"""Most time of one process, which on a loaded machine is many times what it takes on an idle one."""
+"""Time-out of a process, many times the time on an idle machine."""
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "FSDP": (),
@@ -68,7 +68,7 @@ REHEARSED: dict[str, tuple[str, str, str]] = {
     "deepseek_v3": ("EP 8", "EP 64", "EP 64"),
     "kimi_k2": ("EP 8", "EP 64", "EP 64"),
 }
-"""The layout of each recipe at each number of ranks: all of them, over the recipes."""
+"""Layout of each recipe at each world size; together they cover all layouts."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Case:
     layout: str
 
     def arguments(self) -> list[str]:
-        """What a command of this recipe and layout says."""
+        """Command-line words of the recipe and layout."""
         return ["--config", str(ROOT / "configs" / f"{self.recipe}_muon.toml"), *LAYOUTS[self.layout]]
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What was seen of a case, by the ranks that were rehearsed, and what is wrong with it."""
+    """Records of a case by rehearsed rank, and the faults."""
 
     case: Case
     expected: Expected | None
@@ -98,7 +98,7 @@ class Outcome:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 1 if anything is wrong with any case."""
+    """Returns 1 if any case has a fault."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=REHEARSED, default=list(REHEARSED), metavar="RECIPE")
     parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=WORLDS)
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"[{number}/{len(cases)}, {time.monotonic() - started:.0f} s] {outcome.case}: {said}", flush=True)
             outcomes.append(outcome)
             table = "\n".join(markdown(outcomes))
-            # After each case: all of them take an hour or more, and may be stopped.
+            # After each case: all cases take an hour or more, and may be interrupted.
             if options.markdown is not None:
                 options.markdown.write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def rehearsed(case: Case, ranks: int) -> Outcome:
-    """Rehearse a case in processes of its own: meshes and TorchTitan's settings are those of a process."""
+    """Rehearse a case in separate processes: meshes and TorchTitan's settings are per process."""
     with tempfile.TemporaryDirectory() as folder:
         plan = Path(folder, "plan.json")
         problem = _run(
@@ -148,12 +148,12 @@ def rehearsed(case: Case, ranks: int) -> Outcome:
 
 
 def _ranks(first: int, world: int, number: int) -> list[int]:
-    # Half a world apart two ranks are in one FSDP group and in one place of all the inner ones.
+    # Two ranks at half a world's distance are in the same FSDP group and have the same place in all inner groups.
     return [(first + index * world // number) % world for index in range(number)]
 
 
 def _run(arguments: Sequence[str]) -> str:
-    """The last line of what a Python process said if it failed, or nothing."""
+    """Last line of a failed Python process, or an empty string."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     try:
         result = subprocess.run(
@@ -166,7 +166,7 @@ def _run(arguments: Sequence[str]) -> str:
 
 
 def markdown(outcomes: Sequence[Outcome]) -> Iterator[str]:
-    """A table of the first rank of each case."""
+    """Table of the first rank of each case."""
     sizes = "parameters | states | buffers | peak of training | peak of the step"
     yield f"| recipe | ranks | layout | {sizes} | launches | calls: training, step | faults |"
     yield "|---|---|---|---|---|---|---|---|---|---|---|"

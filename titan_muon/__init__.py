@@ -1,4 +1,4 @@
-"""Titan Muon: the Muon optimizer for parameters that rest anywhere, and recipes that train with it on TorchTitan."""
+"""Titan Muon: the Muon optimizer for parameters in any layout, and training recipes on TorchTitan."""
 
 from collections.abc import Mapping
 from importlib import import_module

@@ -20,7 +20,7 @@ RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
 """
 SCRIPTS: Mapping[str, str] = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
 NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
-"""Modules of the extra `titan`, without which no command runs."""
+"""Modules of the extra `titan`, required by every command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,7 +1,9 @@
-"""The engine: runs one rank's program, the acts of a step in the plan's order, with the features that wrap stages."""
+"""The engine: runs a rank's program, the acts of a step in the plan's order, with features wrapped around stages."""
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .comm.agreement import Agreement, PlanReport, digest_of
-from .comm.buffers import Buffers
+from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, FaultReport, fault_of
@@ -50,19 +52,11 @@ EQUAL_OPTIONS = (
     "nonfinite",
     "overlap",
 )
-"""Options of MuonOptions that ranks compare. The others may differ, as `machine.file` does between nodes."""
+"""Options of MuonOptions compared between ranks. The rest may differ, for example `machine.file` between nodes."""
 
 
 class Engine:
-    """Runs one rank's program. Rebuilt as a whole when storage moves.
-
-    Args:
-        rank: stages of this rank.
-        features: features that wrap the stages, each those before it.
-
-    Attributes:
-        stages: the stages with all features.
-    """
+    """Runs a rank's program. Rebuilt as a whole when storage moves. `stages`: the rank's stages with all features."""
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         # Ranges are innermost, so that a trace shows when a feature runs a stage.
@@ -72,7 +66,7 @@ class Engine:
             self.stages = feature.wrap(self.stages, rank)
 
     def run(self, step: Step, *extra: Feature) -> None:
-        """Run every stage of a step. `extra` are features of this step alone, which wrap no stage."""
+        """Run every stage of a step. `extra`: features of this step alone, without wrapped stages."""
         rank, stages, features = self.rank, self.stages, (*self.features, *extra)
         stages_of = {
             Act.GATHER: (stages.advance, stages.gather),
@@ -95,19 +89,14 @@ class Engine:
             rank.buffers.memory.free()
 
     def flush(self, *, discard: bool = False) -> None:
-        """Finish what the last step has left, see `Feature.flush`."""
+        """Finish the work of the last step, see `Feature.flush`."""
         for feature in self.features:
             feature.flush(discard=discard)
 
     def faults(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
-        """The fault of each parameter on this rank before a step, and whether a parameter or its momentum has moved.
-
-        Args:
-            groups: the optimizer's parameter groups.
-            state: the optimizer's state.
-        """
+        """The fault of each parameter on this rank before a step, and whether a parameter or momentum has moved."""
         with trace_range("check"):
             return self._faults(groups, state)
 
@@ -115,27 +104,27 @@ class Engine:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
         rank = self.rank
-        given = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
+        current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []
         group, changed, moved = None, False, False
         for trained, storage, iteration in zip(rank.params, rank.storage, rank.arithmetic.iterations, strict=True):
-            # The parameters of a group follow each other, so one look at the group serves them all.
+            # The parameters of a group are consecutive, so read each group once.
             if trained.group is not group:
                 group, changed = trained.group, iteration_changed(trained.group, iteration)
             average = state.get(trained.param, {}).get("momentum_buffer")
             in_place = storage.is_of(trained)
-            fault = fault_of(trained, given.get(trained.fqn), average, in_place=in_place)
+            fault = fault_of(trained, current.get(trained.fqn), average, in_place=in_place)
             faults.append(Fault.NEWTON_SCHULZ_CHANGED if changed else fault)
             moved = moved or not in_place or average is not trained.average
         if faults and self.thawed(groups):
-            # A thawed parameter has no place in the report: the first planned parameter stands for it.
+            # A thawed parameter has no place in the report, so report the first planned parameter.
             faults[0] = Fault.THAWED
         for feature in self.features:
             faults = list(feature.faults(faults))
         return faults, moved
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Names of parameters that need a gradient and are not in the plan, since they were frozen when it was made."""
+        """Names of trained parameters outside the plan, because they were frozen when it was made."""
         return [
             name
             for group in groups
@@ -144,9 +133,9 @@ class Engine:
         ]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
-        """Whether the plan is one for these parameters: the same tensors, with the same Newton-Schulz iterations."""
-        # What is trained changes too: parameters are frozen and thawed between checkpoints.
-        if [each.fqn for each in params] != [each.fqn for each in self.rank.params]:
+        """Whether the plan is for these parameters: the same tensors, with the same Newton-Schulz iterations."""
+        # Compare names too, because parameters are frozen and thawed between checkpoints.
+        if [param.fqn for param in params] != [param.fqn for param in self.rank.params]:
             return False
         pairs = zip(params, self.rank.params, self.rank.arithmetic.iterations, strict=True)
         return all(new.param is old.param and not iteration_changed(new.group, i) for new, old, i in pairs)
@@ -158,10 +147,7 @@ class Engine:
         agreement: Agreement,
         states: MatrixStates | None = None,
     ) -> Engine:
-        """The same plan and buffers for parameters whose storage, momentum or hyperparameters were replaced.
-
-        `states` are the states of the rule, if they were replaced too.
-        """
+        """The same plan and buffers for parameters with new storage, momentum, hyperparameters or rule `states`."""
         rank = self.rank.rebuilt(params, options, states)
         same = options.offload == self.rank.options.offload
         return Engine(rank, self.features if same else tuple(features_of(options, rank, agreement, self.features)))
@@ -177,25 +163,16 @@ def engine_of(
     states: MatrixStates,
     previous: Sequence[Feature] = (),
 ) -> Engine:
-    """The engine of a plan on this rank. The ranks have agreed, so that all process groups exist.
-
-    Args:
-        plan: plan of the step.
-        geometries: pieces of the plan's parameters.
-        params: trained parameters with their momentum, in the plan's order.
-        options: options of Muon.
-        collectives: transport of the buffers.
-        agreement: owner of the process groups.
-        states: states of the rule, by matrix.
-        previous: features of the engine that this one replaces.
-    """
+    """The engine of a plan on this rank. `agreement`: process groups; `previous`: features of the old engine."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
-    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype])
+    buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=needs_exclusive_groups(options))
     report = FaultReport(len(params), buffers.device, agreement, replicated_plain(plan))
     arithmetic = arithmetic_of(params, plan, options)
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
+    if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
+        warnings.warn(warning, stacklevel=6)
     return Engine(stages, tuple(features_of(options, stages, agreement, previous)))
 
 
@@ -206,7 +183,7 @@ def report_of(
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
 ) -> PlanReport:
-    """The part of a plan that ranks must agree on before the first step, and the process groups that it needs."""
+    """The part of a plan to agree on before the first step, with the process groups."""
     # A learning rate in a tensor prints its device, which differs between ranks.
     hyperparameters = [
         {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
@@ -219,12 +196,12 @@ def report_of(
         "plan": plan.digest(),
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}
-    travelling, lines = collective_ranks(plan, geometries)
+    travelling, replica_groups = collective_ranks(plan, geometries)
     exclusive = travelling if needs_exclusive_groups(options) else set()
-    buckets = tuple(sorted({*(travelling - exclusive), *teams, *lines}))
+    buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
-    # Groups of mesh axes exist already. By rule, not by looking: all ranks of the world must make the same groups, also
-    # the ranks outside of a mesh.
+    # Groups of mesh axes exist already. By rule, without a look-up, because all ranks of the world must create equal
+    # groups, including ranks outside a mesh.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world, *(axis for trained in params for axis in mesh_axes(trained.param))}
     return PlanReport(
@@ -238,10 +215,10 @@ def report_of(
 
 
 def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
-    """The sets of ranks that must agree in each step on which gradients there are."""
+    """The sets of ranks with a common decision in each step about missing gradients."""
     yield from (bucket.group for bucket in plan.buckets)
-    # Replicas of a plain tensor may get a gradient on some ranks alone, and a step that may skip must skip on all of
-    # them. Replicas of a DTensor get theirs from one collective, all or none, so such a step needs no word.
+    # Replicas of a plain tensor may get a gradient only on some ranks, and must skip together. Replicas of a DTensor
+    # get gradients from a collective, all or none.
     for index, ranks in enumerate(plan.local):
         if len(ranks) > 1 and (skips or plan.parameters[plan.matrices[index].parameter].plain):
             yield ranks

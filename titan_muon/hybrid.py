@@ -1,4 +1,4 @@
-"""One optimizer for a whole model: Muon for its matrices, AdamW for the other parameters."""
+"""One optimizer for a whole model: Muon for matrices, AdamW for the remaining parameters."""
 
 from __future__ import annotations
 
@@ -28,13 +28,9 @@ OPTIMIZER = "optimizer"
 
 @dataclass(frozen=True)
 class Parts:
-    """The optimizers of a model, and the parameters of each.
+    """The optimizers of a model by name, with their groups, and the optimizer of each parameter.
 
-    Attributes:
-        assignments: the optimizer of each parameter of this process.
-        whole: the optimizer of each parameter of the whole model; pipeline ranks hold a part of them.
-        groups: parameter groups by optimizer.
-        optimizers: optimizers by name, each with the groups of `groups`.
+    `assignments`: parameters of this process; `whole`: parameters of the whole model, with remote pipeline stages.
     """
 
     assignments: tuple[Assignment, ...]
@@ -44,7 +40,7 @@ class Parts:
 
 
 def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters that need a gradient, by canonical name."""
+    """Parameters with gradients, by canonical name."""
     named = (pair for part in parts for pair in part.named_parameters())
     return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
 
@@ -58,19 +54,10 @@ def parts_of(
     offload: Offload = "none",
     model: Mapping[str, Seen] | None = None,
 ) -> Parts:
-    """Assign every trained parameter to an optimizer, and make the optimizers.
+    """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
-    Args:
-        modules: the model, or the parts of it that this process holds.
-        rules: rules in order; the first that matches a name decides.
-        defaults: for parameters without a matching rule; None if the rules decide for every parameter.
-        tables: options of each optimizer, by name.
-        offload: tensors that are on the host between steps.
-        model: all parameters of the model, where this process holds a pipeline stage alone.
-
-    Raises:
-        OptionError: for rules that take nothing or leave a parameter, an unknown optimizer, and refused options.
-        ValueError: for a split that matches no Muon parameter of the model.
+    `model`: all parameters of the model, if this process holds a pipeline stage. Arguments and errors as in `decided`.
+    Raises OptionError also for refused options.
     """
     parameters = trained_parameters(modules)
     seen = see(modules, canonical_fqn) if model is None else model
@@ -85,7 +72,7 @@ def parts_of(
 
 
 class OfParts:
-    """Methods of an optimizer that consists of several: each reaches all of them, or the Muon among them."""
+    """Methods of a combined optimizer, applied to all parts or to the Muon parts."""
 
     parts: Parts
 
@@ -99,7 +86,7 @@ class OfParts:
         return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
 
     def parameters(self, name: str) -> list[Tensor]:
-        """Parameters of the optimizer with this name; empty if it has none."""
+        """Parameters of the optimizer with this name; empty without such an optimizer."""
         optimizer = self.parts.optimizers.get(name)
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
@@ -120,26 +107,26 @@ class OfParts:
             yield
 
     def finish_step(self) -> None:
-        """Apply the updates that Muon's last step left to the next forward, as `Muon.finish_step`."""
+        """Apply updates deferred by Muon's last step to the next forward, like `Muon.finish_step`."""
         for muon in self._muons:
             muon.finish_step()
 
     def check_last_step(self) -> None:
-        """Raise ValueError on all ranks for gradients that were missing or not finite in Muon's last step."""
+        """Raise ValueError on all ranks for missing or non-finite gradients in Muon's last step."""
         for muon in self._muons:
             muon.check_last_step()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have the collectives of Muon's own process groups fail after `timeout`."""
+        """Set the timeout of the collectives in Muon's process groups."""
         for muon in self._muons:
             muon.set_timeout(timeout)
 
     def offload(self) -> None:
-        """Keep the states of all optimizers on the host from now on. Raises OptionError if one of them cannot."""
+        """Keep the states of all optimizers on the host from now on. Raises OptionError if any cannot."""
         self._move("offload")
 
     def reload(self) -> None:
-        """Keep the states of all optimizers on the device from now on. Raises OptionError if one of them cannot."""
+        """Keep the states of all optimizers on the device from now on. Raises OptionError if any cannot."""
         self._move("reload")
 
     def _move(self, method: str) -> None:
@@ -151,35 +138,34 @@ class OfParts:
 
 
 class Hybrid(OfParts, Optimizer):
-    """Muon for the hidden matrices of a model and AdamW for its other parameters, as one torch.optim.Optimizer.
+    """Muon for the hidden matrices of a model and AdamW for the rest, as a single torch.optim.Optimizer.
 
-    Roles of modules, names and shapes decide who takes a parameter: matrices and stacks of expert matrices go to Muon;
-    embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `rules` come before.
-    `assignments` has the decision for each parameter, and `table()` prints them.
+    Roles of modules, names and shapes decide: matrices and stacks of expert matrices go to Muon;
+    embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `rules` take
+    precedence. `assignments` has the decision for each parameter, and `table()` prints all decisions.
 
     Args:
         model: the model, or its parts under pipeline parallelism.
         lr: learning rate of both optimizers.
         weight_decay: decoupled weight decay of both optimizers.
-        rules: rules in order; the first with a matching name decides.
-        defaults: whether roles, names and shapes decide where no rule matches. Without, the rules must match every
-            parameter.
+        rules: rules in order; the first matching rule decides.
+        defaults: whether roles, names and shapes decide for parameters without a matching rule; if not, rules must
+            match every parameter.
         router: optimizer of the routers of mixtures of experts.
         muon: further keywords of `Muon`.
         adamw: further keywords of `titan_muon.adam.AdamW`.
-        others: options of further registered optimizers that rules name.
+        others: options of further registered optimizers named by rules.
 
     Attributes:
-        optimizers: the parts by name, `"muon"` and `"adamw"`. They share groups and state with this optimizer.
+        optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
         assignments: the optimizer of each parameter, with the reason.
 
-    A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
+    A group of `param_groups` has the keys of the group's optimizer, `param_names`, and the optimizer's name under
     `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
     AdamW's. State dicts have torch's format.
 
     Raises:
-        OptionError: for rules that take nothing or leave a parameter, if Muon would get no parameter, and for refused
-            options.
+        OptionError: for a rule without parameters, an undecided parameter, no parameter for Muon, and refused options.
     """
 
     def __init__(
@@ -199,7 +185,7 @@ class Hybrid(OfParts, Optimizer):
         shared = {"lr": lr, "weight_decay": weight_decay}
         tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
         self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
-        # By now all groups are made: Optimizer checks them and keeps the same dicts.
+        # Pass the parts' groups: Optimizer checks the dicts and keeps references.
         groups = []
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:
@@ -218,14 +204,13 @@ class Hybrid(OfParts, Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler skips the whole step of an optimizer without the flag: right for both parts.
+        # Without the flag torch.amp.GradScaler skips the whole step, as both parts require.
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
 
     def table(self, *, full: bool = False) -> str:
         """The parameter table: name, shape, optimizer, matrices, placement and reason.
 
-        Args:
-            full: one line for each parameter; otherwise equal parameters of all layers share a line.
+        Equal parameters of all layers share a line, unless `full`.
         """
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
@@ -233,26 +218,19 @@ class Hybrid(OfParts, Optimizer):
         return parameter_table(self.assignments, dict(named), None, full=full)
 
     def build(self) -> Self:
-        """Plan Muon's step now instead of at the first step, as `Muon.build`."""
+        """Plan Muon's step now instead of at the first step, like `Muon.build`."""
         for muon in self._muons:
             muon.build()
         return self
 
     def rebuild(self) -> None:
-        """Plan Muon's step again after parameters changed, as `Muon.rebuild`."""
+        """Plan Muon's step again after parameters changed, like `Muon.rebuild`."""
         for muon in self._muons:
             muon.rebuild()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters once. Every rank calls it.
-
-        Args:
-            closure: computes the loss and the gradients anew, if given.
-
-        Returns:
-            The value that the closure returned.
-        """
+        """Update all parameters once. Every rank calls it. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -273,18 +251,18 @@ class Hybrid(OfParts, Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's format. All ranks call it together. Raises ValueError as `Muon.state_dict`."""
+        """State and groups in torch's format. Collective over all ranks. Raises ValueError like `Muon.state_dict`."""
         for part in self.optimizers.values():
             # Each part finishes its transfers and checks its last step here.
             part.state_dict()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and state. All ranks call it together.
+        """Load hyperparameters and state. Collective over all ranks.
 
         Raises:
-            ValueError: on every rank, before anything is loaded, for groups of other parameters or optimizers, and as
-                `Muon.load_state_dict`.
+            ValueError: on every rank, before anything is loaded, for different parameters or optimizers in the groups,
+                and like `Muon.load_state_dict`.
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
@@ -304,22 +282,21 @@ class Hybrid(OfParts, Optimizer):
             post_hook(self)
 
     def close(self) -> None:
-        """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
+        """Destroy Muon's process groups. Collective over all ranks; no step can follow."""
         for muon in self._muons:
             muon.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction, because the model decides who takes a parameter."""
+        """Refused after construction, because the parameters come from the model."""
         if not any(param_group is group for part in self.optimizers.values() for group in part.param_groups):
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: the parts, with groups and state that they share."""
         return {**super().__getstate__(), "parts": self.parts}
 
     def _link(self) -> None:
-        """Take the groups and the state of each parameter from the parts, which replace theirs when they load."""
+        """Refer to the parts' groups and state, because loading replaces these objects."""
         self.param_groups[:] = [group for part in self.optimizers.values() for group in part.param_groups]
         self.state.clear()
         for part in self.optimizers.values():
@@ -327,7 +304,6 @@ class Hybrid(OfParts, Optimizer):
 
 
 def _difference(mine: Sequence[tuple[Any, Any]], theirs: Sequence[tuple[Any, Any]]) -> str:
-    """The message for groups of a state dict that are not this optimizer's."""
     if any(name is None for name, _ in theirs):
         return "the state dict is of another optimizer: its groups have no 'optimizer'; load one that Hybrid saved"
     of_mine = {fqn: name for name, names in mine for fqn in names}

@@ -1,7 +1,6 @@
 """Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
 
-`Muon.build` makes the plan, at the first use. The engine (`engine.py`) runs the plan in each step, stage by stage
-(`step/stages.py`).
+`Muon.build` makes the plan on first use. The engine (`engine.py`) runs the stages of each step.
 """
 
 from __future__ import annotations
@@ -53,21 +52,21 @@ class Muon(Optimizer):
     Args:
         params: (name, parameter) pairs as from `model.named_parameters()`, or groups with `params` and `param_names`
             (or with pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks. They are plain tensors
-            or DTensors with any placement but Partial. Under DDP, each rank orthogonalizes a share of the plain
-            tensors. Each group may set its own `options.Hyperparameters`. A rank that trains no matrix passes an empty
+            or DTensors with any placement except Partial. Under DDP, each rank orthogonalizes a share of the plain
+            tensors. Each group may set `options.Hyperparameters`. A rank without trained matrices passes an empty
             list.
 
-        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. Without either, the scale is "match_rms_adamw", where
-            torch.optim.Muon's is "original".
+        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. The default of `lr_scale` is "match_rms_adamw", but
+            torch.optim.Muon's default is "original".
 
-    The other keywords are the fields of `options.MuonOptions`, with their meaning and range.
+    The remaining keywords are the fields of `options.MuonOptions`, with equal meaning and range.
 
     Raises:
-        ValueError: for parameters without names, with a shape that holds no matrix, or with a dtype that is no real
-            floating type; for unknown names and numbers out of range.
+        ValueError: for parameters without names, without matrices, or without a real floating dtype; for unknown names
+            and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and says on the device whether the step may change anything.
+    # torch.amp.GradScaler then runs every step, and passes on the device whether the step may change anything.
     _step_supports_amp_scaling = True
 
     def __init__(
@@ -100,6 +99,7 @@ class Muon(Optimizer):
         missing_grad: str = "error",
         nonfinite: str = "error",
         release_grads: bool = False,
+        keep_buffers: bool = False,
         overlap: str = "none",
         split: Sequence[Split] = (),
         buffer_bytes: int | None = None,
@@ -110,28 +110,25 @@ class Muon(Optimizer):
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
-        given = locals()
-        self._options = MuonOptions(**{item.name: given[item.name] for item in fields(MuonOptions)})
+        arguments = locals()
+        self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
         self._collectives = registry.exchange_entry(exchange).collectives
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
-        # A rank may have no matrix where others have some. torch refuses an empty list, but no empty group.
+        # torch refuses an empty list of parameters, but accepts an empty group.
         groups = params if isinstance(params, Tensor) else list(params) or [{"params": [], "param_names": []}]
         super().__init__(groups, {name: getattr(self._options, name) for name in HYPERPARAMETERS})
 
     def build(self) -> Self:
-        """Plan the step, compare the plan with the other ranks, and allocate momentum and buffers.
+        """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
-        All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`,
-        `plan`, and the loading of a state call `build` if nobody has. A second call does nothing.
-
-        Returns:
-            This optimizer.
+        All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`, `plan`,
+        and `load_state_dict` call `build` if necessary. A second call does nothing.
 
         Raises:
-            ValueError: on every rank, for a parameter on the meta device, given twice, or placed as Partial; for splits
-                that match nothing; if nothing is to be trained; if ranks plan differently; after `close`.
+            ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
+                splits without a match; without trained parameters; for plans that differ between ranks; after `close`.
         """
         if self._engine is None:
             self._build()
@@ -144,8 +141,8 @@ class Muon(Optimizer):
         placements cannot be kept: load it from a checkpoint.
 
         Raises:
-            ValueError: on every rank, as `build`, and for momentum that does not fit the parameter; nothing changes
-                then.
+            ValueError: on every rank, like `build`, and for momentum that does not fit the parameter. Then nothing
+                changes.
         """
         if self._engine is not None:
             self._synchronize()
@@ -164,40 +161,34 @@ class Muon(Optimizer):
 
     @property
     def exchange(self) -> Exchange:
-        """The collectives, with a count of the bytes that they sent."""
+        """The collectives, with a count of the sent bytes."""
         return self.engine.rank.exchange
 
     @property
     def orthogonalized(self) -> int:
-        """Number of matrices that this rank orthogonalized in the last step."""
+        """Number of matrices orthogonalized on this rank in the last step."""
         return self.engine.rank.orthogonalized
 
     @property
     def engine(self) -> Engine:
-        """The engine that runs this rank's part of the plan. Builds the optimizer if nobody has."""
+        """The engine for this rank's part of the plan. Builds the optimizer if necessary."""
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
         return self._engine
 
     @property
     def _agreed(self) -> Agreement:
-        assert self._agreement is not None, "build() makes the agreement before anything uses it"
+        assert self._agreement is not None, "build() makes the agreement first"
         return self._agreement
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters once. Every rank that holds some of them calls `step`.
-
-        Args:
-            closure: computes the loss and the gradients anew, if given.
-
-        Returns:
-            The value that the closure returned.
+        """Update all parameters once. Every holder of a parameter calls `step`. Returns the result of `closure`.
 
         Raises:
-            ValueError: on every rank, for a trained parameter without a gradient, or with a gradient that was not
-                finite in the step before; for parameters, momentum, or Newton-Schulz iterations that changed since
-                `build` (`rebuild` takes most changes).
+            ValueError: on every rank, for a trained parameter without a gradient, or with a non-finite gradient in the
+                previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
+                (`rebuild` accepts most changes).
         """
         loss = None
         if closure is not None:
@@ -224,10 +215,10 @@ class Muon(Optimizer):
             yield
 
     def finish_step(self) -> None:
-        """Apply the updates that the last step left to the next forward (`overlap = "forward"`).
+        """Apply the updates deferred by the last step to the next forward (`overlap = "forward"`).
 
-        Call `finish_step` in code that reads or writes weights between a step and the next forward. State dicts call
-        it themselves. With other options nothing is left.
+        Call `finish_step` before code that reads or writes weights between a step and the next forward. State dicts
+        call `finish_step`. With other options the call does nothing.
         """
         if self._engine is not None:
             self._engine.flush()
@@ -240,7 +231,7 @@ class Muon(Optimizer):
             yield GradScaling(self, self.engine.rank)
 
     def _checked(self) -> Step:
-        """The gradients of this step. Raises ValueError on all ranks alike, before anything changes."""
+        """The gradients of this step. Raises ValueError on all ranks together, before anything changes."""
         if getattr(self, "found_inf", None) is not None:
             from .features.scaling import GradScaling
 
@@ -250,12 +241,12 @@ class Muon(Optimizer):
             feature.ready()
         faults, moved = engine.faults(self.param_groups, self.state)
         if self._agrees_first:
-            # Before anything is exchanged: if one rank skipped or raised alone, others would wait for its shards.
+            # Before any exchange: if a single rank skipped or raised, the remaining ranks would wait for its shards.
             faults = [Fault(code) for code in self._agreed.max_over_ranks(faults)]
             self._raise_faults([max(pair) for pair in zip(faults, rank.report.read(), strict=True)])
         else:
-            # A rank cannot raise alone, nor ask the others without waiting for them. It goes on without the faulty
-            # gradients, whose matrices get no update anywhere, and all ranks raise in the next step.
+            # A single rank cannot raise, and asking would block the host. So the step continues without the faulty
+            # gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
             self._raise_faults(rank.report.read())
             rank.report.add(faults)
         stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
@@ -268,22 +259,22 @@ class Muon(Optimizer):
 
     @property
     def _agrees_first(self) -> bool:
-        """Whether the host asks the other ranks about gradients in each step, or has none to ask."""
-        # All ranks exclude a parameter only if they know of it before their momentum changes.
+        """Whether the host exchanges faults before each step, or has no peers."""
+        # To exclude a parameter, all ranks must know before momentum changes.
         return self._agreed.peers is None or self._options.missing_grad == "skip"
 
     def check_last_step(self) -> None:
-        """Raise ValueError for gradients that were missing or not finite in the last step, as the next step would.
+        """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
-        All ranks call `check_last_step` together and wait for the device: before weights are saved, and at the end of
-        training. `state_dict` calls it. It also does what `finish_step` does.
+        All ranks call `check_last_step` together and wait for the device: before saving weights, and at the end of
+        training. Called by `state_dict`. Includes `finish_step`.
         """
         self.finish_step()
         if self._engine is not None:
             self._raise_faults(self._engine.rank.report.read())
 
     def _raise_faults(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults that are the same on all ranks; warn of those that the options allow."""
+        """Raise ValueError for faults, equal on all ranks; warn of faults allowed by the options."""
         rank = self.engine.rank
         chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
         rank.report.clear()
@@ -297,38 +288,39 @@ class Muon(Optimizer):
             warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load hyperparameters and momentum. All ranks of the default process group call it together.
+        """Load hyperparameters and momentum. Collective over all ranks of the default process group.
 
         Args:
-            state_dict: one of Muon, or of torch.optim.Muon. `titan_muon.converted` reads others.
+            state_dict: from Muon or torch.optim.Muon. For further optimizers see `titan_muon.converted`.
 
         Raises:
-            ValueError: on every rank, before anything is loaded, for a state dict of another optimizer or of other
-                parameters, and for momentum that is missing or has another mesh or other placements than its parameter.
+            ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
+                different optimizer, and for missing momentum or momentum with a different mesh or placement.
         """
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         if self._engine is None and not state_dict["state"]:
-            # Saved before the first step, and loaded before the first step: there are hyperparameters alone.
+            # Saved and loaded before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
             return super().load_state_dict(state_dict)
         self.build()
-        # Thawed parameters get their momentum here, on the ranks that keep it.
+        # Thawed parameters get momentum here, on the state ranks.
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
         averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {average.key: average for average in averages}
-        given = {average.param: state_dict["state"][average.key] for average in averages}
+        loaded_states = {average.param: state_dict["state"][average.key] for average in averages}
         params = self.engine.rank.params
-        # The momentum that steps use: a state dict shares its dicts with the optimizer, and may have other tensors.
+        # The momentum of the steps, because a state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
-        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, given))
+        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
         self._synchronize()
-        # Optimizer.load_state_dict rounds state to the parameter's dtype, and brings all of it to its device at once.
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of the state to the device at
+        # once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
         for average in saved.values():
-            # In place, since there may not be room for all of it twice.
+            # In place, because memory may not suffice for two copies.
             copy_average(average.average, current[average.param], average.param)
         for kept, loaded in of_rule:
             kept.copy_(loaded)
@@ -339,28 +331,28 @@ class Muon(Optimizer):
             )
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, made where they are missing. All ranks call it together."""
+        """The states of the rule on this rank, created if missing. Collective."""
         specs, params = rule_of(self._options).states, self._trained_params()
         return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
 
     def _replanned(self) -> bool:
-        """Plan again if what is computed has changed, on all ranks if on any. Returns whether it has."""
+        """Plan again if the trained parameters or iterations changed on any rank. Returns whether they have."""
         if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
             self._build()
         return again
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups as torch.optim.Optimizer's. Offloaded momentum is in tensors of the host.
+        """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. Before the first step the state is empty, as torch's. Raises ValueError
-        as `check_last_step`.
+        All ranks call `state_dict` together. Before the first step the state is empty, like torch's. Raises ValueError
+        like `check_last_step`.
         """
         self.check_last_step()
         self._synchronize()
         return super().state_dict()
 
     def offload(self) -> None:
-        """Keep the momentum on the host from now on: pinned, and brought to the device bucket by bucket in a step."""
+        """Keep the momentum in pinned host memory from now on; steps stream it to the device bucket by bucket."""
         self._move("state")
 
     def reload(self) -> None:
@@ -377,23 +369,23 @@ class Muon(Optimizer):
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
     def _synchronize(self) -> None:
-        """Have the host wait for the momentum that is on its way to it; gathers that backward launched are dropped."""
+        """Block the host until momentum transfers are complete; drops gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Have the collectives of the process groups that Muon made fail after `timeout`."""
+        """Set the timeout of the collectives in Muon's process groups."""
         self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
-        """Destroy the process groups that Muon made. All ranks call it together; no step can follow."""
+        """Destroy Muon's process groups. Collective over all ranks; no step can follow."""
         self.finish_step()
         self._engine, self._closed = None, True
         if self._agreement is not None:
             self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before the optimizer is built. Raises ValueError afterwards, and as construction does."""
+        """Add a group before the optimizer is built. Raises ValueError afterwards, and like the constructor."""
         if self._engine is not None:
             raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
         alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -407,26 +399,26 @@ class Muon(Optimizer):
             warnings.warn(doubt, stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a copy or a pickle holds: options, groups and state. The copy plans at its own first use."""
+        """Pickled data: options, groups and state. The copy plans on first use."""
         self._synchronize()
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take the options, groups and state of another Muon, without its plan."""
-        # Optimizer.load_state_dict calls it too, with groups and state alone.
+        """Restore options, groups and state, without a plan."""
+        # Optimizer.load_state_dict calls this method too, with only groups and state.
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
         super().__setstate__(state)
 
     def _build(self) -> None:
-        """Check the groups, plan, agree and allocate: all that may fail, before any step."""
+        """Check the groups, plan, agree and allocate: all possible failures, before any step."""
         if self._closed:
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.finish_step()
         if self._agreement is None:
             self._agreement = Agreement()
-        # The buffers of a new plan must not have to fit beside the old ones.
+        # Free the old buffers first, because the memory may not suffice for both.
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together

@@ -305,6 +305,10 @@ class StepOptions:
     release_grads: bool = False
     """Free each gradient after packing."""
 
+    keep_buffers: bool = False
+    """Keep exchange buffers and workspace allocated between steps. Without, each step allocates and frees them, which
+    fragments the memory of a GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
+
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
     apply the last results during the next forward, before each layer."""

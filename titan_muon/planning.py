@@ -1,4 +1,4 @@
-"""From tensors to a plan: the planner's parameters, the work of their matrices, and the machine."""
+"""From tensors to a plan: the planner's parameters, the work of matrices, and the machine."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
-from .plan.terms.work import Work, WorkOf
-from .rules import check_rule
+from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
+from .rules import check_rule, rule_of
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
+from .step.foreach import WIDE_BYTES, chunk_bytes
+from .step.rounding import BYTES as CHUNK_BYTES
 from .step.stages import Arithmetic
 from .tensors.dtensor import step_device, storage_device
 from .tensors.matrices import check_splits, planned
@@ -34,9 +36,9 @@ from .tensors.storage import TrainedParam, storage_fault
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str] = ()) -> Plan:
-    """The plan of a Muon step on these parameters. Raises ValueError as `plan_step` does.
+    """The plan of a Muon step on trained parameters. Raises ValueError like `plan_step`.
 
-    `own` are the plain tensors of which each rank trains its own.
+    `own`: names of plain tensors that differ between ranks.
     """
     if not params:
         # A rank without matrices, such as a pipeline stage with the embedding alone.
@@ -49,7 +51,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collectio
 
 
 def device_of(params: Sequence[TrainedParam]) -> torch.device:
-    """The device on which matrices are orthogonalized."""
+    """The device for orthogonalization."""
     return step_device(params[0].param) if params else torch.device("cpu")
 
 
@@ -64,8 +66,8 @@ def arithmetic_of(params: Sequence[TrainedParam], plan: Plan, options: MuonOptio
     iterations = tuple(iteration_of(trained.group) for trained in params)
     dispatch = dispatch_of(device_of(params), options)
     first = {matrix.work: matrix for matrix in reversed(plan.matrices)}
-    chosen = (first[work] for work in range(len(plan.works)))
-    return Arithmetic(iterations, tuple(_method(dispatch, m, iterations[m.parameter]) for m in chosen))
+    examples = (first[work] for work in range(len(plan.works)))
+    return Arithmetic(iterations, tuple(_method(dispatch, m, iterations[m.parameter]) for m in examples))
 
 
 def plan_step(
@@ -76,22 +78,22 @@ def plan_step(
     own: Collection[str] = (),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a Muon step on these (name, parameter) pairs, each with its Newton-Schulz iteration.
+    """The plan of a Muon step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    Plain tensors are copies of each other but for those named in `own`. `kept` are the ranks that keep a momentum now,
-    by name, where not all that have the parameter do.
-    Parameters may be on the meta device and on a mesh of the fake process group: nothing is communicated. Raises
-    ValueError for a parameter that is no stack of matrices, and for a split that matches nothing or does not fit.
+    Plain tensors are replicas except for names in `own`. `kept`: present state ranks by name, if not all holders.
+    Parameters may be on the meta device and on a mesh of the fake process group: without communication. Raises
+    ValueError for a parameter without matrices, and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
     check_not_owned(dict(named), options)
-    plan = plan_parameters(parameters, iterations, dispatch, options, kept)
+    dtypes = frozenset(tensor.dtype for _, tensor in named)
+    plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
     check_rule(options, plan)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
-    if said := blocks_reason(options, parameters, plan.parameters):
-        warnings.warn(f"{said}; the other modes are exact", stacklevel=7)
+    if note := blocks_reason(options, parameters, plan.parameters):
+        warnings.warn(f"{note}; the other modes are exact", stacklevel=7)
     return plan
 
 
@@ -101,17 +103,40 @@ def plan_parameters(
     dispatch: Dispatch,
     options: MuonOptions,
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of a Muon step on parameters as the planner sees them. Raises ValueError as `make_plan` does."""
-    # Packages register exchanges of their own under other names; the planner knows the patterns that they are run by.
+    """The plan of a Muon step on the planner's parameters. Raises ValueError like `make_plan`."""
+    # Packages register custom exchanges by new names; the planner only knows the underlying patterns.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
     work_of, options = _work_of(iterations, dispatch, options.wire_bytes), replace(options, exchange=pattern)
-    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine)
+    return make_plan(with_state_ranks(parameters, options, work_of, kept), work_of, options, machine, passes)
+
+
+def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
+    """Temporary memory of the element-wise stages, for weights of these dtypes with gradients of the same dtypes."""
+    rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
+    advance, apply, drawn = [0], [0], False
+    for dtype in dtypes:
+        wide = max(state_bytes, dtype.itemsize)
+        # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
+        advance.append(wide * (1 + (state_bytes < wide)))
+        stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
+        drawn = drawn or stochastic
+        scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+    return Passes(
+        advance_elements=limit // WIDE_BYTES,
+        advance_bytes=max(advance),
+        apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
+        apply_bytes=max(apply),
+        finish_bytes=rule.finish_bytes,
+        states=len(rule.states),
+    )
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The machine that a step on a type of device is planned for. Raises OptionError for a file that is no machine."""
+    """The machine rates for a step on a device type. Raises OptionError for an unreadable or invalid file."""
     measured = None
     if options.file is not None:
         try:
@@ -123,18 +148,15 @@ def planning_machine(options: Machine, device: str) -> MachineRates:
 
 
 def _method(dispatch: Dispatch, matrix: Matrix, computed: Iteration) -> Method:
-    """What orthogonalizes a matrix of a plan."""
     count = 1 if matrix.slice is None else matrix.slice.count
     return dispatch.choose(*matrix.whole_shape, computed.steps, count)
 
 
 def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: int) -> WorkOf:
-    """What orthogonalizing a matrix costs by the method that will run."""
-
     def work(index: int, rows: int, cols: int, slices: int = 1, /) -> Work:
         steps = iterations[index].steps
         method = dispatch.choose(rows, cols, steps, slices)
-        # With the method and all that it computes in the plan, its digest also says that ranks compute alike.
+        # The plan contains method and iteration, so that equal digests imply equal computations.
         return Work(
             method=f"{method}; {iterations[index]}",
             flops=method.flops(rows, cols, steps),
@@ -151,7 +173,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 def checked_plan(
     params: Sequence[TrainedParam], options: MuonOptions, own: Collection[str], rank: int
 ) -> tuple[Plan, Geometries]:
-    """The plan, and the pieces of its parameters. Raises ValueError for storage that is not as planned."""
+    """The plan, and the pieces of the parameters. Raises ValueError for unplanned storage."""
     plan = plan_of(params, options, own)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)
@@ -159,12 +181,12 @@ def checked_plan(
 
 
 def check_storage(params: Sequence[TrainedParam], geometries: Geometries, options: MuonOptions, rank: int) -> None:
-    """Raise ValueError for storage of the parameters on this rank that is not as planned."""
+    """Raise ValueError if the storage of a parameter on this rank differs from the plan."""
     for index, trained in enumerate(params):
-        where = storage_device(trained.param)
-        if options.offload == "parameters" and trained.on_mesh and where.type != "cpu":
+        device = storage_device(trained.param)
+        if options.offload == "parameters" and trained.on_mesh and device.type != "cpu":
             raise ValueError(
-                f"{trained.fqn}: is on {where}, and offload = 'parameters' takes what is on the host; keep all of "
+                f"{trained.fqn}: is on {device}, and offload = 'parameters' takes what is on the host; keep all of "
                 "Muon's parameters there, or none"
             )
         fault = storage_fault(trained.fqn, trained.param, geometries[index], rank)

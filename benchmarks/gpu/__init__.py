@@ -1,1 +1,1 @@
-"""The first minutes on a machine with GPUs: every check and every figure that needs one, by one command, `make gpu`."""
+"""First minutes on a machine with GPUs: all checks and figures that need a GPU, by one command, `make gpu`."""

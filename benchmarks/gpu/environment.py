@@ -1,7 +1,7 @@
-"""What a result is of: the GPUs, the driver, PyTorch, the other packages, and the state of the source.
+"""Environment of a result: GPUs, driver, PyTorch, other packages, and state of the source.
 
-`python -m benchmarks.gpu.environment` prints it as JSON. The runner asks a process of its own: one that has asked CUDA
-for a name holds some hundred MB of that GPU until it ends.
+`python -m benchmarks.gpu.environment` prints the environment as JSON. The runner asks a separate process, because a
+process that has asked CUDA for a name holds some hundred MB of the GPU until its end.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ PACKAGES = ("torchtitan", "tyro", "pytest", "pytest_timeout", "matplotlib", "tri
 
 @dataclass(frozen=True)
 class Environment:
-    """Where parts run.
+    """Environment of the parts.
 
     Attributes:
-        gpus: names of the CUDA devices; none for a rehearsal.
+        gpus: names of the CUDA devices; empty for a rehearsal.
         torch: version of PyTorch.
-        cuda: that it was built with, or nothing.
-        driver: version of the GPUs' driver, or nothing.
-        commit: of the source, with a digest of what was changed since; nothing without git.
-        packages: of PACKAGES, those that there are.
-        unused: why PyTorch uses none of the GPUs that the machine has, or nothing.
+        cuda: CUDA version of PyTorch, or empty.
+        driver: version of the GPUs' driver, or empty.
+        commit: of the source, with a digest of later changes; empty without git.
+        packages: installed packages of PACKAGES.
+        unused: reason why PyTorch uses none of the machine's GPUs, or empty.
     """
 
     gpus: tuple[str, ...]
@@ -45,11 +45,11 @@ class Environment:
 
     @property
     def ranks(self) -> int:
-        """Ranks to start: as many as GPUs, but a power of two, which meshes and batches can be cut by."""
+        """Ranks to start: the number of GPUs, rounded down to a power of two for meshes and batches."""
         return 1 << (len(self.gpus).bit_length() - 1) if self.gpus else 2
 
     def same(self, other: Environment) -> bool:
-        """Whether results there hold here. Without git nobody knows."""
+        """Whether results of `other` hold here; unknown without git."""
         mine, theirs = ((each.gpus, each.torch, each.commit) for each in (self, other))
         return mine == theirs and self.commit != ""
 
@@ -61,7 +61,7 @@ def of(document: dict) -> Environment:
 
 
 def ask(python: str = sys.executable) -> Environment:
-    """The environment of an interpreter. Raises ValueError if it cannot be asked."""
+    """Environment of an interpreter. Raises ValueError if the interpreter fails."""
     command = [python, "-m", "benchmarks.gpu.environment"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode != 0:
@@ -70,7 +70,7 @@ def ask(python: str = sys.executable) -> Environment:
 
 
 def here() -> Environment:
-    """The environment of this process."""
+    """Environment of this process."""
     import torch
 
     there = torch.cuda.is_available()
@@ -90,8 +90,8 @@ def here() -> Environment:
 
 
 def unused_gpus(devices: Path, version: str, cuda: str | None) -> str:
-    """Why PyTorch finds none of the GPUs with a file in `devices`; nothing without one, or if they are hidden."""
-    # A rehearsal in place of the run would hide that PyTorch and the driver do not fit each other.
+    """Reason why PyTorch finds none of the GPUs with a file in `devices`; empty without GPUs, or if they are hidden."""
+    # A rehearsal instead of the run would hide a mismatch of PyTorch and driver.
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(devices.glob("nvidia[0-9]*")):
         return ""
     built = f"CUDA {cuda}, for which the driver may be too old" if cuda else "no CUDA"
@@ -99,7 +99,7 @@ def unused_gpus(devices: Path, version: str, cuda: str | None) -> str:
 
 
 def commit() -> str:
-    """HEAD, and a digest of the changes since if there are any."""
+    """HEAD, with a digest of later changes."""
     head, changes = _output("git", "rev-parse", "HEAD"), _output("git", "diff", "HEAD")
     return f"{head}+{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if head and changes else head
 
@@ -109,7 +109,7 @@ def _driver() -> str:
 
 
 def _output(*command: str) -> str:
-    """What a command prints, nothing where it fails or is not installed."""
+    """Output of a command; empty if the command fails or is not installed."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,10 +1,10 @@
-"""What the links between the GPUs of this machine and its matrix units can do: the machine file.
+"""Rates of the links between this machine's GPUs and of the matrix units: the machine file.
 
     torchrun --nproc_per_node=8 -m benchmarks.gpu.links --device cuda --json links.json
 
-`machine` of the file, which `--machine FILE` also writes alone, is what a planner needs: bytes per second that a rank
-sends, seconds that a collective takes however little it carries, FLOP/s by dtype and bytes per second of its memory.
-`recipe` is the `[machine]` table of a recipe that says the same.
+`machine` of the file, which `--machine FILE` also writes alone, has the planner's rates: bytes per second sent by a
+rank, latency of a collective, FLOP/s by dtype, and bytes per second of memory. `recipe` is the equivalent `[machine]`
+table of a recipe.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ COPIED = {"cuda": 2**30, "cpu": 2**20}
 
 @dataclass(frozen=True)
 class Row:
-    """One collective at one size.
+    """A collective at a size.
 
     Attributes:
-        bytes: of the whole buffer on a rank: that it sends from in an all-to-all or a reduce-scatter, that it receives
-            in an all-gather.
+        bytes: whole buffer on a rank: the input of an all-to-all or a reduce-scatter, the output of an all-gather.
         us: median time on the slowest rank, in microseconds.
-        gb_s: gigabytes that each rank sends in a second.
+        gb_s: gigabytes per second sent by each rank.
     """
 
     collective: str
@@ -49,14 +48,14 @@ class Row:
 
 @dataclass(frozen=True)
 class MeasuredMachine:
-    """What a planner needs of a machine.
+    """The planner's rates of a machine.
 
     Attributes:
-        gpu: name of one GPU.
-        ranks: that the links were measured between.
-        ranks_per_node: of them, on one node.
-        bandwidth: bytes per second that a rank sends to the others; None of one rank alone.
-        latency: seconds that a collective takes however little it carries; None of one rank alone.
+        gpu: name of a GPU.
+        ranks: number of ranks in the measurement.
+        ranks_per_node: ranks on a node.
+        bandwidth: bytes per second sent by a rank; None for a single rank.
+        latency: seconds of a collective without data; None for a single rank.
         flops: FLOP/s of large plain products by dtype, float32 without TF32.
         memory_bandwidth: bytes per second, read and written together.
     """
@@ -71,7 +70,7 @@ class MeasuredMachine:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median time of a call, all of the device's work included; two calls warm up."""
+    """Median time of a call with the device's work; two calls warm up."""
     times = []
     for _ in range(repeats + 2):
         wait(device)
@@ -83,7 +82,7 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 
 
 def wait(device: torch.device) -> None:
-    """Wait for all that is queued on the device."""
+    """Wait for the device's queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -101,26 +100,27 @@ def collectives(size: int, device: torch.device) -> dict[str, Callable[[], objec
 
 
 def measure_links(device: torch.device, largest: int) -> list[Row]:
-    """Every collective at sizes from SMALLEST on, each four times the one before; the same on every rank."""
+    """Every collective at sizes from SMALLEST on, by factors of four; equal on every rank."""
     world, rows, size = dist.get_world_size(), [], SMALLEST
     while size <= largest:
         for name, run in collectives(size, device).items():
             dist.barrier()
-            taken = torch.tensor(seconds(run, device, 20 if size < 2**24 else 5), device=device)
-            dist.all_reduce(taken, dist.ReduceOp.MAX)
-            slowest = taken.item()
+            elapsed = torch.tensor(seconds(run, device, 20 if size < 2**24 else 5), device=device)
+            dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+            slowest = elapsed.item()
             rows.append(Row(name, size, 1e6 * slowest, size * (world - 1) / world / slowest / 1e9))
         size *= 4
     return rows
 
 
 def link_of(rows: Sequence[Row]) -> tuple[float, float]:
-    """Bytes per second and seconds of latency of an all-to-all: two sizes' difference, and the smallest one's time."""
-    # A time is latency plus bytes over bandwidth, so the largest two sizes give the bandwidth free of the latency.
+    """Bandwidth and latency of an all-to-all: from the difference of two sizes, and from the smallest size."""
+    # Time is latency plus bytes / bandwidth, so the difference of the largest two sizes gives the bandwidth without
+    # latency.
     mine = sorted((row for row in rows if row.collective == "all_to_all"), key=lambda row: row.bytes)
     sent = [row.gb_s * row.us * 1e3 for row in mine]
     longer = (mine[-1].us - mine[-2].us) * 1e-6 if len(mine) > 1 else 0.0
-    # Where noise has the larger one end first, its own rate is all there is.
+    # If noise makes the larger size faster, use the plain rate.
     bandwidth = (sent[-1] - sent[-2]) / longer if longer > 0 else mine[-1].gb_s * 1e9
     return bandwidth, mine[0].us * 1e-6
 
@@ -146,20 +146,20 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--largest", type=int, default=LARGEST, help="bytes")
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--machine", type=Path, help="the machine file alone")
-    given = parser.parse_args(words)
-    device = begin(given.device)
+    options = parser.parse_args(words)
+    device = begin(options.device)
     world = dist.get_world_size()
-    rows = measure_links(device, given.largest) if world > 1 else []
+    rows = measure_links(device, options.largest) if world > 1 else []
     if dist.get_rank() == 0:
         bandwidth, latency = link_of(rows) if rows else (None, None)
         flops = {dtype: matmul_rate(dtype, device) for dtype in DTYPES}
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        machine = MeasuredMachine(name, world, here, bandwidth, latency, flops, memory_rate(device))
+        ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        machine = MeasuredMachine(name, world, ranks_per_node, bandwidth, latency, flops, memory_rate(device))
         document = {"machine": asdict(machine), "recipe": recipe_table(machine), "rows": [asdict(row) for row in rows]}
-        given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        if given.machine is not None:
-            given.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        if options.machine is not None:
+            options.machine.write_text(json.dumps(asdict(machine), indent=1) + "\n", encoding="utf-8")
         print(json.dumps({key: document[key] for key in ("machine", "recipe")}, indent=1))
     dist.barrier()
     dist.destroy_process_group()
@@ -167,7 +167,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def recipe_table(machine: MeasuredMachine) -> dict[str, float]:
-    """The `[machine]` table of a recipe for this machine; without the links' keys where one rank has none."""
+    """`[machine]` table of a recipe for this machine; without links for a single rank."""
     table = {
         "tflops": round(machine.flops["float16"] / 1e12, 1),
         "tflops_float32": round(machine.flops["float32"] / 1e12, 1),

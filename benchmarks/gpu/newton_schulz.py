@@ -1,8 +1,8 @@
-"""Newton-Schulz by shape against the same GPU's matmul rate: the shapes of bench_orthogonalize.py, without its errors.
+"""Newton-Schulz by shape against the same GPU's matmul rate: bench_orthogonalize.py without errors.
 
     python -m benchmarks.gpu.newton_schulz --device cuda --json newton_schulz.json
 
-On CUDA the symmetric kernels are measured first, and the result is kept for later runs of Muon, as that benchmark does.
+CUDA measures the symmetric kernels first and keeps the result for later runs of Muon, as bench_orthogonalize.py does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REPEATS = {"cuda": 7, "cpu": 1}
 
 
 def tiny_shapes(measured: bench.Bench) -> Iterator[bench.Row]:
-    """Every algorithm on shapes that take no time, in place of the published models'."""
+    """Every algorithm on tiny shapes instead of the published models'."""
     for count, rows, cols in TINY:
         methods = (Method("standard", "float32"), Method("gram", "float32", restarts(5)), measured.auto(rows, cols))
         contenders = [bench.torchs(rows, cols, count), *(bench.ours(method, rows, cols, count) for method in methods)]

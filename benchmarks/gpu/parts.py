@@ -1,30 +1,30 @@
-"""The parts of a run on GPUs: what each shows, the command that shows it, and the most time that it may take."""
+"""Parts of a run on GPUs: purpose, command and time-out of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 TOTAL_SECONDS = 20 * 60
-"""What all parts together may take on GPUs."""
+"""Time-out of all parts together on GPUs."""
 REHEARSAL_SECONDS = 15 * 60
-"""What a part may take without a GPU, however slow the CPU: nobody waits for it at a machine that costs money."""
+"""Time-out of a part without a GPU; generous, because a slow rehearsal costs nothing."""
 LAUNCH = ("{python}", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node={ranks}")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One subprocess, which leaves its figures as JSON in the file that its command names.
+    """A subprocess that writes figures to the JSON file in its command.
 
     Attributes:
-        name: what it is called on the command line and in files.
-        shows: what is known once it has passed.
-        command: words, of which `{python}`, `{ranks}`, `{json}`, `{folder}` (of its own) and `{out}` are filled in.
-            It may write no figures.
-        rehearsal: the same without a GPU, at tiny size; empty if there is none.
-        seconds: the most that it may take on GPUs.
-        least_gpus: fewer do not do.
+        name: name on the command line and in files.
+        shows: knowledge from a pass.
+        command: words with the placeholders `{python}`, `{ranks}`, `{json}`, `{folder}` (the part's own) and `{out}`.
+            Figures are optional.
+        rehearsal: the same without a GPU, at tiny size; empty for no rehearsal.
+        seconds: time-out on GPUs.
+        least_gpus: minimum number of GPUs.
         needs: packages besides PyTorch.
-        unrehearsed: what the rehearsal leaves to a real GPU.
+        unrehearsed: coverage only on a real GPU.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Part:
 
 
 def _training(runs: str, *options: str) -> tuple[str, ...]:
-    """A command that trains the main recipe in several ways and compares them."""
+    """Command to train the main recipe in several ways and compare the losses."""
     named = ("--runs", *runs.split(), "--nproc", "{ranks}", "--folder", "{folder}", "--json", "{json}")
     return ("{python}", "-m", "benchmarks.gpu.training", *named, *options)
 
@@ -140,7 +140,7 @@ PARTS: tuple[Part, ...] = (
 
 
 def chosen(names: list[str], parts: tuple[Part, ...] = PARTS) -> tuple[Part, ...]:
-    """The parts of these names, all without any. Raises ValueError for a name that no part has."""
+    """Parts by name, all for no names. Raises ValueError for an unknown name."""
     known = [part.name for part in parts]
     unknown = [name for name in names if name not in known]
     if unknown:

@@ -1,4 +1,4 @@
-"""One rank of a part: its device and process group, and what only a GPU tells."""
+"""A rank of a part: device, process group, and GPU-only records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def begin(device: str) -> torch.device:
-    """Join the processes that torchrun started, over NCCL on `cuda`, over gloo on `cpu`. Returns this rank's device."""
+    """Join the processes of torchrun, over NCCL on `cuda`, over gloo on `cpu`. Returns this rank's device."""
     torch.set_num_threads(1)
     if device == "cpu":
         dist.init_process_group("gloo")
@@ -24,20 +24,20 @@ def begin(device: str) -> torch.device:
 
 
 def gathered(value: Any) -> list[Any]:
-    """The picklable value of every rank, in their order."""
+    """The picklable values of all ranks, in order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def communicators() -> int:
-    """Process groups of this rank, and those of them that NCCL has opened connections for."""
+    """Number of this rank's process groups with open NCCL connections."""
     groups = list(dist.distributed_c10d._world.pg_map)
     return len(groups) + sum(map(_is_open, groups))
 
 
 def _is_open(group: dist.ProcessGroup) -> bool:
-    # Private: PyTorch has no public way to ask whether a group's first collective is still to come.
+    # Private: PyTorch has no public test for a group's first collective.
     if dist.get_backend(group) != "nccl" or dist.get_rank(group) < 0:
         return False
     return bool(group._get_backend(torch.device("cuda"))._is_initialized())  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def _is_open(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def no_sync(device: torch.device) -> Iterator[None]:
-    """Within it, the host must not wait for a GPU: PyTorch raises RuntimeError where it would."""
+    """Raise RuntimeError (PyTorch's) where the host waits for a GPU in this context."""
     if device.type != "cuda" or not torch.cuda.is_available():
         yield
         return

@@ -1,4 +1,4 @@
-"""The report of a run: all results in one JSON file, one page with pictures, and both in one archive to attach."""
+"""Report of a run: all results in a JSON file, a page with pictures, and both in an archive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIGURES = 4
 
 
 def read_json(file: Path) -> tuple[Any, str]:
-    """The JSON of a file, and what is wrong with it; None without a fault if there is no file."""
+    """JSON of a file, and the fault; both empty without a file."""
     if not file.exists():
         return None, ""
     try:
@@ -35,9 +35,9 @@ def read_json(file: Path) -> tuple[Any, str]:
 
 
 def write_report(parts: Sequence[Part], environment: Environment, folder: Path) -> Path:
-    """Write report.json, report.html and report.zip of what a folder has of these parts. Returns the archive."""
+    """Write report.json, report.html and report.zip of a folder's results. Returns the archive."""
     kept = [(part, read(part.name, folder)) for part in parts]
-    # A result of another GPU or commit stays in its file until the part is run again, and says nothing of this one.
+    # A result of another GPU or commit stays in its file until the part runs again, and is not reported.
     found = [(part, result if result is not None and holds(result, environment) else None) for part, result in kept]
     results = {part.name: None if result is None else asdict(result) for part, result in found}
     document = {"environment": asdict(environment), "parts": results}
@@ -52,12 +52,12 @@ def write_report(parts: Sequence[Part], environment: Environment, folder: Path) 
 
 
 def holds(result: Result, environment: Environment) -> bool:
-    """Whether a result is of this environment, as far as anybody knows."""
+    """Whether a result belongs to this environment, as far as known."""
     return result.environment == environment or result.environment.same(environment)
 
 
 def page(found: Sequence[tuple[Part, Result | None]], environment: Environment) -> str:
-    """The page as HTML that needs no other file."""
+    """Self-contained HTML page."""
     gpus = ", ".join(environment.gpus) if environment.gpus else "No GPU: rehearsed on fake tensors and the CPU only"
     facts = (
         f"torch {environment.torch}, CUDA {environment.cuda}, driver {environment.driver}, commit {environment.commit}"
@@ -73,13 +73,13 @@ def overview(found: Sequence[tuple[Part, Result | None]]) -> str:
     rows = []
     for part, result in found:
         outcome = "not run yet" if result is None else f"{result.outcome} {result.reason}"
-        taken = "" if result is None else f"{result.seconds:.0f}"
-        rows.append({"part": part.name, "outcome": outcome, "s": taken, "shows": part.shows})
+        duration = "" if result is None else f"{result.seconds:.0f}"
+        rows.append({"part": part.name, "outcome": outcome, "s": duration, "shows": part.shows})
     return table(rows)
 
 
 def section(part: Part, result: Result | None) -> str:
-    """A part's figures as a table and a picture, and its log if it did not pass."""
+    """A part's figures as table and picture, and the log of a failure."""
     head = f"<h2>{html.escape(part.name)}</h2>\n<p>{html.escape(part.shows)}.</p>"
     if result is None:
         return f"{head}\n<p>Not run yet.</p>"
@@ -93,7 +93,7 @@ def section(part: Part, result: Result | None) -> str:
 
 
 def rows_of(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The rows of a part's figures, whatever they are of."""
+    """Rows of a part's figures of any kind."""
     if "runs" in figures:
         runs = figures["runs"].items()
         return [{"run": n, "last loss": last(r), **{k: v for k, v in r.items() if k != "losses"}} for n, r in runs]
@@ -101,13 +101,13 @@ def rows_of(figures: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def last(run: Mapping[str, Any]) -> float | str:
-    """The last loss of a run, if it has any."""
+    """Last loss of a run, if any."""
     losses = list(run["losses"].values())
     return losses[-1] if losses else ""
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """HTML; a column for each key, nested ones flattened by their last name."""
+    """HTML table; a column for each key, nested keys by their last name."""
     flat = [flattened(row) for row in rows]
     keys = list(dict.fromkeys(key for row in flat for key in row))
     head = "".join(f"<th>{html.escape(key)}</th>" for key in keys)
@@ -133,7 +133,7 @@ def shown(value: Any) -> str:
 
 
 def draw(figures: Mapping[str, Any]) -> str:
-    """A picture of a part's figures as PNG in base64; nothing if they have none, or without matplotlib."""
+    """Picture of a part's figures as PNG in base64; empty without figures or matplotlib."""
     kind = next((name for name, fits in FITS.items() if fits(figures)), None)
     if kind is None:
         return ""
@@ -150,7 +150,7 @@ def draw(figures: Mapping[str, Any]) -> str:
 
 
 def draw_losses(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Loss by step, a line for each run."""
+    """Loss by step, a line per run."""
     for name, run in figures["runs"].items():
         axes.plot([int(step) for step in run["losses"]], list(run["losses"].values()), label=name)
     axes.set(xlabel="step", ylabel="loss")
@@ -158,7 +158,7 @@ def draw_losses(axes: Any, figures: Mapping[str, Any]) -> None:
 
 
 def draw_links(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Bandwidth by size, a line for each collective."""
+    """Bandwidth by size, a line per collective."""
     for name in dict.fromkeys(row["collective"] for row in figures["rows"]):
         mine = [row for row in figures["rows"] if row["collective"] == name]
         axes.loglog([row["bytes"] for row in mine], [row["gb_s"] for row in mine], marker="o", label=name)
@@ -167,7 +167,7 @@ def draw_links(axes: Any, figures: Mapping[str, Any]) -> None:
 
 
 def draw_bars(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Milliseconds, a bar for each row."""
+    """Milliseconds, a bar per row."""
     key = "ms" if "ms" in figures["rows"][0] else "step_ms"
     names = [" ".join(str(row[k]) for k in ("shape", "name") if k in row) for row in figures["rows"]]
     axes.barh(range(len(names)), [row[key] for row in figures["rows"]])
@@ -177,7 +177,7 @@ def draw_bars(axes: Any, figures: Mapping[str, Any]) -> None:
 
 
 def draw_rates(axes: Any, figures: Mapping[str, Any]) -> None:
-    """Share of the matmul rate by shape, a point for each method."""
+    """Share of the matmul rate by shape, a point per method."""
     shapes = list(dict.fromkeys(row["shape"] for row in figures["rows"]))
     for name in dict.fromkeys(row["name"] for row in figures["rows"]):
         mine = [row for row in figures["rows"] if row["name"] == name and math.isfinite(row["of_matmul"])]
@@ -188,7 +188,7 @@ def draw_rates(axes: Any, figures: Mapping[str, Any]) -> None:
 
 
 def has_rows(figures: Mapping[str, Any], *keys: str) -> bool:
-    """Whether there are rows that have all of these."""
+    """Whether there are rows with all of these keys."""
     rows: list[Mapping[str, Any]] = figures.get("rows", [])
     return bool(rows) and all(key in rows[0] for key in keys)
 
@@ -199,7 +199,7 @@ FITS: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     "rates": lambda figures: has_rows(figures, "of_matmul"),
     "bars": lambda figures: has_rows(figures, "name") and bool({"ms", "step_ms"} & figures["rows"][0].keys()),
 }
-"""Which picture figures make, by what they have; the first that fits."""
+"""Picture by the keys of the figures; the first match decides."""
 DRAWN: Mapping[str, Callable[[Any, Mapping[str, Any]], None]] = {
     "losses": draw_losses,
     "links": draw_links,

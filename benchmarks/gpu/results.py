@@ -1,4 +1,4 @@
-"""What a part came to, as a file of the output folder: written as soon as the part ends, read by the next run."""
+"""Result of a part, as a file of the output folder: written at the end of the part, read by the next run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.gpu.environment import Environment, of
 
 
 class Outcome(StrEnum):
-    """How a part ended."""
+    """Outcome of a part."""
 
     PASSED = "passed"
     FAILED = "failed"
@@ -23,14 +23,14 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True)
 class Result:
-    """One part in one environment.
+    """Result of a part in an environment.
 
     Attributes:
-        part: its name.
-        reason: of anything but a pass.
-        seconds: that it took.
-        figures: JSON that the part wrote, or None.
-        log: the end of what it printed.
+        part: name of the part.
+        reason: reason of any outcome but a pass.
+        seconds: duration.
+        figures: JSON written by the part, or None.
+        log: end of the output.
     """
 
     part: str
@@ -44,28 +44,28 @@ class Result:
 
     @property
     def bad(self) -> bool:
-        """Whether something is wrong: a part that cannot run here is not."""
+        """Whether the part failed. An impossible part has not failed."""
         return self.outcome in (Outcome.FAILED, Outcome.OUT_OF_TIME)
 
 
 def write(result: Result, folder: Path) -> None:
-    """Keep a result; a reader finds the old one or the new one whole."""
+    """Save a result atomically."""
     write_whole(folder / f"{result.part}.json", json.dumps(asdict(result), indent=1) + "\n")
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file in one step, so that a run that is cut off leaves no half of one."""
+    """Write a file atomically."""
     part = file.with_suffix(f".{os.getpid()}")
     part.write_text(text, encoding="utf-8")
     part.replace(file)
 
 
 def read(name: str, folder: Path) -> Result | None:
-    """What a part left in a folder; nothing if there is none, or what is there is no result."""
+    """Result of a part in a folder; None without a valid result."""
     try:
         document = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
         document["environment"], document["outcome"] = of(document["environment"]), Outcome(document["outcome"])
         return Result(**{**document, "command": tuple(document["command"])})
     except (OSError, ValueError, KeyError, TypeError):
-        # Of an older version, or edited: the part is run again.
+        # A result of an older version, or an edited one: the part runs again.
         return None

@@ -1,9 +1,9 @@
-"""Runs every part on the GPUs of this machine, one after the other, and writes the report: `make gpu`.
+"""Runs every part on this machine's GPUs in order, and writes the report: `make gpu`.
 
     python -m benchmarks.gpu.run                           # all parts that have not passed here yet
-    python -m benchmarks.gpu.run --parts links --again     # one of them, once more
+    python -m benchmarks.gpu.run --parts links --again     # repeat one part
 
-A part that has passed on the same GPUs, PyTorch and commit is not run again. Without a GPU each part's rehearsal runs.
+A part runs once per combination of GPUs, PyTorch and commit, until it passes. Without a GPU each part's rehearsal runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOG_CHARACTERS = 8000
 
 
 def obstacle(part: Part, environment: Environment) -> str:
-    """Why a part cannot run here, or nothing."""
+    """Reason why a part cannot run here, or empty."""
     missing = [name for name in part.needs if name not in environment.packages]
     if missing:
         return f"needs the package {', '.join(missing)}"
@@ -40,12 +40,12 @@ def obstacle(part: Part, environment: Environment) -> str:
 
 
 def limit(part: Part, environment: Environment) -> int:
-    """Seconds that a part may take here."""
+    """Time-out of a part here, in seconds."""
     return part.seconds if environment.gpus else REHEARSAL_SECONDS
 
 
 def command_of(part: Part, environment: Environment, folder: Path) -> tuple[str, ...]:
-    """The words of a part's command in this environment."""
+    """Words of a part's command in this environment."""
     values: Mapping[str, object] = {
         "python": sys.executable,
         "ranks": environment.ranks,
@@ -65,18 +65,18 @@ def filled(word: str, values: Mapping[str, object]) -> str:
 
 
 def run_part(part: Part, environment: Environment, folder: Path) -> Result:
-    """Run a part within its time, whatever becomes of it. Its figures and the end of its log are in the result."""
+    """Run a part with a time-out. Returns a result with figures and the end of the log for any outcome."""
     reason, most = obstacle(part, environment), limit(part, environment)
     if reason:
         return Result(part.name, Outcome.NOT_RUN, reason, 0.0, (), environment)
     command = command_of(part, environment, folder)
     figures, log = folder / f"{part.name}.figures", folder / f"{part.name}.log"
-    # What an earlier run left must not be taken for this one's.
+    # An earlier run's figures must not count for this run.
     figures.unlink(missing_ok=True)
     begin = time.monotonic()
     code = run_within(most, command, log, ROOT, environ())
     seconds = time.monotonic() - begin
-    found, unreadable = report.read_json(figures)
+    read, unreadable = report.read_json(figures)
     if code is None:
         outcome, reason = Outcome.OUT_OF_TIME, f"did not end in {most} s"
     elif code != 0:
@@ -86,20 +86,20 @@ def run_part(part: Part, environment: Environment, folder: Path) -> Result:
     else:
         outcome = Outcome.PASSED
     end = log.read_text(encoding="utf-8", errors="replace")[-LOG_CHARACTERS:]
-    return Result(part.name, outcome, reason, seconds, command, environment, found, end)
+    return Result(part.name, outcome, reason, seconds, command, environment, read, end)
 
 
 def environ() -> dict[str, str]:
-    """The environment variables of a part."""
+    """Environment variables of a part."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, again: bool) -> list[Result]:
-    """Run the parts in order, whatever becomes of each, and keep every result as soon as it is there."""
+    """Run the parts in order, also after failures, and save every result at once."""
     results = []
     for number, part in enumerate(parts, 1):
-        left = math.ceil(sum(limit(each, environment) for each in parts[number - 1 :]) / 60)
+        left = math.ceil(sum(limit(part, environment) for part in parts[number - 1 :]) / 60)
         print(f"[{number}/{len(parts)}] {part.name}: {part.shows}", flush=True)
         old = read(part.name, folder)
         if old is not None and old.outcome is Outcome.PASSED and old.environment.same(environment) and not again:
@@ -115,13 +115,13 @@ def run_all(parts: Sequence[Part], environment: Environment, folder: Path, *, ag
 
 
 def said(result: Result) -> str:
-    """A result in a line; the end of the log of one that is bad."""
+    """A result in a line, with the end of a failure's log."""
     line = result.outcome + (f": {result.reason}" if result.reason else f" in {result.seconds:.0f} s")
     return line + ("\n" + "\n".join(result.log.splitlines()[-12:]) if result.bad else "")
 
 
 def open_folder(folder: Path) -> None:
-    """Make the output folder. Raises ValueError if nothing can be written there."""
+    """Make the output folder. Raises ValueError if the folder is not writable."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,11 +141,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def main(words: Sequence[str], parts: tuple[Part, ...] = PARTS, environment: Environment | None = None) -> int:
-    """Run what the command line asks for. Returns the exit code: 0 if nothing failed, 2 for a mistake in it."""
-    given = parse(words)
+    """Run the parts of the command line. Returns the exit code: 0 without failures, 2 for a user error."""
+    options = parse(words)
     try:
-        wanted = chosen(given.parts, parts)
-        open_folder(given.out)
+        wanted = chosen(options.parts, parts)
+        open_folder(options.out)
         environment = ask() if environment is None else environment
         if environment.unused:
             raise ValueError(f"{environment.unused}. Name one that fits: make gpu PYTHON_GPU=/path/to/python")
@@ -153,14 +153,14 @@ def main(words: Sequence[str], parts: tuple[Part, ...] = PARTS, environment: Env
         print(f"error: {error}", file=sys.stderr)
         return 2
     gpus = ", ".join(environment.gpus) if environment.gpus else "no GPU, rehearsing at tiny size"
-    print(f"torch {environment.torch} on {gpus}; results in {given.out}", flush=True)
+    print(f"torch {environment.torch} on {gpus}; results in {options.out}", flush=True)
     try:
-        results = run_all(wanted, environment, given.out, again=given.again)
+        results = run_all(wanted, environment, options.out, again=options.again)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on with the part that was cut off", file=sys.stderr)
-        report.write_report(parts, environment, given.out)
+        report.write_report(parts, environment, options.out)
         return 130
-    page = report.write_report(parts, environment, given.out)
+    page = report.write_report(parts, environment, options.out)
     print(f"\n{summary(results)}\n\nreport: {page}", flush=True)
     bad = any(result.bad for result in results)
     if not environment.gpus:
@@ -175,7 +175,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def end_as_interrupted() -> None:
-    """Have SIGTERM do what Ctrl-C does: or the part would be left running on the GPUs."""
+    """SIGTERM acts like Ctrl-C, because the part would otherwise keep running on the GPUs."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""Trains the main recipe in several ways through train.py and compares the losses: the first way is what others follow.
+"""Trains the main recipe in several ways through train.py and compares the losses with the first way's.
 
 python -m benchmarks.gpu.training --runs fsdp tp ep --nproc 8 --steps 6 --folder runs/x --json training.json
 """
@@ -17,15 +17,15 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "configs/qwen_moe_muon.toml"
 TOLERANCE = 0.05
-"""Largest difference of a loss: of about 5 at the start. Layouts and kernels sum in other orders, in bfloat16."""
+"""Largest difference of a loss of about 5 at the start. Layouts and kernels sum in different orders, in bfloat16."""
 
 TINY = ("--training.seq_len", "64", "--training.global_batch_size", "4")
-"""What a CPU does in a moment."""
+"""Sizes for a CPU in seconds."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to train the recipe: what the command line changes, and a number that the ranks must be a multiple of."""
+    """A way to train the recipe: overrides, and a divisor of the number of ranks."""
 
     overrides: tuple[str, ...] = ()
     multiple: int = 1
@@ -48,7 +48,7 @@ WAYS: Mapping[str, Way] = {
 
 @dataclass(frozen=True)
 class Run:
-    """One way on these ranks: losses by step, tokens a second of the last step reported, and what went wrong."""
+    """Run of a way: losses by step, tokens per second of the last reported step, and the fault."""
 
     losses: Mapping[int, float]
     tokens_per_second: float
@@ -58,7 +58,7 @@ class Run:
 
 
 def train(name: str, nproc: int, steps: int, folder: Path, *, tiny: bool = False) -> Run:
-    """Train one way in processes of its own."""
+    """Train a way in separate processes."""
     way, version = WAYS[name], torch_version()
     if nproc % way.multiple:
         return Run({}, 0.0, 0.0, skipped=f"needs a multiple of {way.multiple} ranks")
@@ -67,28 +67,28 @@ def train(name: str, nproc: int, steps: int, folder: Path, *, tiny: bool = False
     runs = folder / f"{name}-{time.strftime('%H%M%S')}"
     begin = time.monotonic()
     code = subprocess.call(command(way, nproc, steps, runs, tiny=tiny), cwd=ROOT)
-    taken = time.monotonic() - begin
+    elapsed = time.monotonic() - begin
     files = sorted(runs.glob("*/*/metrics.jsonl"))
     if code != 0 or not files:
-        return Run({}, 0.0, taken, fault=f"train.py ended with {code}, and left {len(files)} metrics.jsonl")
+        return Run({}, 0.0, elapsed, fault=f"train.py ended with {code}, and left {len(files)} metrics.jsonl")
     records = [json.loads(line) for line in files[-1].read_text(encoding="utf-8").splitlines()]
     losses = {record["step"]: record["loss"] for record in records if "loss" in record}
     speeds = [record["tokens_per_second"] for record in records if "tokens_per_second" in record]
-    return Run(losses, speeds[-1] if speeds else 0.0, taken)
+    return Run(losses, speeds[-1] if speeds else 0.0, elapsed)
 
 
 def command(way: Way, nproc: int, steps: int, runs: Path, *, tiny: bool = False) -> list[str]:
-    """What starts the processes; every step is logged, and nothing but training is done."""
+    """Command of the processes; every step is logged, and there are no checkpoints or validations."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}", "train.py"]
     quiet = ("--validator.enable", "false", "--checkpoint.enable", "false", "--metrics.enable_tensorboard", "false")
-    # The recipe's own schedule, but for a warm-up that a few steps get beyond.
+    # The recipe's schedule with a shorter warm-up.
     schedule = ("--lr_scheduler.total_steps", "300", "--lr_scheduler.warmup_steps", "2")
-    given = ("--training.steps", str(steps), "--metrics.log_freq", "1", *schedule, *(TINY if tiny else ()))
-    return [*launch, "--config", RECIPE, "--dump_folder", str(runs), *given, *quiet, *way.overrides]
+    options = ("--training.steps", str(steps), "--metrics.log_freq", "1", *schedule, *(TINY if tiny else ()))
+    return [*launch, "--config", RECIPE, "--dump_folder", str(runs), *options, *quiet, *way.overrides]
 
 
 def torch_version() -> tuple[int, int]:
-    """Major and minor number of PyTorch, without importing it."""
+    """Major and minor version of PyTorch, without importing torch."""
     from importlib.metadata import version
 
     major, minor = version("torch").split(".")[:2]
@@ -96,20 +96,20 @@ def torch_version() -> tuple[int, int]:
 
 
 def faults_of(runs: Mapping[str, Run], steps: int, fall: float) -> list[str]:
-    """What is wrong: runs that failed, that do not learn, or that do not follow the first."""
+    """Faults: failed runs, no decrease of the loss, or a difference from the first way."""
     faults = [f"{name}: {run.fault}" for name, run in runs.items() if run.fault]
     done = {name: run.losses for name, run in runs.items() if not run.fault and not run.skipped}
     for name, losses in done.items():
         if set(losses) != set(range(1, steps + 1)):
             faults.append(f"{name}: logged the losses of steps {sorted(losses)}, not of 1 to {steps}")
-        # Not "less than": a loss that is not a number is neither.
+        # `not >=`, because a NaN fails every comparison.
         elif not losses[1] - losses[steps] >= fall:
             faults.append(
                 f"{name}: the loss went from {losses[1]:.3f} to {losses[steps]:.3f}, and had to fall by {fall}"
             )
     first = next(iter(runs))
     for name, losses in done.items():
-        # Of a long run the paths part by themselves; the last losses are of other weights.
+        # Long runs diverge from each other; the last losses are of different weights.
         common = [step for step in losses if step in done.get(first, {}) and step <= 6]
         far = [step for step in common if not abs(losses[step] - done[first][step]) <= TOLERANCE]
         faults += [f"{name}: step {s}: loss {losses[s]:.3f}, and {first}'s is {done[first][s]:.3f}" for s in far]
@@ -117,7 +117,7 @@ def faults_of(runs: Mapping[str, Run], steps: int, fall: float) -> list[str]:
 
 
 def main(words: Sequence[str]) -> int:
-    """Train all ways, one after the other, and compare them. Returns the exit code."""
+    """Train all ways in order, and compare the losses. Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", nargs="+", choices=WAYS, required=True)
     parser.add_argument("--nproc", type=int, required=True)
@@ -126,11 +126,11 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--tiny", action="store_true", help="short sequences and small batches, for a rehearsal")
     parser.add_argument("--folder", type=Path, required=True, help="for the runs")
     parser.add_argument("--json", type=Path, required=True)
-    given = parser.parse_args(words)
-    runs = {name: train(name, given.nproc, given.steps, given.folder, tiny=given.tiny) for name in given.runs}
-    faults = faults_of(runs, given.steps, given.fall)
-    document = {"ranks": given.nproc, "runs": {name: vars(run) for name, run in runs.items()}, "faults": faults}
-    given.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    options = parser.parse_args(words)
+    runs = {name: train(name, options.nproc, options.steps, options.folder, tiny=options.tiny) for name in options.runs}
+    faults = faults_of(runs, options.steps, options.fall)
+    document = {"ranks": options.nproc, "runs": {name: vars(run) for name, run in runs.items()}, "faults": faults}
+    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     for name, run in runs.items():
         print(f"{name}: {run.skipped or run.fault or ', '.join(f'{loss:.3f}' for loss in run.losses.values())}")
     print("\n".join(faults) if faults else "all follow the first")

@@ -1,5 +1,5 @@
-"""A training step on GPUs that are not there: fake CUDA tensors of full size, in torch's fake process group.
+"""A training step on fake GPUs: fake CUDA tensors of full size, in torch's fake process group.
 
-`fake_gpu` stands in for the machine, `subject` is what a recipe trains on it, `training` takes its steps, `recorder`
-looks on, `seen` is what it keeps, and `checks` holds that against the dry run.
+`fake_gpu` replaces the machine, `subject` builds the trainer, `training` takes the steps, `recorder` records, `seen`
+holds the records, and `checks` compares them with the dry run.
 """

@@ -1,4 +1,4 @@
-"""Rehearses one rank of a recipe, with keys of the recipe as `train.py` takes them.
+"""Rehearses a rank of a recipe, with keys of the recipe as for `train.py`.
 
 python -m benchmarks.rehearsal --config configs/llama3_8b_muon.toml --world-size 8 --rank 0 --json seen.json
 """
@@ -13,7 +13,7 @@ from titan_muon.titan.recipe import load
 
 
 def main() -> None:
-    """Rehearse in this process, whose torch.cuda is another one meanwhile."""
+    """Rehearse in this process, with a replaced torch.cuda."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--world-size", type=int, required=True)
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     options, overrides = parser.parse_known_args()
     with fake_gpu() as gpu, tempfile.TemporaryDirectory() as folder:
-        # TorchTitan takes its device when it is imported.
+        # TorchTitan copies the device on import.
         from titan_muon.titan import compat
 
         compat.install()

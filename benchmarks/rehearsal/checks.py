@@ -1,4 +1,4 @@
-"""What is wrong with a rehearsed step: held against the dry run, and one rank against another."""
+"""Faults of a rehearsed step: differences from the dry run, and between ranks."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 from benchmarks.rehearsal.seen import Bytes, Collective, Seen
 
 WITHIN = 0.1
-"""How far what cannot be known to the byte may be from what the dry run says."""
+"""Relative tolerance of memory that cannot be known exactly."""
 
 SMALL = 2**24
-"""Bytes that may be alive beside what is planned: counters, scalars, lists of pointers."""
+"""Bytes of unplanned small tensors: counters, scalars, lists of pointers."""
 
 MATRIX_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What the dry run says of the rank that holds most.
+    """The dry run's numbers of the fullest rank.
 
     Attributes:
-        fullest: that rank.
-        planned: bytes of it, without activations.
-        offloaded: whether states are on the host, and `planned` has most of what a step has of them at one time.
+        fullest: the rank.
+        planned: bytes without activations.
+        offloaded: whether states are on the host, and `planned` has the peak of a step.
     """
 
     fullest: int
@@ -38,26 +38,26 @@ class Expected:
         document = document.get("pipeline_ranks", [document])[0]
         owners, ranks, memory = document["owners"], document.get("ranks", []), document["memory"]
         fullest = max(owners, key=lambda owner: owner["bytes"])["rank"] if owners else 0
-        cost = next((each for each in ranks if each["rank"] == fullest), {"buffer_bytes": 0, "work_bytes": 0})
+        cost = next((item for item in ranks if item["rank"] == fullest), {"buffer_bytes": 0, "work_bytes": 0})
         held = (memory["parameters"], memory["gradients"], memory["optimizer_states"])
         planned = Bytes(*held, cost["buffer_bytes"], cost["work_bytes"], 0)
         return cls(fullest, planned, offloaded=memory["host_states"] > 0)
 
 
 def faults(seen: Seen, expected: Expected) -> Iterator[str]:
-    """What is wrong with the rank that the dry run speaks of."""
+    """Faults of the dry run's rank."""
     planned, step = expected.planned, seen.step_peak
     for what in ("parameters", "gradients", "optimizer_states", "exchange_buffers"):
         found, said = getattr(step, what), getattr(planned, what)
-        # Of several optimizers' windows the one at the peak need not be the largest.
+        # With several optimizers, the window at the peak need not be the largest.
         fits = 0 < found <= said if expected.offloaded and what == "optimizer_states" else found == said
         if not fits:
             yield f"{what.replace('_', ' ')} take {found:,} bytes, and the dry run says {said:,}"
-    # Not the states: AdamW makes them in its first step. Too little is wrong as well: what is not on the device is on
-    # the host.
-    taken = step.rest - seen.step_start.rest + step.orthogonalization
-    if abs(taken - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
-        yield f"the step takes {taken:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
+    # Without states, because AdamW makes them in the first step. Too little memory is a fault too: missing tensors are
+    # on the host.
+    used = step.rest - seen.step_start.rest + step.orthogonalization
+    if abs(used - planned.orthogonalization) > planned.orthogonalization * WITHIN + SMALL:
+        yield f"the step takes {used:,} bytes beside them, and the dry run says {planned.orthogonalization:,}"
     states = 0 if expected.offloaded else planned.optimizer_states
     kept = planned.parameters + states
     if seen.at_rest[1] > kept + seen.constant + SMALL:
@@ -69,7 +69,7 @@ def faults(seen: Seen, expected: Expected) -> Iterator[str]:
 
 
 def collective_faults(ranks: Sequence[Seen]) -> Iterator[str]:
-    """Where two ranks see other collectives in a group that both are in."""
+    """Differences of two ranks' collectives in common groups."""
     for other in ranks[1:]:
         first = ranks[0]
         for part in ("training", "step"):

@@ -1,7 +1,7 @@
-"""A machine with GPUs that are not there: CUDA tensors without memory, and a torch.cuda that never waits.
+"""A machine with fake GPUs: CUDA tensors without memory, and a torch.cuda that never waits.
 
-A CUDA build of PyTorch is needed, and no GPU. Tensors on `cuda` are FakeTensors, those on `cpu` are real; what a
-program would read from a GPU raises where reading is forbidden, and is made up elsewhere.
+Needs a CUDA build of PyTorch and no GPU. Tensors on `cuda` are FakeTensors; tensors on `cpu` are real. A read from the
+GPU raises where reading is forbidden, and returns made-up values elsewhere.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default)
 
 UNWRITTEN = 2**16
-"""Elements from which a tensor of the host that a program offloads is never written: a model's states may not fit."""
+"""Offloaded host tensors of this size or more have no memory, because a model's states may not fit."""
 
 
 class DeviceSync(RuntimeError):
-    """The host waited for the device where it must not."""
+    """The host waited for the device where waiting is forbidden."""
 
 
 class FakeGpu(FakeTensorMode):
-    """The mode under which tensors of CUDA devices are fake. Made by `fake_gpu`.
+    """Mode of fake CUDA tensors. Made by `fake_gpu`.
 
     Attributes:
-        size: what every size is that the host reads from the device, where it may: sizes are integers of 64 bits.
-        syncs: the operators by which the host read or waited, in order.
-        has_meta_tensors: whether the program makes tensors of the meta device itself, as it does while it builds.
+        size: value of every 64-bit integer, a size, that the host reads from the device.
+        syncs: operators by which the host read or waited, in order.
+        has_meta_tensors: whether the program makes meta tensors itself, as during construction.
     """
 
-    # The real guard of CUDA devices asks the driver; with this set, FakeTensorMode puts one in place that does nothing.
+    # The real guard of CUDA devices calls the driver; this flag makes FakeTensorMode use a no-op guard.
     avoid_device_init = True
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class FakeGpu(FakeTensorMode):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Meanwhile the host may neither read from the device nor wait for what was queued since the beginning."""
+        """Forbid the host to read from the device, or to wait for work queued in this context."""
         before = self.sync_debug_mode()
         self.set_sync_debug_mode("error")
         try:
@@ -69,7 +69,7 @@ class FakeGpu(FakeTensorMode):
             self.set_sync_debug_mode(before)
 
     def sync_debug_mode(self) -> int:
-        """What torch.cuda.get_sync_debug_mode says."""
+        """torch.cuda.get_sync_debug_mode."""
         return 2 if self._forbids else 0
 
     def set_sync_debug_mode(self, mode: int | str) -> None:
@@ -78,16 +78,16 @@ class FakeGpu(FakeTensorMode):
         self._moment += int(self._forbids)
 
     def sync(self, what: str, moment: int | None = None) -> None:
-        """Note that the host waits, for all that is queued or for what was queued at an earlier `moment`.
+        """Record a wait of the host, for the whole queue or for work queued at an earlier `moment`.
 
-        Raises DeviceSync where that is forbidden.
+        Raises DeviceSync where waiting is forbidden.
         """
         self.syncs.append(what)
         if self._forbids and (moment is None or moment == self._moment):
             raise DeviceSync(f"{what}: the host waits for the device")
 
     def moment(self) -> int:
-        """A number that is another one after the next `no_sync` began."""
+        """A number that changes with the next `no_sync`."""
         return self._moment
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,12 +96,12 @@ class FakeGpu(FakeTensorMode):
         fakes = [leaf for leaf in leaves if isinstance(leaf, FakeTensor)]
         device = kwargs.get("device")
         if device is not None and device.type == "meta" and (fakes or not self.has_meta_tensors):
-            # What C++ makes like a fake tensor: there, it is a tensor of the meta device (see `_seen_from_cpp`).
+            # In C++ a fake tensor is a meta tensor (see `_seen_from_cpp`), and tensors made there are too.
             kwargs["device"] = device = GPU
         if not fakes and not any(isinstance(leaf, torch.device) and leaf.type == "cuda" for leaf in (*leaves, device)):
             return _on_host(func, args, kwargs)
         if device == CPU and func not in COPIES:
-            # A tensor of the host like one of the device: memory of its own, which is really there.
+            # A host tensor like a device tensor needs real memory.
             kwargs.pop("pin_memory", None)
             if func is torch.ops.aten.zeros_like.default and args[0].numel() >= UNWRITTEN:
                 func = torch.ops.aten.empty_like.default
@@ -130,17 +130,17 @@ class FakeGpu(FakeTensorMode):
 
 
 def _unwritten(tensor: Tensor) -> Tensor:
-    """A tensor of the host like a fake one, with memory that is there once it is written."""
+    """A host tensor like a fake tensor, with memory on the first write."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=CPU)
 
 
 def _zeros(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """A real tensor of the host, as large as a fake one."""
+    """A real host tensor of a fake tensor's size."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype if dtype is None else dtype, device=CPU)
 
 
 def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    # Pinned memory is the driver's.
+    # Pinned memory needs the driver.
     if func is torch.ops.aten._pin_memory.default:
         return args[0].clone()
     if kwargs.get("pin_memory"):
@@ -149,7 +149,7 @@ def _on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 class FakeEvent:
-    """An event of the device, reached at once. To wait for one of the same step is to wait for the device."""
+    """A completed event of the device. To wait for an event of the same step is to wait for the device."""
 
     gpu: FakeGpu
 
@@ -157,27 +157,26 @@ class FakeEvent:
         self._moment = self.gpu.moment()
 
     def record(self, stream: object = None) -> None:
-        """Note when it was recorded."""
         self._moment = self.gpu.moment()
 
     def wait(self, stream: object = None) -> None:
-        """A stream waits, not the host."""
+        """No wait of the host."""
 
     def query(self) -> bool:
-        """Whether the device is there."""
+        """Always done."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """A wait of the host."""
         self.gpu.sync("Event.synchronize", self._moment)
 
     def elapsed_time(self, other: FakeEvent) -> float:
-        """No time passes, but rates are divided by it."""
+        """Nonzero, because rates divide by the time."""
         return 1.0
 
 
 class FakeStream:
-    """A stream of the device, which runs nothing."""
+    """A stream of the device without work."""
 
     device_type, device_index, stream_id, cuda_stream = 1, 0, 0, 0
     device = GPU
@@ -187,10 +186,10 @@ class FakeStream:
         self.priority = priority
 
     def wait_stream(self, stream: FakeStream) -> None:
-        """A stream waits, not the host."""
+        """No wait of the host."""
 
     def wait_event(self, event: FakeEvent) -> None:
-        """A stream waits, not the host."""
+        """No wait of the host."""
 
     def record_event(self, event: Any = None) -> Any:
         """Record an event, by default a new one."""
@@ -199,20 +198,20 @@ class FakeStream:
         return recorded
 
     def query(self) -> bool:
-        """Whether the device is there."""
+        """Always done."""
         return True
 
     def synchronize(self) -> None:
-        """The host waits."""
+        """A wait of the host."""
         self.gpu.sync("Stream.synchronize")
 
 
 @contextmanager
 def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
-    """Stand in for a machine with 8 GPUs, in this process, until the end of the block.
+    """Replace this process's machine by one with 8 GPUs in this context.
 
-    Tensors of one `gpu` and of another do not mix; by default it is a new one. Raises RuntimeError unless PyTorch was
-    built with CUDA.
+    Tensors of different `gpu` objects do not mix; the default is a new object. Raises RuntimeError without a CUDA build
+    of PyTorch.
     """
     if not torch.backends.cuda.is_built():
         raise RuntimeError("a rehearsal needs a CUDA build of PyTorch, with or without a GPU: make newest")
@@ -221,10 +220,10 @@ def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
         for module, replaced in _replaced(gpu):
             for name, value in replaced.items():
                 stack.enter_context(mock.patch.object(module, name, value, create=True))
-        # By its own patch: an option that mock has replaced and taken back does not exist anymore.
+        # By config.patch: an option replaced and restored by mock no longer exists.
         stack.enter_context(torch._dynamo.config.patch(disable=True))
         for hop in (flex_attention, flex_attention_backward):
-            # Operators of higher order have one implementation for each mode, found by its class.
+            # Higher-order operators have an implementation per mode class.
             hop.python_key_table[FakeGpu] = hop.python_key_table[FakeTensorMode]
         stack.enter_context(gpu)
         yield gpu
@@ -232,8 +231,8 @@ def fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
 
 @contextmanager
 def fake_rank(world_size: int, rank: int) -> Iterator[None]:
-    """Be one rank of a job: its environment, and the default process group, which answers for all others."""
-    # The one fake GPU is that of the process, as where each process sees its own GPU alone.
+    """Act as a rank of a job: environment, and a default process group that acts for all ranks."""
+    # The only fake GPU belongs to this process, as if each process saw its own GPU.
     ours = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     before = {name: os.environ.get(name) for name in ours}
     os.environ.update({name: str(value) for name, value in ours.items()})
@@ -247,14 +246,14 @@ def fake_rank(world_size: int, rank: int) -> Iterator[None]:
 
 
 def _replaced(gpu: FakeGpu) -> Sequence[tuple[Any, dict[str, object]]]:
-    """What is replaced meanwhile, by the module or class that has it."""
-    # Classes of this machine: annotations name them, and code asks whether something is one of them.
+    """Replacements by module or class."""
+    # Classes per machine: annotations name them, and code uses isinstance.
     event, stream = (type(kind.__name__, (kind,), {"gpu": gpu}) for kind in (FakeEvent, FakeStream))
     return (
         (torch.cuda, _cuda(gpu, event, stream)),
         (torch.accelerator, _accelerator()),
         (torch, {"Event": event}),
-        # Nothing can be compiled for a device without a driver. Uncompiled, FlexAttention is one operator all the same.
+        # torch.compile needs a driver. Uncompiled FlexAttention is a single operator all the same.
         (flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True}),
         *_seen_from_cpp(),
     )
@@ -309,9 +308,9 @@ def _current(stream: FakeStream) -> Iterator[FakeStream]:
 
 
 def _seen_from_cpp() -> Sequence[tuple[Any, dict[str, object]]]:
-    """Fake tensors that are of the meta device in C++ and of a CUDA device in Python.
+    """Make fake tensors meta tensors in C++ and CUDA tensors in Python.
 
-    Autograd's engine runs what it takes for CUDA on a thread for each GPU, and asks the driver for its streams.
+    Autograd's engine runs CUDA operations in a thread per GPU, and asks the driver for streams.
     """
     make_subclass = torch.Tensor._make_subclass
 

@@ -1,4 +1,4 @@
-"""What happens on a fake GPU: operations by kind, collectives in order, and the bytes that are alive."""
+"""Records of a fake GPU: operations by kind, collectives in order, and live bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ VIEWS = (
     "alias",
     "as_strided",
 )
-"""Operators that launch nothing: they look at memory that is there."""
+"""Operators without a launch: views of existing memory."""
 
 
 class Operations(TorchDispatchMode):
-    """While active, counts operators on the device by their name in `counts`."""
+    """Counts operators on the device by name in `counts`."""
 
     supports_higher_order_operators = True
 
@@ -42,7 +42,7 @@ class Operations(TorchDispatchMode):
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         name = str(func.name() if callable(func.name) else func.name).split("::")[-1].split(".")[0]
         if name not in VIEWS and any(_on_device(leaf) for leaf in tree_leaves((args, kwargs or {}))):
@@ -51,12 +51,12 @@ class Operations(TorchDispatchMode):
 
 
 class LiveMemory(TorchDispatchMode):
-    """While active, knows the bytes of device storage that are alive, and what was alive at the peak.
+    """Tracks live device storage, and the storages at the peak.
 
     Attributes:
-        alive: bytes alive now.
-        peak: most bytes alive at one time since the last `reset`.
-        at_peak: sizes of the storages that were alive then, by their key.
+        alive: live bytes.
+        peak: most live bytes since the last `reset`.
+        at_peak: sizes of the live storages at the peak, by key.
     """
 
     supports_higher_order_operators = True
@@ -69,7 +69,7 @@ class LiveMemory(TorchDispatchMode):
         self._risen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(each, DTensor) for each in types):
+        if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
@@ -79,7 +79,7 @@ class LiveMemory(TorchDispatchMode):
 
     @contextmanager
     def following_resizes(self) -> Iterator[LiveMemory]:
-        """Be active, and see storages that change their size: FSDP frees parameters so, and allocates them again."""
+        """Track resized storages too: FSDP frees and reallocates parameters by a resize."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -92,11 +92,11 @@ class LiveMemory(TorchDispatchMode):
             yield self
 
     def reset(self) -> None:
-        """Look for the peak from now on."""
+        """Restart the search for the peak."""
         self.peak, self.at_peak, self._risen = self.alive, dict(self._sizes), False
 
     def largest(self) -> dict[object, int]:
-        """Sizes of the storages that were alive at the peak, by their key."""
+        """Sizes of the storages at the peak, by key."""
         return dict(self._sizes) if self._risen else self.at_peak
 
     def _add(self, storage: torch.UntypedStorage) -> None:
@@ -113,7 +113,7 @@ class LiveMemory(TorchDispatchMode):
     def _set(self, key: object, size: int) -> None:
         change = size - self._sizes[key]
         if change < 0 and self._risen:
-            # Memory rises many times in a row: only before it falls is what is alive worth noting.
+            # Memory rises many times in a row; a snapshot is needed only before a fall.
             self.at_peak, self._risen = dict(self._sizes), False
         self._sizes[key] = size
         self.alive += change
@@ -122,7 +122,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _key(storage: torch.UntypedStorage) -> object:
-    """What stands for a storage for as long as anything speaks of it: its address is soon another's."""
+    """Key of a storage for its lifetime: addresses are reused."""
     if not hasattr(storage, "rehearsal_key"):
         storage.rehearsal_key = object()  # type: ignore[attr-defined]
     return storage.rehearsal_key  # type: ignore[attr-defined]
@@ -133,13 +133,13 @@ def _on_device(leaf: object) -> bool:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[object, int]:
-    """The device storages that these tensors are in, by key, and the bytes that they take of each.
+    """Device storages of these tensors by key, with the bytes that the tensors use.
 
-    FSDP pads shards and keeps gradients of a layer in one storage, of which something else may have been a part.
+    FSDP pads shards and keeps a layer's gradients in a common storage, perhaps with other tensors.
     """
-    taken: Counter[object] = Counter()
+    sizes: Counter[object] = Counter()
     for tensor in tensors:
         stored = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
         if _on_device(stored):
-            taken[_key(stored.untyped_storage())] += stored.numel() * stored.element_size()
-    return taken
+            sizes[_key(stored.untyped_storage())] += stored.numel() * stored.element_size()
+    return sizes

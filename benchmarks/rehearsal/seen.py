@@ -1,4 +1,4 @@
-"""What is kept of a rehearsed rank, to be written and compared: memory, operations and collectives."""
+"""Records of a rehearsed rank: memory, operations and collectives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective as the members of its group must agree on it: `payload` in bytes where theirs are equal, or None."""
+    """Collective that the group's members must agree on: `payload` in bytes if it must be equal, otherwise None."""
 
     name: str
     ranks: tuple[int, ...]
@@ -18,7 +18,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Device memory by what it holds; `rest` is all else that was alive, activations for one."""
+    """Device memory by purpose; `rest` has all other live memory, for example activations."""
 
     parameters: int
     gradients: int
@@ -29,29 +29,28 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return sum(asdict(self).values())
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank did in its second training step.
+    """Records of a rank in the second training step.
 
     Attributes:
         rank: global rank.
-        matrices: matrices that Muon's plan has, over all ranks.
-        orthogonalized: those that this rank orthogonalized.
+        matrices: matrices of Muon's plan, over all ranks.
+        orthogonalized: matrices orthogonalized by this rank.
         operations: operators on the device in the optimizer step, by name.
-        growing: those whose number grows with the number of matrices.
+        growing: operators whose number grows with the number of matrices.
         training_peak: memory at the peak of forward and backward.
-        step_start: memory when the optimizer step begins.
-        step_peak: memory at its peak.
-        constant: bytes alive after construction that are none of these, such as rotary embeddings.
-        at_rest: bytes alive after each of the two steps, once gradients are gone.
+        step_start: memory at the begin of the optimizer step.
+        step_peak: memory at the peak of the optimizer step.
+        constant: other live bytes after construction, for example rotary embeddings.
+        at_rest: live bytes after each of the two steps, without gradients.
         training: collectives of forward, backward and clipping.
         step: collectives of the optimizer step.
         groups_made: process groups made after construction.
-        reads: how often the host read from the device or waited for it outside of the optimizer step.
+        reads: reads and waits of the host outside of the optimizer step.
     """
 
     rank: int
@@ -70,12 +69,10 @@ class Seen:
     reads: int
 
     def write(self, file: Path) -> None:
-        """As JSON."""
         file.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, file: Path) -> Seen:
-        """What `write` wrote."""
         found = json.loads(file.read_text(encoding="utf-8"))
         for name in ("training_peak", "step_start", "step_peak"):
             found[name] = Bytes(**found[name])

@@ -1,4 +1,4 @@
-"""What a recipe trains on one rank of a fake machine: TorchTitan's own trainer, without data, files and threads."""
+"""A recipe on a rank of a fake machine: TorchTitan's own trainer, without data, files and threads."""
 
 from __future__ import annotations
 
@@ -17,25 +17,23 @@ from titan_muon.titan.run.trainer_config import trainer_config
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Stands in for the tokenizer and its configuration: a rehearsal need not have its file."""
+    """Replaces the tokenizer and its configuration, because the tokenizer's file may be absent."""
 
     def build(self, **kwargs: Any) -> NoTokenizer:
-        """Itself."""
         return self
 
     def get_vocab_size(self) -> int:
-        """Fits into any embedding."""
+        """Fits any embedding."""
         return 0
 
 
 @dataclass(frozen=True)
 class NoData:
-    """Stands in for the data and their configuration: batches of zeros, of one document each."""
+    """Replaces the data and their configuration: batches of zeros, a document each."""
 
     shape: tuple[int, int] = (0, 0)
 
     def build(self, *, seq_len: int, local_batch_size: int, **kwargs: Any) -> NoData:
-        """Batches of this size."""
         return NoData((local_batch_size, seq_len))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
@@ -46,18 +44,18 @@ class NoData:
 
 
 class _NeverStops:
-    """Stands in for the signals of a run."""
+    """Replaces the signals of a run."""
 
     def begin_step(self) -> None:
-        """Nothing is asked."""
+        """No request."""
 
     def stop_after_step(self) -> bool:
-        """Nobody asked to stop."""
+        """Always false."""
         return False
 
 
 def without_files(recipe: Recipe) -> Recipe:
-    """The recipe without what is written or read beside the training step, and with one pass of gradients a step."""
+    """The recipe without files beside the training step, and with one gradient pass per step."""
     return replace(
         recipe,
         training=replace(recipe.training, global_batch_size=-1),
@@ -68,21 +66,21 @@ def without_files(recipe: Recipe) -> Recipe:
 
 
 def build_trainer(recipe: Recipe, world_size: int, gpu: FakeGpu, folder: str) -> MuonTrainer:
-    """The trainer of a recipe from `without_files`, on the rank that this process is."""
+    """Trainer of a recipe from `without_files`, on this process's rank."""
     config = trainer_config(recipe, Run(folder=folder), world_size)
     config.tokenizer, config.dataloader = NoTokenizer(), NoData()
     gpu.has_meta_tensors = True
     trainer = config.build()
     gpu.has_meta_tensors = False
     trainer.stop, trainer.stopped, trainer.first_step = _NeverStops(), False, False
-    # Reporting a step reads the loss: TorchTitan's wait, at the end of the steps that are logged.
+    # Reporting a step reads the loss: TorchTitan's wait, at the end of logged steps.
     trainer.metrics_processor.should_log = lambda step: False
     gpu.size = tokens_for_each_rank(trainer)
     return trainer
 
 
 def tokens_for_each_rank(trainer: MuonTrainer) -> int:
-    """Tokens that a rank sends to each other in expert parallelism if the router is balanced; it reads them so."""
+    """Tokens between each pair of ranks in expert parallelism with a balanced router, as the program reads them."""
     config, ranks = trainer.config, trainer.parallel_dims.ep
     layers = [layer.moe for layer in trainer.model_config.layers if getattr(layer, "moe", None) is not None]
     if not layers:

@@ -1,6 +1,6 @@
-"""Two training steps of a recipe on one rank, and what was seen of them.
+"""Two training steps of a recipe on a rank, with records.
 
-Imported under `fake_gpu` alone: TorchTitan takes its device when it is imported.
+Imported only under `fake_gpu`, because TorchTitan copies the device on import.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from titan_muon.titan.run.trainer import MuonTrainer
 
 
 def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: str) -> Seen:
-    """Two training steps of one rank.
+    """Two training steps of a rank.
 
-    Raises DeviceSync if the host waits in the optimizer step, but for parameters of its own (`enable_cpu_offload`).
+    Raises DeviceSync if the host waits in the optimizer step, except for parameters on the host (`enable_cpu_offload`).
     """
     with ExitStack() as stack:
         stack.enter_context(fake_rank(world_size, rank))
-        # As NCCL does and the fake group does not say: owned layers launch their operations together, in their streams.
+        # As with NCCL, and unlike the fake group: owned layers launch their operations together, in streams.
         stack.enter_context(mock.patch.object(private, "coalesces", return_value=True))
         memory = stack.enter_context(LiveMemory().following_resizes())
         trainer = build_trainer(without_files(recipe), world_size, gpu, folder)
@@ -44,7 +44,7 @@ def rehearse(recipe: Recipe, world_size: int, rank: int, gpu: FakeGpu, folder: s
 class _Rehearsal:
     def __init__(self, trainer: MuonTrainer, gpu: FakeGpu, memory: LiveMemory) -> None:
         self.trainer, self.gpu, self.memory = trainer, gpu, memory
-        self.muon = next((each for each in trainer.optimizers if isinstance(each, Muon)), None)
+        self.muon = next((optimizer for optimizer in trainer.optimizers if isinstance(optimizer, Muon)), None)
         self.operations: Counter[str] = Counter()
         self.training_peak = self.step_start = self.step_peak = Bytes(0, 0, 0, 0, 0, 0)
         self.training: tuple[Collective, ...] = ()
@@ -55,13 +55,13 @@ class _Rehearsal:
         made = len(dist.distributed_c10d._world.pg_map)
         self.memory.reset()
         constant = _bytes(self.memory.largest(), self._held()).rest
-        # What a step leaves to a forward the second training's has; buffers are there until it is done.
+        # Buffers for a later forward live until the second step's forward ends.
         first = self._train()
         self._train()
         if self.muon is not None:
             self.muon.finish_step()
         second = self.memory.alive
-        # Before another optimizer is built for `growing`, with groups of its own.
+        # Before `growing` builds another optimizer with groups of its own.
         made = len(dist.distributed_c10d._world.pg_map) - made
         return Seen(
             rank=rank,
@@ -81,7 +81,7 @@ class _Rehearsal:
         )
 
     def _train(self) -> int:
-        """A training step. Returns the bytes that are alive after it."""
+        """A training step. Returns the live bytes afterwards."""
         trainer = self.trainer
         trainer.step += 1
         self.gpu.syncs.clear()
@@ -90,7 +90,7 @@ class _Rehearsal:
         watched = self._watched(trainer.optimizers.step)
         with mock.patch.object(trainer.optimizers, "step", watched), CollectiveCounter() as self.counter:
             if trainer.parallel_dims.pp_enabled:
-                # Stages ask each other for shapes, and the fake group cannot answer: clipping and the step alone.
+                # Stages exchange shapes, which the fake group cannot answer: run only clipping and the step.
                 give_gradients(p for part in trainer.model_parts for p in part.parameters())
                 trainer._clip_gradients()
                 trainer.optimizers.step()
@@ -100,7 +100,7 @@ class _Rehearsal:
         return self.memory.alive
 
     def _watched(self, step: Callable[[], None]) -> Callable[[], None]:
-        """The optimizer step, seen apart from what comes before it."""
+        """The optimizer step, recorded separately."""
 
         def watched() -> None:
             held, window = self._held(), dict[object, int]()
@@ -121,14 +121,14 @@ class _Rehearsal:
                 step()
             self.operations = operations.counts
             self.step = _collectives(self.counter)
-            # States are there once the first step was taken. Of those on the host the device has a window.
+            # States exist after the first step. The device has a window of states on the host.
             states = {"optimizer_states": {**self._states()["optimizer_states"], **window}}
             self.step_peak = _bytes(self.memory.largest(), {**held, **states})
 
         return watched
 
     def _held(self) -> dict[str, Mapping[object, int]]:
-        """Storages by what they hold."""
+        """Storages by purpose."""
         parameters = [p for part in self.trainer.model_parts for p in part.parameters()]
         found = {
             "parameters": storages(parameters),
@@ -137,7 +137,7 @@ class _Rehearsal:
         }
         if self.muon is not None:
             rank = self.muon.engine.rank
-            # Buckets and batches take turns in what they share: each storage is taken once, by the largest.
+            # Buckets and batches share storages: count each storage once, at its largest.
             found["exchange_buffers"] = _largest(rank.buffers.tensors)
             found["orthogonalization"] = _largest(batch.whole for batch in rank.batches)
         return found
@@ -162,15 +162,15 @@ def _largest(tensors: Iterable[Tensor]) -> dict[object, int]:
 
 
 def growing_operations(muon: Muon, gpu: FakeGpu) -> dict[str, int]:
-    """Operators of Muon's step whose number grows with that of its matrices: half of them need clearly fewer."""
+    """Operators of Muon's step whose number grows with the matrices: half of the matrices need clearly fewer."""
     options = {field.name: getattr(muon._options, field.name) for field in fields(muon._options)}
     if muon._options.overlap == "forward":
-        # No forward comes behind the steps of the half, which would refuse to leave anything to one.
+        # No forward follows the steps of the half, and Muon would refuse to leave results to a forward.
         options["overlap"] = "none"
     named = [pair for group in muon.param_groups for pair in zip(group["param_names"], group["params"], strict=True)]
     whole = _operations_of_a_step(muon, gpu)
     half = _operations_of_a_step(Muon(named[: len(named) // 2], **options), gpu)
-    # A kind that every step has a few of may have one fewer by chance.
+    # The number of rare operators may differ by chance.
     return {name: count for name, count in whole.items() if count > 8 and half[name] <= 0.75 * count}
 
 
@@ -184,7 +184,7 @@ def _operations_of_a_step(muon: Muon, gpu: FakeGpu) -> Counter[str]:
 
 
 def _no_sync(gpu: FakeGpu, *, unwatched: bool) -> AbstractContextManager[None]:
-    # The end of a step is waited for where parameters are on the host, which may read them next.
+    # With parameters on the host, the host waits for the end of the step before reading them.
     return nullcontext() if unwatched else gpu.no_sync()
 
 
@@ -195,7 +195,7 @@ def give_gradients(parameters: Iterable[Tensor]) -> None:
 
 
 def _bytes(alive: Mapping[object, int], held: Mapping[str, Mapping[object, int]]) -> Bytes:
-    """What was alive, by what it holds."""
+    """Live memory by purpose."""
     sizes = {what: sum(min(size, alive.get(key, 0)) for key, size in keys.items()) for what, keys in held.items()}
     counted = {field.name: sizes.get(field.name, 0) for field in fields(Bytes) if field.name != "rest"}
     return Bytes(**counted, rest=sum(alive.values()) - sum(counted.values()))

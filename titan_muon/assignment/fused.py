@@ -1,4 +1,4 @@
-"""Known layouts of parameters that hold several matrices, as the splits that read them."""
+"""Known layouts of parameters with several matrices, as splits."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ Layout = tuple[str, dict[str, int | tuple[int, ...]]]
 
 
 def class_names(module: nn.Module) -> tuple[str, ...]:
-    """Names of a module's class and its bases: FSDP2 and float8 put a class of their own before a module's."""
+    """Names of a module's class and bases; FSDP2 and float8 insert a class before the module's."""
     return tuple(kind.__name__ for kind in type(module).__mro__)
 
 
 def fused_split(fqn: str, parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Split | None:
-    """The split of a parameter of `owner`, itself within `parent`, if its layout is a known one."""
+    """The split of a parameter with a known layout; `owner` is the parameter's module, within `parent`."""
     *_, last = ("", *fqn.split("."))
     *_, before = ("", *fqn.rpartition(".")[0].split("."))
     name = before if last == "weight" else last
     for names, layout in LAYOUTS:
-        if name in names and parameter.ndim > 1 and (found := layout(parameter, owner, parent)) is not None:
-            return Split(match=fqn, dims=found[0], lengths=found[1])
+        if name in names and parameter.ndim > 1 and (known := layout(parameter, owner, parent)) is not None:
+            return Split(match=fqn, dims=known[0], lengths=known[1])
     if "Conv1D" in class_names(owner) and parameter.ndim == 2:
         # GPT-2's linear layers store (in, out).
         return Split(match=fqn, dims="d f -> | f d")
@@ -43,7 +43,7 @@ def _w13(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | Non
 
 
 def _wqkv(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """TorchTitan's FusedQKVLinear: for each head of k its heads of q, then k, then v. Others: q, k and v in blocks."""
+    """TorchTitan's FusedQKVLinear: for each head of k its heads of q, then k, then v. Else: q, k and v in blocks."""
     heads: Any = getattr(parent, "heads_per_kv", None)
     if "FusedQKVLinear" in class_names(parent) and isinstance(heads, int):
         return "(g p h) d -> p | (g h) d", {"p": (heads, 1, 1), "h": int(parent.head_dim)}  # type: ignore[arg-type]
@@ -58,10 +58,10 @@ def _thirds(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | 
 
 
 def _qkv_proj(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """Phi-3's q, k and v in blocks, of which k and v may have fewer heads; CodeGen's q, v and k in each of four."""
+    """Phi-3: q, k and v in blocks, with fewer heads of k and v. CodeGen: q, v and k in each of four blocks."""
     if "CodeGenAttention" in class_names(parent):
         return "(m p f) d -> p | (m f) d", {"m": 4, "p": 3}
-    # By these attributes alone: the name says nothing of the order.
+    # By these attributes only, because the name does not determine the order.
     size, heads = getattr(parent, "head_dim", 0), getattr(parent, "num_key_value_heads", 0)
     if not (size and heads) or parameter.ndim != 2 or parameter.shape[0] % size:
         return None
@@ -70,7 +70,7 @@ def _qkv_proj(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout 
 
 
 def _query_key_value(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """q, k and v of each head beside each other: GPT-NeoX and BLOOM; of each group of heads, or in blocks: Falcon."""
+    """GPT-NeoX and BLOOM: q, k and v of each head side by side. Falcon: of each group of heads, or in blocks."""
     if "FalconAttention" in class_names(parent):
         return _falcon(parent)
     size = getattr(parent, "head_dim", None) or getattr(parent, "head_size", None)
@@ -88,11 +88,11 @@ def _falcon(parent: Any) -> Layout:
 
 
 def _gate_up(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """Hugging Face's gate and up: of one layer in rows; of experts in rows or columns, in blocks or taking turns."""
+    """Hugging Face's gate and up: rows of a linear layer; rows or columns of experts, in blocks or alternating."""
     if parameter.ndim == 2:
         return "(g f) d -> g | f d", {"g": 2}
     fused = "(g f)" if getattr(owner, "is_concatenated", True) else "(f g)"
-    # Experts of Hugging Face say how they store; Llama 4's are older than that.
+    # Hugging Face's experts have an attribute for the order, except for the older Llama 4.
     turned = getattr(owner, "is_transposed", any(name.startswith("Llama4") for name in class_names(owner)))
     if parameter.ndim != 3 or not getattr(owner, "has_gate", True):
         return None
@@ -100,24 +100,23 @@ def _gate_up(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout |
 
 
 def _halves(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """ModernBERT's input and gate in blocks."""
     known = any(name.startswith("ModernBert") for name in class_names(parent))
     return ("(g f) d -> g | f d", {"g": 2}) if known and parameter.ndim == 2 else None
 
 
 def _down(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """Experts that store (in, out)."""
+    """Experts stored as (in, out)."""
     turned = getattr(owner, "is_transposed", any(name.startswith("Llama4") for name in class_names(owner)))
     return ("e f d -> e | d f", {}) if parameter.ndim == 3 and turned else None
 
 
 def _gpt_oss(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """TorchTitan's GPT-OSS: gate and up of an expert take turns in its rows."""
+    """TorchTitan's GPT-OSS: alternating gate and up rows of an expert."""
     return ("e (f g) d -> e g | f d", {"g": 2}) if "GptOssGroupedExperts" in class_names(owner) else None
 
 
 def _c_attn(parameter: Tensor, owner: nn.Module, parent: nn.Module) -> Layout | None:
-    """GPT-2's q, k and v: columns of a layer that stores (in, out)."""
+    """GPT-2's q, k and v: columns of a layer stored as (in, out)."""
     thirds = parameter.ndim == 2 and parameter.shape[1] == 3 * parameter.shape[0]
     return ("d (g f) -> g | f d", {"g": 3}) if thirds and "Conv1D" in class_names(owner) else None
 
@@ -134,4 +133,4 @@ LAYOUTS: tuple[tuple[tuple[str, ...], Callable[[Tensor, nn.Module, nn.Module], L
     (("mlp1_weight_EGD",), _gpt_oss),
     (("c_attn",), _c_attn),
 )
-"""Layouts by the names that parameters, or the layers whose weights they are, have in them."""
+"""Layouts by the name of the parameter or its layer."""

@@ -1,4 +1,4 @@
-"""Parameter groups of each optimizer, from assignments, and the optimizers built from them."""
+"""Parameter groups of each optimizer, and construction of optimizers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,9 @@ registry.optimizers.register("adamw", registry.OptimizerEntry(AdamW, ("foreach",
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters of one optimizer with equal hyperparameters.
+    """Parameters of an optimizer with equal hyperparameters (`options`).
 
-    Attributes:
-        optimizer: name of the registered optimizer.
-        rule: index of the rule that gives the parameters options of their own, or None.
-        tag: name of the group in metrics.
-        names: names of the parameters.
-        options: hyperparameters.
+    `rule`: index of the rule with the group's options, or None. `tag`: name of the group in metrics.
     """
 
     optimizer: str
@@ -48,11 +43,11 @@ def assigned_model(
     """The optimizer of each parameter of a whole model.
 
     Raises:
-        OptionError: as `assign`, and if Muon gets no parameter although rules leave some to the defaults.
+        OptionError: like `assign`, and if Muon gets no parameter although defaults apply to some.
     """
     assigned = assign(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
-    # A model whose names or shapes the defaults do not know would otherwise train with AdamW alone, without a word.
+    # A model with unknown names or shapes would otherwise silently train with AdamW alone.
     if (by_default or not assigned) and not any(a.optimizer == "muon" for a in assigned):
         roles: dict[str, int] = {}
         for a in assigned:
@@ -69,24 +64,18 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: one for the defaults, and one for each rule with options of its own.
-
-    Args:
-        rules: rules that the assignments refer to.
-        tables: options of each optimizer.
-        assigned: the optimizer of each parameter.
-    """
+    """Groups by optimizer: a group for the defaults, and a group for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
-        # Rules without options share the group of the defaults: fewer groups are fewer foreach calls in a step.
+        # Rules without options share the default group, because each group costs foreach calls in a step.
         rule = a.rule if a.rule is not None and rules[a.rule].options else None
         names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
     for optimizer, by_rule in names.items():
         shared = registry.optimizers.get(optimizer).shared
         for rule, fqns in by_rule.items():
-            own = {} if rule is None else rules[rule].options
-            merged = {**tables.get(optimizer, {}), **own}
+            rule_options = {} if rule is None else rules[rule].options
+            merged = {**tables.get(optimizer, {}), **rule_options}
             hyperparameters = {key: value for key, value in merged.items() if key not in shared}
             tag = optimizer if rule is None else f"{optimizer}/{rules[rule].match}"
             groups.setdefault(optimizer, []).append(ParamGroup(optimizer, rule, tag, tuple(fqns), hyperparameters))
@@ -100,52 +89,41 @@ def with_known_splits(
     *,
     is_stage: bool = False,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables, with the splits of known fused layouts in Muon's.
+    """The optimizers' tables (options by optimizer), with the splits of known fused layouts in Muon's table.
 
-    Args:
-        tables: options of each optimizer.
-        whole: the optimizer of each parameter of the whole model.
-        parameters: names of the parameters that this process holds.
-        is_stage: whether this process holds a pipeline stage alone; splits of other stages are then left out.
-
-    Raises:
-        ValueError: for a split that matches no Muon parameter of the whole model.
+    `parameters`: names of the parameters of this process. `is_stage`: whether this process holds a pipeline stage;
+    splits of the remaining stages are then left out. Raises ValueError for a split without a matching Muon parameter in
+    the whole model.
     """
     splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
-    taken = [a for a in whole if a.optimizer == "muon"]
-    here = [a for a in taken if a.fqn in parameters]
-    every = splits_with(splits, here)
+    muon = [a for a in whole if a.optimizer == "muon"]
+    local = [a for a in muon if a.fqn in parameters]
+    all_splits = splits_with(splits, local)
     if is_stage:
-        # Muon refuses a split that matches nothing, and does not know the parameters of other stages.
-        check_splits([a.fqn for a in taken], splits)
-        every = tuple(split for split in every if any(fnmatch.fnmatchcase(a.fqn, split.match) for a in here))
-    if every == splits:
+        # Check here, because Muon refuses an unmatched split and does not know the parameters of the remaining stages.
+        check_splits([a.fqn for a in muon], splits)
+        all_splits = tuple(s for s in all_splits if any(fnmatch.fnmatchcase(a.fqn, s.match) for a in local))
+    if all_splits == splits:
         return tables
-    return {**tables, "muon": {**tables.get("muon", {}), "split": every}}
+    return {**tables, "muon": {**tables.get("muon", {}), "split": all_splits}}
 
 
 def check_offload(offload: Offload, optimizer: str) -> None:
-    """Raise OptionError if `offload` asks an optimizer for states on the host that it keeps on the device."""
-    # Where parameters are on the host, so are the states of any optimizer.
+    """Raise OptionError if `offload` asks for host states from an optimizer with device states."""
+    # With parameters on the host, the states of any optimizer are on the host.
     if offload != "state" or "offload" in registry.optimizers.get(optimizer).shared:
         return
-    able = ", ".join(n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared)
+    offloading = [n for n in registry.optimizers.names() if "offload" in registry.optimizers.get(n).shared]
     raise OptionError(
         "offload",
         f'= "{offload}": {optimizer} keeps its states on the device; set "none", or give its parameters to one of '
-        f"{able}",
+        f"{', '.join(offloading)}",
     )
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The optimizer of each parameter, and the groups and options of each optimizer in this process.
-
-    Attributes:
-        whole: the optimizer of each parameter of the whole model; pipeline ranks hold a part of them.
-        groups: parameter groups by optimizer, with the parameters of this process.
-        tables: options by optimizer.
-    """
+    """The optimizer of each parameter of the `whole` model, and the groups and options (`tables`) of this process."""
 
     whole: tuple[Assignment, ...]
     groups: Mapping[str, tuple[ParamGroup, ...]]
@@ -162,67 +140,53 @@ def decided(
     offload: Offload = "none",
     is_stage: bool = False,
 ) -> Decision:
-    """Decide which optimizer takes which parameter.
+    """Choose the optimizer of each parameter of `model`, and the groups of `parameters`, the names of this process.
 
-    Args:
-        model: all parameters of the model.
-        parameters: names of the parameters that this process holds.
-        rules: rules in order; the first that matches a name decides.
-        defaults: for parameters without a matching rule; None if the rules decide for every parameter.
-        tables: options of each optimizer, by name.
-        offload: tensors that are on the host between steps.
-        is_stage: whether this process holds a pipeline stage alone.
+    `defaults` decide for parameters without a matching rule; None if the rules decide for every parameter. `tables`:
+    options by optimizer. `is_stage`: whether this process holds a pipeline stage.
 
     Raises:
-        OptionError: for rules that take nothing or leave a parameter, and for an unknown optimizer.
-        ValueError: for a split that matches no Muon parameter of the model.
+        OptionError: for a rule without parameters, an undecided parameter, and an unknown optimizer.
+        ValueError: for a split without a matching Muon parameter in the model.
     """
-    # The whole model decides: all ranks build Muon together, and a pipeline rank that left out Muon, or one of its
-    # groups, would leave the others waiting.
+    # From the whole model, because all ranks build Muon together: a pipeline rank without Muon, or without a group,
+    # would leave the remaining ranks waiting.
     whole = assigned_model(model, rules, defaults)
     groups = {}
-    for name, every in grouped(rules, tables, whole).items():
+    for name, whole_groups in grouped(rules, tables, whole).items():
         check_offload(offload, name)
-        groups[name] = tuple(replace(group, names=tuple(n for n in group.names if n in parameters)) for group in every)
+        groups[name] = tuple(replace(g, names=tuple(n for n in g.names if n in parameters)) for g in whole_groups)
     return Decision(whole, groups, with_known_splits(tables, whole, parameters, is_stage=is_stage))
 
 
 def built(
     name: str, groups: Sequence[ParamGroup], table: Mapping[str, Any], parameters: Mapping[str, Tensor]
 ) -> Optimizer:
-    """The optimizer `name` with these groups.
+    """The optimizer `name` with these groups; `table`: its options.
 
-    Args:
-        name: name of the registered optimizer.
-        groups: its groups.
-        table: its options.
-        parameters: parameters by name.
-
-    Raises:
-        OptionError: for an option that the optimizer refuses or does not know; of a rule's option, `option` is
-            `rules[i].options.KEY`.
+    Raises OptionError for an invalid or unknown option; for an option of a rule, `option` is `rules[i].options.KEY`.
     """
     dicts = [
         {**group.options, "params": [parameters[n] for n in group.names], "param_names": list(group.names)}
         for group in groups
     ]
     of_rule = {key: group.rule for group in groups if group.rule is not None for key in group.options}
-    own = {key: index for key, index in of_rule.items() if key not in table}
+    rule_keys = {key: index for key, index in of_rule.items() if key not in table}
 
     def named(key: str) -> str:
-        if key in own:
-            return f"rules[{own[key]}].options.{key}"
+        if key in rule_keys:
+            return f"rules[{rule_keys[key]}].options.{key}"
         return key if name == "muon" else f"{name}.{key}"
 
     try:
         with warnings.catch_warnings():
-            # The caller warns of the whole model, and knows the roles of its parameters.
+            # The caller warns about the whole model, with the roles of parameters.
             warnings.simplefilter("ignore")
             optimizer: Optimizer = registry.optimizers.get(name).build(dicts, **registry.shared_options(name, table))
     except OptionError as error:
         raise OptionError(named(error.option), error.problem) from error
     for group in groups:
-        # torch keeps any key of a group, and reads only those that it knows.
+        # torch silently keeps unknown keys of a group.
         for key in group.options:
             if key not in optimizer.defaults:
                 known = ", ".join(optimizer.defaults)

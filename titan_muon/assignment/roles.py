@@ -1,4 +1,4 @@
-"""The role of each parameter: by the type and place of the module that has it, by its name where these say nothing."""
+"""The role of each parameter, by type and position of its module, or else by name."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Role = Literal[
     "linear",
     "experts",
 ]
-"""Empty where neither module nor name says anything."""
+"""Empty for unknown roles."""
 
-# Of parameters that are no module's weight, and of modules that PyTorch has no type for, names are all there is.
+# Names decide for parameters other than weights, and for module types unknown to PyTorch.
 NAMES: tuple[tuple[Role, str], ...] = (
     ("lora", r"(^|\.)lora_"),
     ("bias", r"bias(_[A-Z]+)?$"),
@@ -43,7 +43,7 @@ EXPERTS = re.compile("expert", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a parameter before rules: its shape, its role, and the split of a known fused layout."""
+    """Properties of a parameter for the rules: shape, role, and split of a known fused layout."""
 
     shape: tuple[int, ...]
     role: Role = ""
@@ -51,8 +51,8 @@ class Seen:
 
 
 def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str) -> dict[str, Seen]:
-    """Every trained parameter of a model's parts by its name, without what `canonical` removes from it."""
-    found = {}
+    """The properties of every trained parameter of a model's parts by canonical name."""
+    result = {}
     for part in parts:
         known = _known(part)
         for name, parameter in part.named_parameters():
@@ -61,17 +61,17 @@ def see(parts: Iterable[nn.Module], canonical: Callable[[str], str] = str) -> di
                 owner = part.get_submodule(path)
                 split = fused_split(fqn, parameter, owner, part.get_submodule(path.rpartition(".")[0]))
                 role = known.role(fqn, parameter, owner)
-                found[fqn] = Seen(tuple(parameter.shape), role, None if role in PLAIN else split)
-    return found
+                result[fqn] = Seen(tuple(parameter.shape), role, None if role in PLAIN else split)
+    return result
 
 
 PLAIN = ("embedding", "head", "router", "lora", "bias")
-"""Roles of parameters that no fused layout is of."""
+"""Roles without fused layouts."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """Parameters of one model part, by identity, whose role follows from where they are used."""
+    """Parameters of a model part with a role by use."""
 
     embeddings: frozenset[Tensor]
     heads: frozenset[Tensor]
@@ -79,7 +79,6 @@ class _Known:
     knows_vocabulary: bool
 
     def role(self, fqn: str, parameter: Tensor, owner: nn.Module) -> Role:
-        """The role of a parameter that `owner` has."""
         for role, members in (("embedding", self.embeddings), ("head", self.heads), ("router", self.routers)):
             if parameter in members:
                 return role  # type: ignore[return-value]
@@ -106,17 +105,17 @@ def _known(part: nn.Module) -> _Known:
 
 
 def _heads(part: nn.Module, vocabulary: int) -> Iterator[Tensor]:
-    """Weights of output heads: tied to the embedding or not, the linear layers onto the vocabulary."""
+    """Weights of output heads, tied or not: linear layers onto the vocabulary."""
     for name, module in part.named_modules():
         if isinstance(module, nn.Linear):
-            # Within repeated layers a width that happens to be the vocabulary's is no vocabulary.
+            # Layers within repeated blocks are no heads, even with a width equal to the vocabulary's.
             onto = module.out_features == vocabulary and not re.search(r"(^|\.)\d+(\.|$)", name)
             if onto or re.search(HEADS, f"{name}.weight"):
                 yield module.weight
 
 
 def _routers(part: nn.Module) -> Iterator[Tensor]:
-    """Weights that score experts: of modules that are called routers, and beside experts."""
+    """Weights that score experts: in modules named router, and beside experts."""
     for path, module in part.named_modules():
         if path.rpartition(".")[2] == "router" or any("Router" in name for name in class_names(module)):
             yield from (parameter for parameter in module.parameters() if parameter.ndim == 2)

@@ -1,4 +1,4 @@
-"""Which optimizer takes which parameter, with the reason: a recipe's rules, then roles, then names, then shapes."""
+"""The optimizer of each parameter, with the reason: by a recipe's rules, then role, name and shape."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from .roles import Role, Seen
 
 @dataclass(frozen=True)
 class Default:
-    """Where no rule matches: parameters in a role, or without one whose name matches the glob `match`, go to an
-    optimizer, because of `reason`."""
+    """Default for parameters without a matching rule: by role, or for parameters without a role by the glob `match`."""
 
     match: str
     optimizer: str
@@ -25,9 +24,9 @@ class Default:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The optimizer that takes a parameter. `rule` is the index of the rule that decided, or None for a default.
+    """The optimizer of a parameter. `rule` is the index of the deciding rule, or None for a default.
 
-    `role` and `split` are what the model's modules say of it.
+    `role` and `split` come from the model's modules.
     """
 
     fqn: str
@@ -40,7 +39,7 @@ class Assignment:
 
 
 EMBEDDING, HEAD = "embedding: its rows are looked up, not multiplied", "output head"
-# By role, since no shape tells them apart: these are matrices that Muon is not meant for (Keller Jordan, 2024).
+# By role, because shapes do not distinguish these matrices; Muon is not meant for them (Keller Jordan, 2024).
 BY_ROLE = (
     Default("", "adamw", EMBEDDING, "embedding"),
     Default("", "adamw", HEAD, "head"),
@@ -51,21 +50,21 @@ BY_ROLE = (
     Default("", "adamw", "table: its rows are added or looked up, not multiplied", "table"),
     Default("", "adamw", "acts element by element, and is no matrix", "elementwise"),
 )
-# By name where modules say nothing, as of shapes alone.
+# By name for unknown roles.
 BY_NAME = (*(Default(name, "adamw", EMBEDDING if "embed" in name else HEAD) for name in LOOKED_UP),)
 
 
 def default_rules(router: str = "adamw") -> tuple[Default, ...]:
-    """What a recipe leaves open, before shapes decide. `router` takes the gates of mixtures of experts."""
+    """The defaults before shapes decide. `router`: optimizer of the gates of mixtures of experts."""
     reason = "router of a mixture of experts (optimizer.router)"
     routers = Default("", router, reason, "router"), Default("*.router.*weight", router, reason)
     return (*BY_ROLE, *BY_NAME, *routers)
 
 
 def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple[Split, ...]:
-    """The recipe's splits, and those of known fused layouts that Muon takes and no split of the recipe matches."""
-    taken = [a for a in assigned if a.optimizer == "muon" and a.split is not None]
-    return (*known, *(a.split for a in taken if a.split is not None and split_of(a.fqn, known) is None))
+    """The recipe's splits, plus the splits of known fused layouts of Muon parameters without a recipe split."""
+    fused = [(a.fqn, a.split) for a in assigned if a.optimizer == "muon" and a.split is not None]
+    return (*known, *(split for fqn, split in fused if split_of(fqn, known) is None))
 
 
 def assign(
@@ -75,11 +74,11 @@ def assign(
     *,
     all_rules: bool = True,
 ) -> tuple[Assignment, ...]:
-    """An optimizer for each parameter, from the first rule that matches its name.
+    """An optimizer for each parameter, from the first matching rule.
 
-    What no rule matches follows `defaults`, by role and then by name, and then its shape: Muon takes matrices, stacks
-    of experts and known fused layouts, AdamW the rest. With `defaults` None there is nothing to follow. Raises
-    OptionError naming the parameters that nothing matches and, with `all_rules`, the rules that take nothing.
+    Parameters without a matching rule follow `defaults`, by role and then by name, and then by shape: Muon takes
+    matrices, stacks of experts and known fused layouts, AdamW the rest. Raises OptionError for undecided parameters if
+    `defaults` is None and, with `all_rules`, for rules without parameters.
     """
     assigned = tuple(_assign_one(fqn, seen, rules, defaults or ()) for fqn, seen in parameters.items())
     if all_rules:
@@ -95,14 +94,14 @@ def assign(
 
 
 def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> None:
-    # A misspelt glob would otherwise train its parameters under the defaults, and nothing would tell.
+    # A misspelt glob would otherwise silently leave its parameters to the defaults.
     used = {assignment.rule for assignment in assigned}
     unused = [rule.match for index, rule in enumerate(rules) if index not in used]
     if unused:
         raise OptionError(
             "rules:",
-            f"{', '.join(map(repr, unused))} takes no parameter: no parameter has such a name, or rules before take "
-            "all of them; correct it, move it up or remove it",
+            f"{', '.join(map(repr, unused))} takes no parameter: no parameter has such a name, or earlier rules take "
+            "all of these; correct the rule, move it up or remove it",
         )
 
 
@@ -110,11 +109,11 @@ def _assign_one(fqn: str, seen: Seen, rules: Sequence[Rule], defaults: Sequence[
     def to(optimizer: str, reason: str, rule: int | None = None) -> Assignment:
         return Assignment(fqn, seen.shape, optimizer, reason, rule, seen.role, seen.split)
 
-    # fnmatchcase, not fnmatch: that one folds case on some systems, and the same recipe would train otherwise there.
+    # fnmatchcase, because fnmatch ignores case on some systems, and assignments must not depend on the system.
     for index, rule in enumerate(rules):
         if fnmatchcase(fqn, rule.match):
             return to(rule.optimizer, f"optimizer.rule[{index}] {rule.match!r}", index)
-    # A vector is one whatever its name is, and a name says nothing where the module has spoken.
+    # Vectors ignore defaults, and names decide only without a role.
     for default in defaults if len(seen.shape) > 1 else ():
         if default.role == seen.role if seen.role else fnmatchcase(fqn, default.match):
             return to(default.optimizer, default.reason)
@@ -129,7 +128,7 @@ def _by_shape(fqn: str, seen: Seen) -> tuple[str, str]:
         return "muon", f"known layout: {seen.split.dims}"
     if len(shape) == 2:
         return ("adamw", "vector: one row or column") if 1 in shape else ("muon", "hidden matrix")
-    # A 3D tensor alone is no stack: the weight of a 1D convolution is one too, and its slices are no matrices.
+    # 3D alone is not enough, because weights of 1D convolutions are 3D too.
     if len(shape) == 3 and (seen.role == "experts" or "expert" in fqn):
         return "muon", "stack of expert matrices"
     return "adamw", f"{len(shape)}D and not a stack of experts"

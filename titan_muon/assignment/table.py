@@ -1,4 +1,4 @@
-"""The parameter table: which optimizer takes which parameter, where it is placed, and why."""
+"""The parameter table: optimizer, matrices, placement and reason of each parameter."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
-    """Parameter -> optimizer -> matrices -> placement; without `full`, one line for what all layers have alike."""
+    """Parameter -> optimizer -> matrices -> placement; without `full`, equal parameters of all layers share a line."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
-        # Layers differ in their number alone, so rows without it are equal and are counted instead of repeated.
+        # Without the layer number, rows of equal layers are equal and counted.
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1
@@ -64,6 +64,6 @@ def _placement(parameter: Tensor, full: bool) -> str:
     axes = zip(parameter.placements, names, mesh.shape, strict=True)
     parts = [f"{placement} {name} {size}" for placement, name, size in axes if size > 1]
     if is_owned(parameter):
-        # Owners differ from layer to layer: named without `full`, they would keep a line for each layer.
+        # Ranks only with `full`, because owners differ between layers.
         parts.insert(0, f"owned by rank {', '.join(map(str, holders(parameter)))}" if full else "owned")
     return ", ".join(parts) if parts else "whole"

@@ -202,7 +202,6 @@ class Agreement:
 
 
 def _digest(report: object) -> bytes:
-    """SHA-256 of the text of a report."""
     return hashlib.sha256(repr(report).encode()).digest()
 
 

@@ -9,20 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..plan.exchange.phases import BucketProgram, Collective, Parcel, Phase
+from ..plan.exchange.phases import BucketProgram, Collective, Parcel, Phase, aligned
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """Memory of `tensors` that only a step allocates. Views stay valid. Tensors may share a storage."""
+    """Memory of `tensors` that only a step allocates, or that stays allocated if `kept`. Views stay valid."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._sizes: dict[torch.UntypedStorage, int] = {}
-        for tensor in tensors:
-            storage, size = tensor.untyped_storage(), tensor.numel() * tensor.element_size()
-            self._sizes[storage] = max(size, self._sizes.get(storage, 0))
+    def __init__(self, tensors: Iterable[Tensor], *, kept: bool) -> None:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        self._sizes, self._kept = {storage: storage.nbytes() for storage in storages}, kept
         self.free()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._sizes.values())
 
     def take(self) -> None:
         """Allocate the memory on the current stream unless it is allocated. The contents are undefined."""
@@ -42,9 +44,26 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Free the memory. The current stream must have waited for uses on other streams."""
-        for storage in self._sizes:
+        """Free the memory unless it is kept. The current stream must have waited for uses on other streams."""
+        for storage in () if self._kept else self._sizes:
             storage.resize_(0)
+
+
+LARGE_BYTES = 2**28
+"""Step memory from which on fragments of an allocator cost memory and time."""
+
+
+def fragmentation(device: str, nbytes: int, environ: Mapping[str, str]) -> str:
+    """A warning if a step allocates and frees so many bytes by an allocator that fragments; else empty."""
+    variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    settings = ",".join(environ.get(name, "") for name in variables).replace(" ", "").lower()
+    whole = "expandable_segments:true" in settings or "backend:cudamallocasync" in settings
+    if device != "cuda" or nbytes < LARGE_BYTES or whole:
+        return ""
+    return (
+        f"each Muon step allocates and frees {nbytes / 2**20:,.0f} MiB of buffers, and fragments of CUDA's memory can "
+        "make that slow; set PYTORCH_ALLOC_CONF=expandable_segments:True, or keep_buffers = True"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,12 +80,14 @@ class BufferSet:
     """The set of flat buffers of one bucket in flight.
 
     Attributes:
+        block: memory of all buffers.
         home: stored pieces.
         inbox: pieces received for the matrices of this owner.
         outbox: results to send back.
         shared: results of all stored pieces, after the spread among replicas.
     """
 
+    block: Tensor
     home: Tensor
     inbox: Tensor
     outbox: Tensor
@@ -151,18 +172,18 @@ class Buffers:
         buckets: the views of each bucket; None for a local bucket.
     """
 
-    def __init__(self, program: Program, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
         self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)
         self.buckets = tuple(
             None if run.local else bucket_buffers(run, program.rank, buffer_set)
             for run, buffer_set in zip(program.buckets, self.buffer_sets, strict=True)
         )
-        self.memory = StepMemory(self.tensors)
+        self.memory = StepMemory(self.tensors, kept=kept)
 
     @property
     def tensors(self) -> Iterator[Tensor]:
         for buffer_set in self.buffer_sets:
-            yield from (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
+            yield buffer_set.block
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
@@ -173,17 +194,19 @@ def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype)
         if place is not None:
             sharing.setdefault(place, []).append(run)
     sets = {place: _buffer_set(runs, device, dtype) for place, runs in sharing.items()}
-    empty = BufferSet(*(torch.empty(0, device=device, dtype=dtype) for _ in range(4)))
+    empty = BufferSet(*[torch.empty(0, device=device, dtype=dtype)] * 5)
     return tuple(empty if place is None else sets[place] for place in places)
 
 
 def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
     """Buffers large enough for each of these buckets."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
-    inbox = torch.empty(max(run.gathering.owned_numel for run in runs), device=device, dtype=dtype)
+    inbox = max(run.gathering.owned_numel for run in runs)
     # If the return mirrors the gather, results overwrite the received pieces: no second buffer.
-    outgoing = [run.returning.owned_numel for run in runs if run.returning is not None and not run.mirrored]
-    outbox = torch.empty(max(outgoing), device=device, dtype=dtype) if outgoing else inbox
-    largest = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
-    shared = torch.empty(largest, device=device, dtype=dtype)
-    return BufferSet(torch.empty(home, device=device, dtype=dtype), inbox, outbox, shared)
+    outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
+    shared = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
+    # One block, because an allocator finds a place for it more often than for four parts.
+    sizes = (home, inbox, outbox, shared)
+    block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
+    parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]
+    return BufferSet(block, *parts)

@@ -119,7 +119,6 @@ class GradientClip:
         return norm
 
     def gradients(self) -> list[Tensor | None]:
-        """The local gradient of each parameter."""
         return [None if p.grad is None else local_gradient(p) for p in self.parameters]
 
     def norms(self, gradients: Sequence[Tensor | None]) -> Tensor:

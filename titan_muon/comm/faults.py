@@ -206,9 +206,9 @@ class FaultReport:
         elif self._work is not None:
             self._work.wait()
         self._work = None
-        *codes, skipped, taken = self._on_host.tolist()
+        *codes, skipped, stepped = self._on_host.tolist()
         faults = [Fault(code) for code in codes[: self._parameters]]
-        if skipped and taken:
+        if skipped and stepped:
             return [Fault.SKIPPED] * len(faults)
         both = codes[self._parameters :]
         count = len(self._replicas)

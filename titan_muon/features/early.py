@@ -3,7 +3,7 @@
 # [Note: gathers in backward]
 # - All ranks launch gathers in the plan's order. A ready bucket waits for earlier buckets, and the step launches the
 #   remaining gathers. Backward launches only the gathers at the start of a step, before any return.
-# - These gathers have their own process groups, because their order relative to FSDP's collectives differs between
+# - Early gathers have separate process groups, because the order relative to FSDP's collectives differs between
 #   ranks.
 # - Backward packs the input of Newton-Schulz without advancing the momentum. So a failed backward changes nothing, and
 #   an early gather does not change the bits of a step.
@@ -33,7 +33,7 @@ from ..tensors.storage import TrainedParam, placement_key
 
 
 class Packed(NamedTuple):
-    """The inputs from which the shards of a parameter were packed."""
+    """The packed inputs of a parameter's shards."""
 
     grad: Tensor
     version: int
@@ -88,7 +88,7 @@ class EarlyGathers(Feature):
 
     @staticmethod
     def check(plan: Plan) -> None:
-        """Raise OptionError for plain tensors, which have no hook after the reduction of gradients."""
+        """Raise OptionError for plain tensors, because these have no hook after the reduction of gradients."""
         plain = [plan.parameters[index].fqn for index in replicated_plain(plan)]
         if plain:
             raise OptionError(
@@ -134,7 +134,7 @@ class EarlyGathers(Feature):
                 yield
                 self._abandoned = False
             finally:
-                # The user may now free gradients that packing still reads.
+                # The user may now free gradients during packing.
                 current.wait_stream(self._stream)
 
     def next(self) -> int | None:
@@ -211,7 +211,7 @@ class EarlyGathers(Feature):
         return bucket in self.first[: self._launched]
 
     def _compare(self, place: int, step: Step) -> None:
-        """Report gradients that were scaled after packing, on the device."""
+        """Report gradients scaled after packing, on the device."""
         # Foreach calls and FSDP's accumulation do not change a DTensor's version. One row is enough, because clipping
         # scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
@@ -230,7 +230,7 @@ class _Backward:
 
     @torch.no_grad()
     def ready(self, index: int, _: Tensor) -> None:
-        """Launch the gathers that this parameter's gradient completes."""
+        """Launch the gathers completed by this parameter's gradient."""
         if not self._begun:
             self._begin()
         self._early.accumulated(index)

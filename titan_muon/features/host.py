@@ -29,7 +29,7 @@ Key = tuple[Name, int, int]
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Kinds of tensors that a stage fetches from the host. `changed` tensors also return."""
+    """Kinds of tensors fetched from the host by a stage. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -71,7 +71,7 @@ class OnHost(OnDevice):
         self.window.begin(transfers)
 
     def _rows(self, names: Iterable[Name], rows: Iterable[Rectangle], step: Step) -> dict[Key, Tensor]:
-        """The tensors that this step uses, by key."""
+        """The tensors of this step, by key."""
         return {
             (name, part.parameter, part.start): tensor
             for name in names

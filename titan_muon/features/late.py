@@ -1,8 +1,8 @@
 """`overlap="forward"`: a step leaves updates to the next forward, and each layer applies its updates before use."""
 
 # [Note: updates in forward]
-# - A step launches all returns, but leaves the apply stage of the last rounds to forward, because the buffers of these
-#   rounds are free until the next step.
+# - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
+#   free until the next step.
 # - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
 # - Late updates run on a separate stream. On the computing stream they would wait for all earlier layers.
 # - A late update launches no collective, so ranks may apply updates in any order.

@@ -61,7 +61,7 @@ class ScaledRule:
 
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
         self._rule, self._inverse, self._skipped = rule, inverse, skipped
-        self.states = rule.states
+        self.states, self.finish_bytes = rule.states, rule.finish_bytes
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""

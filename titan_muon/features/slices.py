@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.collectives import Collectives, finish
-from ..orthogonalize import Slice, orthogonalize, sliced_norms
+from ..orthogonalize import TeamSlice, orthogonalize, sliced_norms
 from ..step.batch import Batch
 from ..step.feature import Feature
 from ..step.stages import BucketRun, RankStages, Stages
@@ -20,7 +20,7 @@ from ..step.stages import BucketRun, RankStages, Stages
 class SliceBatch(Batch):
     """One slice of a matrix, (1, rows, cols). `slice` has the team of owners."""
 
-    slice: Slice
+    slice: TeamSlice
 
     def norms(self) -> Tensor:
         """The Frobenius norm of the whole matrix, (1,), equal on all ranks of the team."""
@@ -81,7 +81,7 @@ class Slices(Feature):
             batch = batch_run.batch
             cut = rank.plan.matrices[batch.matrices[0]].slice
             if cut is not None:
-                team_slice = Slice(self.teams[batch.matrices[0]], cut.cuts_rows)
+                team_slice = TeamSlice(self.teams[batch.matrices[0]], cut.cuts_rows)
                 fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
                 batch_run = replace(batch_run, batch=SliceBatch(*fields, team_slice))
             runs.append(batch_run)

@@ -1,4 +1,4 @@
-"""Forward hooks that apply late updates before FSDP2 all-gathers a layer."""
+"""Forward hooks to apply late updates before FSDP2 all-gathers a layer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Layer:
     """The forward pre-hook of an FSDP module.
 
     Args:
-        outer: FSDP modules that contain the module.
+        outer: FSDP modules around the module.
         deferred: the late updates. Not the Muon object: hooks would keep a closed optimizer and its momentum alive.
     """
 
@@ -28,7 +28,7 @@ class _Layer:
         self._count = 0
 
     def update(self, *_: Any) -> None:
-        """Apply the late updates of the weights that FSDP2 reads next."""
+        """Apply the late updates of the weights for FSDP2's next all-gather."""
         if self._count == self._deferred.count and not self._deferred.left:
             return
         self._count = self._deferred.count

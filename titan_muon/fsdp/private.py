@@ -33,7 +33,6 @@ class GatheredGroup:
         return torch.get_device_module(self._group.device).current_stream()
 
     def reading_stream(self) -> Any:
-        """The stream on which forward reads the sharded parameters."""
         group, comm = self._group, self._group.comm_ctx
         # FSDP2 copies a single shard on the computing stream, and creates further streams in the root's first forward.
         sharded = isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size > 1

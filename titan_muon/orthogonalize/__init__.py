@@ -12,7 +12,7 @@ from .coefficients import COEFFICIENTS, Coefficients, coefficients
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
-from .sliced import Slice, Team, sliced, sliced_norms
+from .sliced import Team, TeamSlice, sliced, sliced_norms
 from .standard import frobenius_norms, standard
 from .symmetric import kernels_for, products_of
 
@@ -24,8 +24,8 @@ __all__ = [
     "Iteration",
     "Kernel",
     "Method",
-    "Slice",
     "Team",
+    "TeamSlice",
     "coefficients",
     "frobenius_norms",
     "gram",
@@ -41,7 +41,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Iteration:
-    """What is computed: coefficients, by their name, as (a, b, c) of each step, and the least norm to divide by."""
+    """An iteration: name of the coefficients, (a, b, c) of each step, and the least norm for the normalization."""
 
     name: str
     steps: Coefficients
@@ -52,7 +52,7 @@ class Iteration:
 
 
 def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -> Iteration:
-    """The iteration of a set of coefficients, or of own triples. Raises OptionError as `coefficients` does."""
+    """The iteration of a named set of coefficients or of custom triples. Raises OptionError like `coefficients`."""
     rows = coefficients(choice, steps)
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
 
@@ -63,21 +63,21 @@ def orthogonalize(
     method: Method,
     norms: Tensor | None = None,
     out: Tensor | None = None,
-    of: Slice | None = None,
+    of: TeamSlice | None = None,
 ) -> Tensor:
-    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which is left as it is.
+    """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), which stays unchanged.
 
-    The result is new memory of that shape, in the dtype of `stack`, but bfloat16 from the reference; or it is written
-    to `out`, which may be `stack`. `norms` are the stack's `frobenius_norms` for the method's dtype, if they are there.
-    `of`: a stack of one slice of a matrix, of which the team has the others; `norms` are then `sliced_norms`.
+    Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
+    `norms`: the stack's `frobenius_norms` for the method's dtype, if already computed. `of`: the stack is a slice of a
+    matrix, with the remaining slices on the team; `norms` are then `sliced_norms`.
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
-        # One by one: a batched product may add in another order than torch.optim.Muon's.
-        found = torch.empty(stack.shape, dtype=torch.bfloat16, device=stack.device) if out is None else out
-        for matrix, result in zip(stack, found, strict=True):
+        # Matrix by matrix, because a batched product may sum in a different order than torch.optim.Muon's.
+        results = torch.empty(stack.shape, dtype=torch.bfloat16, device=stack.device) if out is None else out
+        for matrix, result in zip(stack, results, strict=True):
             result.copy_(reference(matrix, steps, eps))
-        return found
+        return results
     dtype, products = DTYPES[method.dtype], products_of(method.products)
     if of is not None:
         norms = sliced_norms(stack, of.team) if norms is None else norms
@@ -88,14 +88,13 @@ def orthogonalize(
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
-    """Set each matrix of `stack` (count, rows, cols) whose Frobenius norm, of `norms`, is not finite to zero, in place.
+    """Zero the matrices of `stack` (count, rows, cols) with a non-finite Frobenius norm in `norms`, in place.
 
-    Returns which they are, (count,) bool on the stack's device; the host does not wait for a GPU.
+    Returns a mask of the zeroed matrices, (count,) bool on the stack's device; the host does not wait for a GPU.
     """
-    # By the norm and not by elements: of elements around 1e19 it overflows, and Newton-Schulz could not normalize them
-    # either.
+    # By norm, not by element: with elements around 1e19 the norm overflows, and Newton-Schulz cannot normalize either.
     broken = norms.isfinite().logical_not_()
-    # To ask a GPU whether there are any would be to wait for it.
+    # No check on a GPU, because the host would wait.
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)
         norms.masked_fill_(broken, 0)

@@ -1,4 +1,4 @@
-"""Coefficients of the quintic Newton-Schulz iteration X <- a X + (b A + c A A) X with A = X Xᵀ, with their sources."""
+"""Coefficients of the quintic Newton-Schulz iteration X <- a X + (b A + c A A) X with A = X Xᵀ, with sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
 
 POLAR_EXPRESS_NORM = 1.02
-"""What the set with a cushion divides by besides the Frobenius norm."""
+"""Factor on the Frobenius norm in the set with a cushion."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -34,8 +34,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.1603996737, -2.1496495189, 0.3996366908),
         (2.1910971619, -1.4416620102, 0.3281464876),
     ),
-    # The same with "safety 2e-2, cushion 2", the choice of modded-nanogpt, nanochat and dion. They divide the matrix by
-    # 1.02 times its norm; the first step has that factor here.
+    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion. These divide the matrix by 1.02
+    # times the norm; here the first step contains the factor.
     "polar_express_cushion": (
         (
             8.156554524902461 / POLAR_EXPRESS_NORM,
@@ -47,26 +47,26 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
     ),
-    # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight that grow singular values, two that pull them to 1.
+    # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight to grow singular values, two to pull them to 1.
     "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
-    # The Newton-Schulz iteration for the polar factor itself (Björck and Bowie, 1971; Higham, "Functions of Matrices",
+    # The Newton-Schulz iteration for the exact polar factor (Björck and Bowie, 1971; Higham, "Functions of Matrices",
     # 2008, chapter 8): slow from small singular values, exact in the limit.
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Sets by name. A set of one step is repeated; of a longer one exactly that many steps may be asked for."""
+"""Sets by name. A set of a single step is repeated; a longer set has a fixed number of steps."""
 
 
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """(a, b, c) for each of `steps` steps, from the name of a set, a list of that many triples, or of one.
+    """(a, b, c) for each of `steps` steps, from the name of a set, a list of `steps` triples, or a single triple.
 
-    Raises OptionError for an unknown name, a wrong number of steps, or a triple that is not three finite numbers.
+    Raises OptionError for an unknown name, a wrong number of steps, or a triple without three finite numbers.
     """
     if steps < 1:
         raise OptionError("ns_steps", f"= {steps} must be at least 1")
     if isinstance(choice, str):
         if choice not in COEFFICIENTS:
-            near = difflib.get_close_matches(choice, COEFFICIENTS, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            matches = difflib.get_close_matches(choice, COEFFICIENTS, 1)
+            hint = f"; did you mean {matches[0]!r}?" if matches else ""
             raise OptionError("ns_coefficients", f"= {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}")
         table = COEFFICIENTS[choice]
         rows = table * steps if len(table) == 1 else table

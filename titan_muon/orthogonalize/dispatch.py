@@ -1,4 +1,4 @@
-"""Which algorithm orthogonalizes a matrix: the cheapest on its device whose numerics are safe for its shape."""
+"""Choice of the algorithm: the cheapest on the device with safe numerics for the shape."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
 }
 GRAM_ASPECT = 1.5
-"""Side ratio from which the Gram iteration saves products; near squares it is also less exact than the standard one."""
+"""Side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
 GRAM_ROWS = 32
-"""Smaller side from which products take longer than launching them, of which the Gram iteration has more."""
+"""Smaller side for the Gram iteration: below, launches dominate, and the Gram iteration has more launches."""
 UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
-"""Where float32 needs no restart. Ten steps on a matrix of low rank overflow without one."""
+"""Limits of float32 without restarts: longer iterations on low-rank matrices overflow."""
 SAME_RATE = 0.9
-"""Part of bfloat16's rate from which float16 is as fast, and preferred: it is eight times as exact."""
+"""float16 is preferred at this share of bfloat16's rate, because of 8 times the precision."""
 KERNEL_SIDES = 16
-"""What divides both sides of matrices whose products a kernel makes. Others are copied slowly, or not at all."""
+"""Divisor of both sides required by kernels; further sizes would need slow copies."""
 
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""Any of these makes a CPU's products of bfloat16 faster than those of float32: on x86 the first two, then on ARM."""
+"""CPU capabilities with fast bfloat16 products: x86, then ARM."""
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this machine's CPU has instructions for products of bfloat16."""
+    """Whether this machine's CPU has instructions for bfloat16 products."""
     capabilities = torch.cpu.get_capabilities()
     return any(capabilities.get(name, False) for name in BFLOAT16_INSTRUCTIONS)
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What makes symmetric products fastest in a dtype for matrices of at least `rows` rows on the smaller side."""
+    """The fastest symmetric products in a dtype, for matrices with at least `rows` rows on the smaller side."""
 
     dtype: str
     rows: int
@@ -60,16 +60,16 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Method:
-    """An algorithm with all that it depends on but the coefficients.
+    """An algorithm with all parameters except the coefficients.
 
     Attributes:
         algorithm: `standard`, `gram` or `reference`.
         dtype: dtype of the iteration, a name in DTYPES.
-        restarts: steps before which the Gram iteration begins anew.
-        products: kernel of its symmetric products, `plain` or a name in `symmetric.KERNELS`.
+        restarts: the Gram iteration restarts before these steps.
+        products: kernel of symmetric products, `plain` or a name in `symmetric.KERNELS`.
         batch: most matrices at a time.
-        reason: why `auto` chose it, or nothing.
-        slices: ranks that orthogonalize a matrix together, each a slice of it.
+        reason: reason of the choice by `auto`, else empty.
+        slices: number of ranks that orthogonalize a matrix together.
     """
 
     algorithm: str
@@ -87,58 +87,58 @@ class Method:
         return f"{self.algorithm} {self.dtype}{restarts}{products}{slices}"
 
     def flops(self, rows: int, cols: int, steps: Coefficients) -> int:
-        """FLOPs of the products for one matrix, or for a slice of it, symmetric ones counted whole."""
-        # The reference makes all three products even where c is 0.
+        """FLOPs of the products for a matrix or a slice, with symmetric products counted in full."""
+        # The reference computes all three products even for c = 0.
         cubic = sum(c == 0 for _, _, c in steps) if self.algorithm != "reference" else 0
         if self.algorithm == "gram":
             return gram_flops(rows, cols, len(steps), len(self.restarts), cubic) // self.slices
         return standard_flops(rows, cols, len(steps), cubic) // self.slices
 
     def runs(self, steps: int) -> tuple[int, ...]:
-        """How many steps there are from the beginning, or a restart, to the next; the standard iteration restarts in
-        each step."""
+        """Steps between restarts; the standard iteration restarts in each step."""
         restarts = range(1, steps) if self.algorithm == "standard" else self.restarts
         return tuple(last - first for first, last in pairwise((0, *restarts, steps)))
 
     def team(self, rows: int, cols: int, steps: Coefficients) -> TeamCost | None:
-        """What the owner of a slice exchanges with those of the others."""
+        """Traffic between the owners of slices; None for whole matrices."""
         if self.slices == 1:
             return None
         return team_cost(min(rows, cols), self.slices, self.runs(len(steps)), DTYPES[self.dtype].itemsize)
 
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
-        """Bytes that one matrix, or a slice of it, takes while it is orthogonalized, besides its input and the
-        products' own scratch.
+        """Working bytes of a matrix or slice, without the input and the kernels' scratch memory.
 
-        `out_bytes` are of an element of what the result is written to, if it is: its memory serves as one X, though not
-        for slices.
+        `out_bytes`: bytes per element of the output, if written in place; for whole matrices the output then serves as
+        one of the X buffers.
         """
         if self.slices > 1:
             iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
-            # The CPU normalizes by a float32 norm through copies in float32.
+            # The CPU normalizes by a float32 norm with float32 copies.
             return max(iteration, 10 * rows * cols // self.slices) if device == "cpu" else iteration
         elements = gram_elements if self.algorithm == "gram" else standard_elements
         itemsize = DTYPES[self.dtype].itemsize
         spared = rows * cols if self.algorithm != "reference" and out_bytes == itemsize else 0
         iteration = (elements(rows, cols) - spared) * itemsize
-        # The CPU normalizes to float16 through two float32 copies.
-        return max(iteration, 10 * rows * cols) if (device, self.dtype) == ("cpu", "float16") else iteration
+        if device != "cpu":
+            return iteration
+        # The CPU normalizes to float16 with two float32 copies, and from float32 to bfloat16 with a single copy.
+        return max(iteration, rows * cols * (10 if self.dtype == "float16" else 6 if out_bytes > itemsize else 0))
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """What a user may choose about orthogonalization, on one type of device.
+    """The options of orthogonalization on a device type.
 
     Attributes:
-        algorithm: option `orthogonalize`; `auto` takes the cheapest that is safe, for each shape.
-        dtype: option `ns_dtype`; `auto` takes the fastest, and of equally fast ones the most exact.
-        device: type of the device.
-        cpu_bfloat16: whether a CPU has instructions for bfloat16; by default what this machine's has.
-        kernels: symmetric products that were measured to be fastest on this GPU; plain ones otherwise.
-        machine: the machine that the step is planned for; by default the machine of such a device. CPUs always take
-            the entry of their own instructions, so that a plan for another machine computes the same bits.
+        algorithm: option `orthogonalize`; `auto` takes the cheapest safe algorithm for each shape.
+        dtype: option `ns_dtype`; `auto` takes the fastest, and among equally fast dtypes the most precise.
+        device: device type.
+        cpu_bfloat16: whether the CPU has bfloat16 instructions; by default of this machine.
+        kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
+        machine: the planned machine; by default the machine of the device type. CPUs always use the entry of their
+            instructions, so that a plan for a different machine computes the same bits.
 
-    Raises OptionError for names that are unknown, and for combinations that are not safe.
+    Raises OptionError for unknown names and unsafe combinations.
     """
 
     algorithm: str = "auto"
@@ -162,34 +162,33 @@ class Dispatch:
     def of(
         cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: MachineRates | None = None
     ) -> Dispatch:
-        """The dispatch that the options of a Muon describe, on a type of device."""
+        """The dispatch for a Muon's options on a device type."""
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
-        """The method for rows x cols matrices, the same on every rank, or for one of so many slices of them."""
+        """The method for rows x cols matrices or slices of these, equal on every rank."""
         if slices > 1:
-            assert self.algorithm != "reference", "torch.optim.Muon's bits are of whole matrices"
-            # That for the whole, whose numerics a slice then has. Kernels make square products, and it has none.
+            assert self.algorithm != "reference", "slices cannot reproduce torch.optim.Muon's bits"
+            # The numerics of the whole matrix decide. Plain products, because kernels need square results.
             return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
         if self.algorithm == "reference":
             return Method("reference", "bfloat16")
-        # By rates that are written down, and not by a timing: ranks would time differently, and plan different steps.
-        found = self._candidates(rows, cols, len(steps))
-        seconds = {method: self._seconds(method, rows, cols, steps) for method in found}
-        best = min(found, key=lambda method: seconds[method])
+        # By tabulated rates, not by timing: timings differ between ranks, and so would the plans.
+        candidates = self._candidates(rows, cols, len(steps))
+        seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
+        best = min(candidates, key=lambda method: seconds[method])
         batch = max(1, self.rates.batch_bytes // best.work_bytes(rows, cols, self.device))
         products = self._products(best.dtype, rows, cols)
         return replace(best, products=products, batch=batch, reason=self._reason(best, seconds))
 
     @property
     def rates(self) -> MachineRates:
-        """The machine whose rates choose the algorithm."""
         if self.device == "cpu":
             return MACHINES["cpu" if self.cpu_bfloat16 else "cpu_float32"]
         return machine_of(Machine(), self.device) if self.machine is None else self.machine
 
     def _candidates(self, rows: int, cols: int, steps: int) -> list[Method]:
-        """What is safe; of equally fast ones the first is taken."""
+        """Safe methods; among equally fast methods the first wins."""
         flops = self.rates.flops
         dtypes = sorted(DTYPES, key=lambda name: -flops[name]) if self.dtype == "auto" else [self.dtype]
         if self.dtype == "auto" and flops["float16"] >= SAME_RATE * flops["bfloat16"]:
@@ -208,7 +207,7 @@ class Dispatch:
         return [*standard, *(grams if pays else ())]
 
     def _seconds(self, method: Method, rows: int, cols: int, steps: Coefficients) -> float:
-        """Time by products or by passes over memory, whichever is longer, in a stack that fills the device."""
+        """Seconds of products or of memory passes, whichever is longer, for a full batch."""
         m, n = sorted((rows, cols))
         if method.algorithm == "gram":
             runs = len(method.restarts) + 1
@@ -228,15 +227,15 @@ class Dispatch:
     def _reason(self, best: Method, seconds: Mapping[Method, float]) -> str:
         if len(seconds) == 1 and self.algorithm != "auto":
             return ""
-        others = {str(method): time for method, time in seconds.items() if method != best}
-        if not others:
+        rest = {str(method): time for method, time in seconds.items() if method != best}
+        if not rest:
             return f"alone safe on {self.rates.name} for this shape"
-        name = min(others, key=lambda other: others[other])
-        return f"{others[name] / seconds[best]:.2f} x as fast on {self.rates.name} as {name}"
+        name = min(rest, key=lambda method: rest[method])
+        return f"{rest[name] / seconds[best]:.2f} x as fast on {self.rates.name} as {name}"
 
 
 def restarts(steps: int) -> tuple[int, ...]:
-    """Steps before which the Gram iteration begins anew: every second one, and no run of one step at the end."""
-    # Longer runs lose the small singular values to rounding: with the ten steps of DeepSeek-V4 a run of four has more
-    # error in float16 than the standard iteration in bfloat16.
+    """Steps before which the Gram iteration restarts: every second step, without a last run of a single step."""
+    # Longer runs lose small singular values to rounding: with DeepSeek-V4's ten steps, runs of four in float16 have
+    # more error than the standard iteration in bfloat16.
     return tuple(range(2, steps - 1, 2))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
-from .standard import delivered, following, normalized
+from .standard import delivered, next_buffer, normalized
 
 
 def gram(
@@ -26,36 +26,37 @@ def gram(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute: so it can be run on the small R, with
-    Q the product of all polynomials, and X be multiplied by Q once, or before each step of `restarts` and at the end.
-    Source: Zhang et al., "Gram Newton-Schulz" (2026). The result, `norms` and `out` are as those of `standard`.
+    The standard iteration multiplies X by polynomials in R = X Xᵀ, and polynomials in R commute. So iterate on the
+    small R, accumulate the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the
+    end.
+    Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms` and `out` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, following(x, out), steps, restarts, products), stack.dtype, out)
+    return delivered(_iterated(x, next_buffer(x, out), steps, restarts, products), stack.dtype, out)
 
 
-def _iterated(x: Tensor, other: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
+def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
-    # R is advanced by itself and never compared with X: what rounding adds to its small eigenvalues grows with each
-    # step, until R is no X Xᵀ any more. A restart makes it from X again, for the price of two products with X.
+    # R is iterated without X, so rounding errors in small eigenvalues grow with each step. A restart recomputes R from
+    # X, for two products with X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products)
-        multiply(q, x, out=other)
-        x, other = other, x
+        multiply(q, x, out=spare)
+        x, spare = spare, x
     return x
 
 
 def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
-    """The product of the steps' polynomials a I + b R + c R R, R advanced from X Xᵀ by each; it is one of `work`."""
+    """The product of the steps' polynomials a I + b R + c R R, with R advanced from X Xᵀ by each; one of `work`."""
     r, q, z, spare = work
     products.gram(smaller_first(x), out=r)
     for index, (a, b, c) in enumerate(steps):
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)
             break
-        # Z without its a I, which enters below as `beta`, before a product is rounded: added to Z, a number around 4
-        # would take the last digits of a diagonal that is nearly zero.
+        # Z omits a I, added below as `beta` before rounding, because adding a (about 4) to Z would lose the last digits
+        # of a nearly zero diagonal.
         polynomial(products, r, b, c, out=z)
         if index == 0:
             q.copy_(z).diagonal(dim1=1, dim2=2).add_(a)
@@ -63,7 +64,7 @@ def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], product
             products.symmetric(q, z, q, alpha=1.0, beta=a, out=spare)
             q, spare = spare, q
         if index + 1 < len(steps):
-            # R (Z + a I)² is the next X Xᵀ, since all of them commute.
+            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
             products.symmetric(r, z, r, alpha=1.0, beta=a, out=spare)
             products.symmetric(spare, z, spare, alpha=1.0, beta=a, out=r)
     return q

@@ -1,4 +1,4 @@
-"""Batched products of matrices that are known to be symmetric, by plain PyTorch."""
+"""Batched symmetric matrix products in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Products(Protocol):
-    """How the symmetric products of an iteration are made. X is (count, m, n), all others are (count, m, m)."""
+    """Symmetric products of an iteration. X is (count, m, n), all further matrices are (count, m, m)."""
 
     def gram(self, x: Tensor, out: Tensor) -> None:
         """Fill `out` with X Xᵀ."""
@@ -21,7 +21,7 @@ class Products(Protocol):
 
 
 class PlainProducts:
-    """Products that compute all of a symmetric matrix, at the rate of the device's matrix library."""
+    """Products that compute the full result with the device's matrix library."""
 
     def gram(self, x: Tensor, out: Tensor) -> None:
         torch.bmm(x, x.mT, out=out)
@@ -38,14 +38,14 @@ PLAIN = PlainProducts()
 
 
 def smaller_first(x: Tensor) -> Tensor:
-    """(count, rows, cols) with the smaller side as rows: a transposed view of tall matrices."""
+    """(count, rows, cols) with the smaller side as rows: a transposed view for tall matrices."""
     return x.mT if x.size(1) > x.size(2) else x
 
 
 def wide_gram(x: Tensor) -> Tensor:
     """X Xᵀ in float32, for X (m, n) of any dtype."""
     if x.device.type == "cpu":
-        # There no product of 16-bit numbers keeps its sums in float32.
+        # CPU products of 16-bit numbers do not accumulate in float32.
         wide = x.float()
         return wide @ wide.mT
     return torch.mm(x, x.mT, out_dtype=torch.float32)
@@ -56,16 +56,15 @@ def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: floa
     if c != 0:
         products.symmetric(r, r, r, alpha=c, beta=b, delta=delta, out=out)
         return
-    # Not a product with alpha = 0: PyTorch 2.13 ignores that alpha in float16 on CPUs.
+    # Not a product with alpha = 0, because PyTorch 2.13 ignores alpha = 0 in float16 on CPUs.
     torch.mul(r, b, out=out)
     if delta != 0:
         out.diagonal(dim1=1, dim2=2).add_(delta)
 
 
 def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with P X + beta X for each matrix on its smaller side; P (count, m, m) is symmetric."""
-    # Tall matrices from the right, and not as transposed views from the left: results go to transposed memory a
-    # thousand times slower on CPUs.
+    """Fill `out` with P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
+    # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
     if beta == 0:
         torch.bmm(left, right, out=out)

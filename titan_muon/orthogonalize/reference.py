@@ -1,4 +1,4 @@
-"""The standard quintic Newton-Schulz iteration, one matrix at a time, in torch.optim.Muon's arithmetic."""
+"""The standard quintic Newton-Schulz iteration of a single matrix, in torch.optim.Muon's arithmetic."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from .coefficients import Coefficients
 
 
 def reference(matrix: Tensor, steps: Coefficients, eps: float) -> Tensor:
-    """Approximately U Vᵀ of matrix = U S Vᵀ, as a new (m, n) bfloat16 tensor; `matrix` (m, n) is left as it is.
+    """Approximately U Vᵀ of matrix = U S Vᵀ, as a new (m, n) bfloat16 tensor; `matrix` (m, n) stays unchanged.
 
-    Bit for bit what torch.optim.Muon computes for the same matrix on the same device. Source: Keller Jordan, "Muon: an
+    Equal bit for bit to torch.optim.Muon for the same matrix on the same device. Source: Keller Jordan, "Muon: an
     optimizer for hidden layers in neural networks" (2024).
     """
     tall = matrix.size(0) > matrix.size(1)
-    # Always a copy: `div_` would scale a bfloat16 momentum itself, as torch.optim.Muon 2.13 does without Nesterov.
+    # Always copy: `div_` would scale a bfloat16 momentum in place, as torch.optim.Muon 2.13 does without Nesterov.
     x = matrix.to(torch.bfloat16, copy=True)
     x = x.T if tall else x
     x.div_(x.norm().clamp(min=eps))

@@ -1,9 +1,9 @@
-"""The Newton-Schulz iteration on a matrix of which several ranks have a slice each: none of them ever has all of it."""
+"""The Newton-Schulz iteration on a matrix in slices: each rank has a slice, and no rank assembles the matrix."""
 
-# The longer side is cut, so that a slice X_i has all m of the smaller side, and the Gram matrix is the sum of all
-# X_i X_iᵀ. Of every m x m matrix each rank then computes m / k rows, by products of its rows with the whole of another,
-# which the ranks gather from each other. So it has exactly 1/k of all FLOPs: were the m x m products made by each rank
-# instead, eight ranks on a matrix with sides 1 : 3 would be less than twice as fast as one.
+# The longer side is cut, so that each slice X_i has the whole smaller side m, and the Gram matrix is the sum of all
+# X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, by products of its rows with a gathered whole
+# matrix, and so exactly 1/k of all FLOPs. With m x m products repeated on each rank, eight ranks on a matrix with sides
+# 1 : 3 would be less than twice as fast as a single rank.
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ from .standard import delivered, normalized
 
 
 class Team(Protocol):
-    """The ranks that have the slices of a matrix, in the order of the slices. All of them call the same, in one order.
+    """The ranks of a matrix's slices, in the order of slices; `place`: index of this rank.
 
-    Attributes:
-        place: this rank's place among them.
+    Methods are collective, in equal order on all ranks.
     """
 
     place: int
 
     def summed(self, whole: Tensor) -> Tensor:
-        """This rank's rows of the sum of `whole` (rows, cols) over the team; a k-th of them, in order."""
+        """This rank's rows of the sum of `whole` (rows, cols) over the team: block number `place` of k."""
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The tensors of all ranks, in order, joined along the first dim."""
+        """The tensors of all ranks, in order, concatenated along dim 0."""
 
 
 @dataclass(frozen=True)
-class Slice:
-    """One slice of a matrix: rows of it (`cuts_rows`), or columns; `team` has the others."""
+class TeamSlice:
+    """A slice of a matrix, of rows if `cuts_rows`, else of columns, with the remaining slices on `team`."""
 
     team: Team
     cuts_rows: bool
 
 
 def sliced_norms(stack: Tensor, team: Team) -> Tensor:
-    """The Frobenius norm of the matrix that `stack` (1, rows, cols) is a slice of, (1,) float32; equal on all ranks."""
-    # By itself, and not with the first Gram matrix, whose trace is its square: a matrix that is not finite has to be
-    # zero on all ranks before it is multiplied, and 4 bytes within a node are soon there.
+    """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
+    # Separately, not from the trace of the first Gram matrix, because all ranks must zero a non-finite matrix before
+    # the first product. 4 bytes within a node take little time.
     norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
     return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
 
@@ -58,34 +57,34 @@ def sliced(
     eps: float,
     dtype: torch.dtype,
     runs: Sequence[int],
-    of: Slice,
+    of: TeamSlice,
     *,
     norms: Tensor,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The slice of U Vᵀ that `stack` (1, rows, cols) is of a matrix U S Vᵀ, in its shape and dtype.
+    """The slice of U Vᵀ for slice `stack` (1, rows, cols) of a matrix U S Vᵀ, in the stack's shape and dtype.
 
-    As `gram` does, but from X Xᵀ anew after each of `runs` steps; a run of one step is a step of `standard`. `norms`
-    are `sliced_norms`; the result is new memory or `out`, which may be `stack`.
+    Like `gram`, with X Xᵀ recomputed after each of `runs` steps; a run of a single step is a step of `standard`.
+    `norms` are `sliced_norms`. The result is a new tensor or `out`, which may be `stack`.
     """
     x = normalized(stack, eps, dtype, norms)[0]
-    following = torch.empty_like(x)
+    spare = torch.empty_like(x)
     for first, last in pairwise(accumulate(runs, initial=0)):
         beta, part = _accumulated(_gram(x, of), steps[first:last], of.team)
         q = of.team.gathered(part)
-        # From the right where rows are cut, as in `multiply`.
+        # From the right for row slices, as in `multiply`.
         left, right = (x, q) if of.cuts_rows else (q, x)
         if beta == 0:
-            torch.mm(left, right, out=following)
+            torch.mm(left, right, out=spare)
         else:
-            torch.addmm(x, left, right, beta=beta, out=following)
-        x, following = following, x
+            torch.addmm(x, left, right, beta=beta, out=spare)
+        x, spare = spare, x
     return delivered(x[None], stack.dtype, out)
 
 
-def _gram(x: Tensor, of: Slice) -> Tensor:
-    """This rank's rows of X Xᵀ, the sum over all slices."""
-    # Rounded once, as that of a whole matrix: in 16 bits the parts would add a quarter to the error of the result.
+def _gram(x: Tensor, of: TeamSlice) -> Tensor:
+    """This rank's rows of X Xᵀ, summed over all slices."""
+    # Summed in float32 and rounded once: 16-bit partial sums would add a quarter to the error of the result.
     return of.team.summed(wide_gram(x.mT if of.cuts_rows else x)).to(x.dtype)
 
 
@@ -105,7 +104,7 @@ def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Ten
         else:
             q = torch.addmm(q, q, whole_z, beta=a)
         if index + 1 < len(steps):
-            # R (Z + a I)² is the next X Xᵀ, since all of them commute.
+            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
             r = torch.addmm(r, r, whole_z, beta=a)
             r = torch.addmm(r, r, whole_z, beta=a)
             whole = team.gathered(r)
@@ -113,5 +112,4 @@ def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Ten
 
 
 def _polynomial(r: Tensor, whole: Tensor, b: float, c: float) -> Tensor:
-    """This rank's rows of b R + c R R."""
     return r * b if c == 0 else torch.addmm(r, r, whole, beta=b, alpha=c)

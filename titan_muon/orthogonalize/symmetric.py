@@ -1,4 +1,4 @@
-"""Symmetric products by kernels that compute half of them, and where on a GPU they were measured to win."""
+"""Kernels that compute half of a symmetric product, and the measured choice of kernels on a GPU."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .products import PLAIN, Products
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """This package's own kernels, see `symmetric_kernel`."""
+    """This package's kernels, see `symmetric_kernel`."""
 
     def gram(self, x: Tensor, out: Tensor) -> None:
-        # Here and not above: Triton comes with CUDA builds of PyTorch alone.
+        # Imported on use, because only CUDA builds of PyTorch include Triton.
         from .symmetric_kernel import symmetric_product
 
         symmetric_product(x, x.mT, None, out)
@@ -57,15 +57,15 @@ class QuackProducts:
 
 KERNELS: Mapping[str, Products] = {"triton": TritonProducts(), "quack": QuackProducts()}
 PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
-"""The distribution that each kernel needs."""
+"""The distribution of each kernel."""
 HALVES = ("float16", "bfloat16")
-"""What kernels are used for. float32 without TF32, which rounds as float16 does, has no tensor cores to win by."""
+"""Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
 
 
 def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
-    """What the option `ns_kernel` comes to on a device: `auto` is what was measured to win there.
+    """The kernels for the option `ns_kernel` on a device; `auto`: the measured kernels.
 
-    Raises OptionError for an unknown name, and for a kernel that cannot run there.
+    Raises OptionError for an unknown name, and for a kernel without support on the device.
     """
     check(StepOptions, {"ns_kernel": choice})
     if choice == "auto" and device.type == "cuda" and torch.cuda.is_available():
@@ -79,23 +79,23 @@ def kernels_for(choice: str, device: torch.device) -> tuple[Kernel, ...]:
 
 
 def products_of(name: str) -> Products:
-    """The products of a name in KERNELS, or `plain`."""
+    """The products for a name in KERNELS, or `plain`."""
     return PLAIN if name == "plain" else KERNELS[name]
 
 
 def installed() -> dict[str, str]:
-    """The version of each package that a kernel needs, of those that are there."""
-    found = {}
+    """The versions of the installed kernel packages."""
+    versions = {}
     for kernel, package in PACKAGES.items():
         try:
-            found[kernel] = version(package)
+            versions[kernel] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def cache_file(device: torch.device) -> Path:
-    """Where the measurement for this GPU and these versions is kept, under XDG_CACHE_HOME or ~/.cache."""
+    """File of the measurement for this GPU and these versions, under XDG_CACHE_HOME or ~/.cache."""
     root = Path(os.environ["XDG_CACHE_HOME"]) if os.environ.get("XDG_CACHE_HOME") else Path.home() / ".cache"
     gpu = torch.cuda.get_device_name(device)
     versions = "-".join(f"{kernel}{number}" for kernel, number in sorted(installed().items()))
@@ -104,14 +104,14 @@ def cache_file(device: torch.device) -> Path:
 
 
 def known_kernels(file: Path) -> tuple[Kernel, ...]:
-    """What was measured to win, or nothing if nothing was measured. Raises ValueError for a file that is not such."""
+    """The measured kernels, or none without a measurement. Raises ValueError for an invalid file."""
     if not file.exists():
         return ()
     try:
-        found = tuple(Kernel(**entry) for entry in json.loads(file.read_text(encoding="utf-8")))
+        kernels = tuple(Kernel(**entry) for entry in json.loads(file.read_text(encoding="utf-8")))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: not a measurement of kernels ({error}); delete it and measure again") from error
-    for kernel in found:
+    for kernel in kernels:
         if kernel.products not in ("plain", *KERNELS) or kernel.dtype not in HALVES or not isinstance(kernel.rows, int):
             raise ValueError(f"{file}: not a measurement of kernels ({kernel}); delete it and measure again")
-    return found
+    return kernels

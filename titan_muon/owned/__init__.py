@@ -1,6 +1,6 @@
-"""The `owned` placement: a matrix is stored whole on one rank, and an optimizer step communicates nothing.
+"""The `owned` placement: each matrix is stored whole on a single rank, and an optimizer step needs no communication.
 
-After DMuon and TorchTitan's FlexShard (pytorch/torchtitan#3502), built beside FSDP2 and for every mesh.
+Based on DMuon and TorchTitan's FlexShard (pytorch/torchtitan#3502); works beside FSDP2 and on every mesh.
 """
 
 from .own import own

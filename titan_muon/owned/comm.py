@@ -1,4 +1,4 @@
-"""The collectives and streams of owned parameters: broadcasts from the owners, and reductions to them."""
+"""Collectives and streams of owned parameters: broadcasts from the owners, reductions to the owners."""
 
 from __future__ import annotations
 
@@ -19,61 +19,54 @@ from .param import OwnedParam, OwnedPart
 HIGH_PRIORITY = -1
 
 # [Note: streams and memory]
-# - Memory is of the stream that was current when it was allocated, and is free for that stream's next kernels as soon
-#   as the host lets go of it. So its stream has to wait before that for whatever another one does with it.
-# - Unsharded buffers are of the computing stream, as all that reads them is. The gather stream waits for that stream
-#   before it fills one, since the memory may be what the last kernel there still reads.
-# - Gradients that autograd made are of the computing stream too. They are held until that stream has waited for their
-#   copying, which is at the end of the next module's backward.
-# - What gradients are copied into and summed in is of the reduce stream. It may be let go as soon as the reduction is
-#   launched; what the all-reduce stream does with it is waited for by the reduce stream.
-# - The reduce stream waits for the computing one before it allocates: an optimizer may have just read the gradients of
-#   the pass before, whose memory this may be.
+# - The caching allocator ties memory to the stream current at allocation, and reuses freed memory for later kernels of
+#   this stream. So this stream must wait for uses on a second stream before the host frees the memory.
+# - Unsharded buffers belong to the compute stream, like all readers. The gather stream waits for the compute stream
+#   before filling a buffer, because the last kernel may still read the memory.
+# - Gradients from autograd belong to the compute stream. The host keeps references until the compute stream has waited
+#   for the copy of the gradients, at the end of the next module's backward.
+# - The input and the sum of a reduction belong to the reduce stream. The host may free them right after launch, because
+#   the reduce stream waits for the all-reduce stream.
+# - The reduce stream waits for the compute stream before allocation, because an optimizer may have just read the
+#   previous gradients in the same memory.
 
 
 class Streams:
-    """Streams of FSDP2's kinds and priorities; on the CPU they do nothing, and what is called is done on return.
+    """Streams with FSDP2's roles and priorities. On the CPU all operations are synchronous.
 
     Attributes:
-        gather: fills unsharded buffers on the owner and sends them to all ranks.
-        reduce: copies gradients, sends them to the owners, and adds them to what these have.
+        gather: fills unsharded buffers on the owner and broadcasts to all ranks.
+        reduce: copies gradients, reduces to the owners, and adds to the owners' gradients.
         all_reduce: sums an owner's gradients over replicas.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device: Any = torch.get_device_module(device_type)
-        # Their kernels are few and short, and other ranks wait for them: behind a layer's products, all ranks would be
-        # late. The replicas have the time of a whole layer.
+        # High priority: few short kernels with all ranks waiting. Behind a layer's products every rank would be late.
+        # The all-reduce over replicas has the time of a whole layer.
         self.gather: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.reduce: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.all_reduce: Any = self._device.Stream()
 
     @property
     def current(self) -> Any:
-        """The stream that computes."""
         return self._device.current_stream()
 
     def within(self, stream: Any) -> Any:
-        """Have what is called in this context run in a stream."""
         return self._device.stream(stream)
 
 
 @dataclass(frozen=True)
 class Peers:
-    """The ranks of one tensor-parallel group, and what carries pieces between them.
-
-    Attributes:
-        group: process group of these ranks.
-        traffic: what was sent from this rank.
-    """
+    """The ranks of a tensor-parallel group, and point-to-point messages between them."""
 
     group: dist.ProcessGroup
     traffic: Traffic
 
     @classmethod
     def of(cls, mesh: DeviceMesh, traffic: Traffic) -> Peers:
-        """The peers of this rank on a mesh of tensor parallelism; they alone call this, together."""
-        # Not the mesh's own group: what computes is using that, and messages of one group wait for each other.
+        """The peers of this rank on a tensor-parallel mesh; collective over the peers."""
+        # Not the mesh's own group, because messages would queue behind the collectives of the model's compute.
         ranks = dist.get_process_group_ranks(mesh.get_group())
         return cls(dist.new_group(ranks, use_local_synchronization=True), traffic)
 
@@ -86,20 +79,20 @@ class Peers:
         return self.group.rank()
 
     def scatter(self, parts: Iterable[OwnedPart], unsharded: Mapping[OwnedParam, Tensor]) -> None:
-        """Fill what this rank has in `unsharded` of parts that a peer holds, and send the others theirs."""
+        """Fill this rank's pieces in `unsharded` from the holders, and send held pieces to the peers."""
         messages = []
         for part in parts:
-            mine = part.of(unsharded[part.param])
+            view = part.of(unsharded[part.param])
             if part.holder == self.rank:
-                # In the dtype of computing, as it is sent on: less to send.
-                pieces = ((peer, part.stored(peer).to(mine).contiguous()) for peer in self._others())
+                # Cast to the compute dtype before sending, for fewer bytes.
+                pieces = ((peer, part.stored(peer).to(view).contiguous()) for peer in self._peers())
                 messages += [self._message(dist.isend, piece, peer) for peer, piece in pieces]
             elif part.holder is not None:
-                messages.append(self._message(dist.irecv, mine, part.holder))
+                messages.append(self._message(dist.irecv, view, part.holder))
         self._exchange(messages)
 
     def collect(self, parts: Sequence[OwnedPart], sums: Sequence[Tensor]) -> Iterator[tuple[OwnedPart, Tensor]]:
-        """The parts that are held here with their gradients, whole; `sums` are of what this rank computes with."""
+        """The parts held on this rank with whole gradients; `sums`: the gradients of this rank's pieces."""
         messages: list[dist.P2POp] = []
         gathered: list[tuple[OwnedPart, Tensor, dict[int, Tensor]]] = []
         for part, total in zip(parts, sums, strict=True):
@@ -108,18 +101,18 @@ class Peers:
             elif part.holder == self.rank:
                 whole = total.new_empty(local(part.param.owned_param).shape)
                 whole[part.piece(self.rank)] = total
-                others = {peer: torch.empty_like(whole[part.piece(peer)]).contiguous() for peer in self._others()}
-                messages += [self._message(dist.irecv, piece, peer) for peer, piece in others.items()]
-                gathered.append((part, whole, others))
+                from_peers = {p: torch.empty_like(whole[part.piece(p)]).contiguous() for p in self._peers()}
+                messages += [self._message(dist.irecv, piece, peer) for peer, piece in from_peers.items()]
+                gathered.append((part, whole, from_peers))
             else:
                 messages.append(self._message(dist.isend, total, part.holder))
         self._exchange(messages)
-        for part, whole, others in gathered:
-            for peer, piece in others.items():
+        for part, whole, from_peers in gathered:
+            for peer, piece in from_peers.items():
                 whole[part.piece(peer)] = piece
             yield part, whole
 
-    def _others(self) -> list[int]:
+    def _peers(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
     def _message(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> dist.P2POp:
@@ -127,8 +120,8 @@ class Peers:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
 
     def _exchange(self, messages: Iterable[dist.P2POp]) -> None:
-        """Carry out messages as one group, and have the current stream wait for them; on gloo the host."""
-        # A side that the peers do not divide leaves some without a piece: both ends know, and neither sends nothing.
+        """Exchange messages as a group; the current stream waits, or on gloo the host."""
+        # Uneven division leaves some peers without a piece; both ends then skip the message.
         started = [message for message in messages if message.tensor.numel() > 0]
         for work in dist.batch_isend_irecv(started) if started else ():
             work.wait()
@@ -136,16 +129,15 @@ class Peers:
 
 @dataclass(frozen=True)
 class OwnerCollectives:
-    """What carries a layer's parameters and gradients between the ranks of a group.
+    """Collectives of a layer's parameters and gradients between the ranks of a group.
 
-    Parts are contiguous tensors, each with its owner, a rank of the group; all ranks give the same owners in the same
-    order. Every method starts its operations and returns what there is to wait for, which is nothing if they run in a
-    stream.
+    Parts are contiguous tensors, each with an owner, a rank of the group. All ranks pass equal owners in equal order.
+    Every method starts operations and returns the works to wait for: none if the operations run in a stream.
 
     Attributes:
-        group: process group whose ranks own the parameters.
-        in_stream: whether the operations of a layer are launched together, in the stream that is current.
-        traffic: what was sent from this rank to gather and reduce.
+        group: process group of the owners.
+        in_stream: whether the operations of a layer are launched together, in the current stream.
+        traffic: bytes and calls sent from this rank to gather and reduce.
     """
 
     group: dist.ProcessGroup
@@ -154,29 +146,28 @@ class OwnerCollectives:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> OwnerCollectives:
-        """The collectives of a group as its backend runs them best."""
-        # NCCL launches a group of operations as one kernel, and one that is not asynchronous in the current stream, so
-        # that the stream's priority is the kernel's. gloo can do neither: after it has refused to coalesce, later
-        # collectives silently do nothing, and one that is not asynchronous stops the host.
+        """The collectives of a group, in the fastest mode of its backend."""
+        # NCCL launches coalesced operations as a single kernel, and synchronous operations in the current stream with
+        # the stream's priority. gloo supports neither: after a refused coalescing later collectives silently do
+        # nothing, and a synchronous operation blocks the host.
         return cls(group, private.coalesces(group, device))
 
     def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
-        """Fill every part with what its owner has in it."""
+        """Broadcast every part from its owner."""
         return self._start(self._broadcast, owners, parts)
 
     def reduce(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
-        """Have every owner's part hold the sum over all ranks; on other ranks what it holds is lost."""
+        """Sum every part over all ranks at its owner; other ranks lose the content of the part."""
         return self._start(self._reduce, owners, parts)
 
     def all_reduce(self, part: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-        """Sum a tensor over the ranks of another group."""
         work = dist.all_reduce(part, group=group, async_op=not self.in_stream)
         return [] if work is None else [work]
 
     def _start(
         self, operation: Callable[[Tensor, int], dist.Work | None], owners: Sequence[int], parts: Sequence[Tensor]
     ) -> list[dist.Work]:
-        # Before the first is launched: what raises between the start and the end of a group leaves it open for ever.
+        # Compute before launch, because an exception within a coalesced group leaves the group open forever.
         owned = [(part, owner) for owner, part in zip(owners, parts, strict=True) if part.numel() > 0]
         if self.in_stream and owned:
             with private.coalesced(self.group, owned[0][0].device):

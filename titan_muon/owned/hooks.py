@@ -1,8 +1,8 @@
-"""Hooks on modules: when a param group is unsharded, when its gradients are reduced, and when it is resharded.
+"""Module hooks that unshard a param group, reduce its gradients, and reshard.
 
-A group is unsharded before the forward of its module and resharded after it; unsharded again when the first gradient of
-the module's output is there, and reduced and resharded when the gradients of its inputs are. The neighbour that comes
-next is already on its way.
+A group is unsharded before its module's forward and resharded after. In backward, the group is unsharded at the first
+gradient of the module's output, then reduced and resharded at the gradients of the inputs. The next group is
+prefetched.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .reduction import Reductions
 
 
 class HookContext:
-    """What the hooks of a model share: the modules' order, and the reductions under way.
+    """State shared by the hooks of a model: the order of modules, and pending reductions.
 
     Attributes:
-        reduce_grads: whether a backward pass sends gradients to the owners; if not they add up on each rank.
-        hooks: those of each module, in the order of the forward pass.
+        reduce_grads: whether a backward pass sends gradients to the owners; if not, gradients add up on each rank.
+        hooks: hooks of each module, in the order of the forward pass.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -37,46 +37,43 @@ class HookContext:
         self.hooks: list[ModuleHooks] = []
         self._last_forward = -1
         self._backward: int | None = None
-        # Autograd alone has what it will call at the end, so that it is gone with a pass that raised.
+        # A weak reference: only autograd holds the callback, so the callback dies with a pass that raised.
         self._end_of_backward: Callable[[], object] = lambda: None
 
     def enter_forward(self, index: int) -> None:
-        """Before the forward of module `index`, free what others have left and nobody will use."""
-        # No backward pass is running now. One that ended well has said so.
+        """Before the forward of module `index`, free groups left unsharded without further use."""
+        # No backward pass is running now, because a successful pass resets `_backward`.
         if self._backward is not None:
             self._forget_backward()
-        # An earlier forward that failed, or took another way, left a group on its way, and one whose backward did not
-        # come kept its last. A lower index than the last tells of a new forward, in which even the expected group may
-        # hold old weights.
+        # A failed or branching forward leaves a prefetched group, and a forward without backward leaves the last group
+        # unsharded. An index not above the last means a new forward, so even the expected group may hold old weights.
         new_forward, self._last_forward = index <= self._last_forward, index
         for hooks in self.hooks:
             if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index):
                 hooks.group.reshard()
 
     def _forget_backward(self) -> None:
-        """After a backward pass that raised: what it left would be counted into the next one's gradients."""
+        """Clean up after a backward pass that raised, or leftover gradients would count in the next pass."""
         self._backward = None
         self.reductions.discard()
         for hooks in self.hooks:
             hooks.in_backward = hooks.awaits_backward = False
             for param in hooks.group.trained:
                 param.discard_unsharded_grads()
-            # Kept for the rest of that pass, it may be older than an update in between.
+            # A kept group may be older than an update in between.
             hooks.group.reshard()
 
     def prefetch_forward(self, index: int) -> None:
-        """Start unsharding what comes after module `index`."""
         if index + 1 < len(self.hooks):
             self.hooks[index + 1].group.unshard()
 
     def prefetch_backward(self, index: int) -> None:
-        """Start unsharding what comes before module `index`, if its backward is still to come."""
         if index > 0 and self.hooks[index - 1].awaits_backward:
             self.hooks[index - 1].group.unshard()
 
     def enter_backward(self) -> None:
-        """Have this backward pass, which has reached some module, tidied up at its end."""
-        # By its number and not by a flag: one that raised never came to its end, and the flag would stay set.
+        """Register the cleanup at the end of the current backward pass, once per pass."""
+        # Identify the pass by number, not by a flag: a pass that raised has no end, and the flag would stay set.
         current = private.backward_pass()
         if current == self._backward:
             return
@@ -88,38 +85,27 @@ class HookContext:
 
     def _final_callback(self) -> None:
         self._backward = None
-        # A module whose inputs need no gradient, such as the first, has no other end. In the order of backward, as the
-        # reductions of all ranks have to match.
+        # A module without input gradients, such as the first, ends here. In backward order, so that the reductions of
+        # all ranks match.
         for hooks in reversed(self.hooks):
             if hooks.in_backward:
                 hooks.post_backward()
         self.reductions.finish()
-        # Kept or prefetched for a backward that did not come, as the module had no part in this loss.
+        # Groups kept or prefetched for a backward that did not come, because the loss did not use the module.
         for hooks in self.hooks:
             hooks.group.reshard()
             hooks.awaits_backward = False
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that unsharded parameters take now."""
         return sum(hooks.group.unsharded_bytes for hooks in self.hooks)
 
 
 class ModuleHooks:
-    """The hooks that have a param group unsharded when its module computes.
+    """Hooks that keep a param group unsharded during its module's compute.
 
-    Args:
-        module: module whose forward uses the group.
-        group: parameters of the module.
-        context: what it shares with the modules before and after it.
-        policy: dtypes, as FSDP2 takes them.
-        reshard_after_forward: whether the group is freed between forward and backward; None frees all but the last.
-        divide_factor: number that sums of gradients are divided by.
-
-    Attributes:
-        index: place in the order of the forward pass.
-        awaits_backward: between its forward and its backward.
-        in_backward: between the first gradient of its output and those of its inputs.
+    `reshard_after_forward`: whether to free the group between forward and backward; None: all but the last group.
+    `divide_factor`: divisor of gradient sums. `index`: position in the order of the forward pass.
     """
 
     def __init__(
@@ -138,10 +124,10 @@ class ModuleHooks:
         self._reshard_after_forward, self._divide_factor = reshard_after_forward, divide_factor
         context.hooks.append(self)
         module.register_forward_pre_hook(self._pre_forward, with_kwargs=True)
-        # After an exception too, or the copies would outlive the weights.
+        # After an exception too, or the unsharded parameters would outlive the weights.
         module.register_forward_hook(self._post_forward, always_call=True)
 
-    # torch.compile would trace the swap of parameters and the collectives into the graph of the module.
+    # torch.compile would trace the parameter swap and the collectives into the module's graph.
     @torch.compiler.disable
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -150,8 +136,8 @@ class ModuleHooks:
             self._context.enter_forward(self.index)
         self.group.unshard()
         self.group.wait_for_unshard()
-        # A forward within backward is activation checkpointing: the way is backwards there, and what comes after this
-        # module has had its turn.
+        # No prefetch in a forward within backward (activation checkpointing), because backward has passed the next
+        # module already.
         if private.backward_pass() is None:
             self._context.prefetch_forward(self.index)
         if self._policy.cast_forward_inputs:
@@ -168,14 +154,14 @@ class ModuleHooks:
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # Recomputed within backward, the parameters are about to be used: they stay, and the outer graph has its hook.
+        # Within backward (recomputation) the parameters stay for use, and the outer graph already has a hook.
         if private.backward_pass() is None:
             differentiable = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if differentiable:
-                # `any`: the first gradient of several outputs already needs the weights, and one may never come.
+                # "any": the first of several output gradients already needs the weights, and some may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
-            # With no backward to free it, a group that is kept would be stale after the next update.
+            # Without a backward nothing frees the group, and the next update would make it stale.
             if self._reshard_after_forward or not differentiable:
                 self.group.reshard()
             elif self._reshard_after_forward is None:
@@ -183,8 +169,8 @@ class ModuleHooks:
         return _cast(output, self._policy.output_dtype)
 
     def _leave_for_backward(self) -> None:
-        # The backward of the last module comes next: what is freed now would be gathered again at once, with nothing to
-        # compute meanwhile. Out of use, as every forward gathers the weights that there are then.
+        # The backward of the last module is next, and a freed group would be gathered again without overlap. `keep`
+        # unregisters the parameters, so that a further forward gathers the current weights.
         if self.index + 1 == len(self._context.hooks):
             self.group.keep()
         else:
@@ -200,25 +186,24 @@ class ModuleHooks:
 
     @torch.no_grad()
     def post_backward(self) -> None:
-        """Take the gradients of this module, send them to the owners, and reshard."""
         self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
-        # None is the dtype of the unsharded parameter on every torch; FSDP2 itself reduces in the parameter's own dtype
-        # from 2.15 on.
+        # None means the dtype of the unsharded parameter on every torch version; FSDP2 itself uses the parameter's
+        # original dtype from 2.15 on.
         reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
         for param in self.group.trained:
-            # Sums over microbatches are kept in the reduce dtype; one that is sent at once is cast on its way.
+            # Sums over microbatches stay in the reduce dtype; gradients for immediate reduction are cast in the copy.
             param.accumulate_unsharded_grad(None if reduces else dtype)
-        # Before the reduction allocates its input: the two never add to the peak.
+        # Reshard before the reduction allocates its input, to lower the peak.
         self.group.reshard()
         if reduces:
             self._context.reductions.start(self.group, dtype, self._divide_factor)
 
 
 class _PostBackward(torch.autograd.Function):
-    """The identity on a module's inputs; its backward runs when all gradients of the module's weights are there."""
+    """Identity on a module's inputs; backward runs after all gradients of the module's weights."""
 
-    # On the inputs and not on the weights: a frozen weight has no gradient, and the last one of several is not known.
+    # On the inputs, not on the weights: a frozen weight has no gradient, and the order of weight gradients is unknown.
     @staticmethod
     def forward(ctx: Any, post_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.post_backward = post_backward
@@ -231,21 +216,20 @@ class _PostBackward(torch.autograd.Function):
 
 
 def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Have a module raise ValueError when it computes while the param group that its parameters are of is not there."""
+    """Make a module raise ValueError on compute while the param group of its parameters is not unsharded."""
 
     def check_unsharded(*_: object) -> None:
-        # An owned parameter has the whole's shape everywhere: the product would fail far from here, with other words.
+        # An owned parameter has the global shape on every rank, so the product would fail elsewhere without a hint.
         if group.state is not OwnedState.UNSHARDED:
             raise ValueError(
-                f"{type(module).__name__}: its owned parameters are there only within the forward of {group.name}, "
-                "which was given to own(); call that module, or own this one by itself"
+                f"{type(module).__name__}: its owned parameters are unsharded only within the forward of {group.name}, "
+                "which was given to own(); call that module, or give this module to own()"
             )
 
     module.register_forward_pre_hook(check_unsharded)
 
 
 def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
-    """All floating-point tensors of a tree in `dtype`, or as they are for None."""
     if dtype is None:
         return tree
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, tree)

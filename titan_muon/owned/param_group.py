@@ -1,4 +1,4 @@
-"""The owned parameters of one module: unsharded together into one flat buffer, used, and resharded together."""
+"""The owned parameters of a module, unsharded into a common flat buffer, used, and resharded together."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from . import private
 from .comm import OwnerCollectives, Peers, Streams
 from .param import OwnedParam, OwnedPart
 
-# [Note: one buffer for ever]
-# Autograd saves views of unsharded parameters for backward. So the buffer and the parameters on it are made once, and
-# freeing it is resizing its storage to nothing: once that is filled again, what autograd saved is valid again. What is
-# written there is what was there in forward, hence no change to autograd, whose version counter is put back.
+# [Note: a permanent buffer]
+# Autograd saves views of unsharded parameters for backward. So the buffer and its parameters are created once, and
+# resharding resizes the storage to zero. Refilling the storage makes saved views valid again. The new content equals
+# the content in forward, so the buffer's autograd version counter is restored.
 
 
 @dataclass(frozen=True)
 class CommContext:
-    """The data-parallel ranks that share a model with owned parameters, and what carries tensors between them.
+    """The data-parallel ranks of a model with owned parameters, and the collectives between them.
 
     Attributes:
         mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        collectives: what gathers from the owners and reduces to them, in the group whose ranks own the parameters.
-        replicate_group: process group of the ranks that own copies of the same parameters, or None.
-        shard_rank: place of this rank among those that own the parameters.
-        peers: the ranks of tensor parallelism, of which one may hold what all of them compute with, or None.
+        collectives: gathers from owners and reductions to owners, in the group of the owners.
+        replicate_group: process group of the owners of the same parameters in each replica, or None.
+        shard_rank: this rank among the owners.
+        peers: the tensor-parallel ranks with holders among them, or None.
     """
 
     mesh: DeviceMesh
@@ -46,15 +46,15 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """The context of a mesh, and of one of tensor parallelism whose ranks hold matrices for each other.
+        """The context of a mesh, and of a tensor-parallel mesh with holders.
 
-        Raises ValueError for a mesh of more axes, and on a rank that is not in it.
+        Raises ValueError for a mesh of more than 2 axes, and on a rank outside the mesh.
         """
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
             ranks = mesh.mesh.flatten().tolist()
-            raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own parameters there nor use them")
+            raise ValueError(f"this rank is not in the mesh {ranks}: it can neither own nor use its parameters")
         axis = mesh.ndim - 1
         replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None
         collectives = OwnerCollectives.of(mesh.get_group(axis), torch.device(mesh.device_type))
@@ -67,53 +67,48 @@ class CommContext:
 
     @property
     def peer_rank(self) -> int:
-        """Place of this rank in tensor parallelism; 0 where nobody holds anything for others."""
         return 0 if self.peers is None else self.peers.rank
 
     @property
     def peer_size(self) -> int:
-        """Ranks of tensor parallelism that may hold matrices for each other."""
+        """Number of tensor-parallel ranks with holders among them; 1 without holders."""
         return 1 if self.peers is None else self.peers.size
 
-    # At the first use: a model is also built where its device is not, as in a dry run.
+    # Created on first use, because a dry run builds models without the device.
     @cached_property
     def streams(self) -> Streams:
         return Streams(self.mesh.device_type)
 
     @property
     def device(self) -> torch.device:
-        # Not the parameters' own device: on meta, or offloaded to the host, they are not where they are used.
+        # Not the parameters' device, because parameters may be on meta or offloaded to the host.
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
 
 
 class OwnedState(Enum):
-    """Where the elements of a param group are."""
+    """Location of a param group's elements."""
 
     OWNED = "on the owners alone"
-    UNSHARDING = "on their way to all ranks, or there and not in use"
+    UNSHARDING = "in the gather, or gathered and not in use"
     UNSHARDED = "on all ranks"
 
 
 class OwnedParamGroup:
     """Owned parameters that are unsharded, used and resharded together.
 
-    Args:
-        name: of the module, for messages.
-        params: owned parameters of the module.
-        comm: ranks that share them.
-        param_dtype: dtype of the unsharded parameters, or None for their own.
+    `param_dtype`: dtype of the unsharded parameters, or None to keep the dtype.
     """
 
     def __init__(
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
     ) -> None:
         self.name, self.state = name, OwnedState.OWNED
-        # See [Note: owned tensors]: in another order an owner's run would have others' elements.
+        # Sorted so that each owner's elements are a single run, see [Note: owned tensors].
         self.params = tuple(sorted(params, key=lambda param: (len(param.parts) > 1, param.parts[0].owner)))
         self._comm, self._param_dtype = comm, param_dtype
-        # Once: in a forward of many experts the host would do little else.
+        # Computed once, because with many experts the host time in forward matters.
         self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
         self._stored = [part for part in self._mine if part.holder in (None, comm.peer_rank)]
         self._buffer: Tensor | None = None
@@ -125,21 +120,20 @@ class OwnedParamGroup:
 
     @property
     def trained(self) -> list[OwnedParam]:
-        """The parameters that get gradients; the same on every rank, as long as all ranks freeze the same ones."""
+        """The parameters with gradients; equal on every rank if all ranks freeze the same parameters."""
         return [param for param in self.params if param.unsharded_param.requires_grad]
 
     @property
     def unsharded_bytes(self) -> int:
-        """Bytes that the unsharded parameters take now."""
         return 0 if self._buffer is None else self._buffer.untyped_storage().nbytes()
 
     @torch.no_grad()
     def unshard(self) -> None:
-        """Start to gather, unless that was done. Ranks start those of different groups in the same order."""
+        """Start the gather unless started. Ranks must start the gathers of different groups in the same order."""
         if self.state is not OwnedState.OWNED:
             return
         buffer, streams = self._resized_buffer(), self._comm.streams
-        # From before the first write to after the last: see [Note: one buffer for ever].
+        # From before the first write until after the last, see [Note: a permanent buffer].
         self._unchanged = private.unchanged_version(buffer)
         # See [Note: streams and memory].
         streams.gather.wait_stream(streams.current)
@@ -155,12 +149,12 @@ class OwnedParamGroup:
         self.state = OwnedState.UNSHARDING
 
     def wait_for_unshard(self) -> None:
-        """Wait until they are gathered and have the module compute with the unsharded parameters.
+        """Wait for the gather and register the unsharded parameters on the module.
 
-        Raises RuntimeError on an owner whose parameters were changed since `unshard`.
+        Raises RuntimeError on an owner if its parameters changed since `unshard`.
         """
-        # Also when unsharded already, from forward to backward: an update in between changes the owner's weights alone,
-        # and all other ranks would go on with the old ones.
+        # Also if unsharded already: an update between forward and backward changes only the owner's weights, and all
+        # further ranks would use old weights.
         if self._versions != self._owned_versions():
             raise RuntimeError(
                 f"{self.name}: owned parameters were changed while other ranks held copies of them; change them after "
@@ -174,28 +168,27 @@ class OwnedParamGroup:
         self.state = OwnedState.UNSHARDED
 
     def keep(self) -> None:
-        """Put the unsharded parameters out of use, and leave them where they are for the backward that is next."""
+        """Unregister the unsharded parameters, but keep their memory for the next backward."""
         if self.state is OwnedState.UNSHARDED:
             for param in self.params:
                 param.to_owned()
             self.state = OwnedState.UNSHARDING
 
     def reshard(self) -> None:
-        """Free the unsharded parameters."""
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
-            # Freed under a collective, the memory would be another tensor's while others still write to it.
+            # Wait first: memory freed during a collective could be reused while the collective still writes.
             self._wait()
         else:
             for param in self.params:
                 param.to_owned()
-        assert self._buffer is not None, "there is a buffer once the group was unsharded"
+        assert self._buffer is not None, "an unsharded group has a buffer"
         self._buffer.untyped_storage().resize_(0)
         self.state = OwnedState.OWNED
 
     def _wait(self) -> None:
-        # gloo's threads write to the buffer until then: put back earlier, its version would count their writes.
+        # Wait within the context, because gloo's threads write until then, and writes increase the buffer's version.
         with self._unchanged:
             for work in self._works:
                 work.wait()
@@ -203,12 +196,11 @@ class OwnedParamGroup:
         self._works = []
 
     def _owned_versions(self) -> list[int]:
-        # An operation on the DTensor counts there alone, and one on its local tensor, as an optimizer's, there alone.
+        # DTensor and local tensor count versions separately: DTensor operations and optimizers each change only one.
         owned = [part.param.owned_param for part in self._stored]
         return [param._version + local(param)._version for param in owned]
 
     def _resized_buffer(self) -> Tensor:
-        """The unsharded buffer with storage to be filled, and with its views and unsharded parameters."""
         if self._buffer is None:
             self._buffer = self._new_buffer()
             sizes = [param.unsharded_size for param in self.params]
@@ -219,7 +211,7 @@ class OwnedParamGroup:
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
-        # At the first use and not in own(): a model built on the meta device gets its storage in between.
+        # Created on first use, because a model built on the meta device gets storage only after own().
         for param in self.params:
             if param.owned_param.is_meta:
                 raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
@@ -229,26 +221,26 @@ class OwnedParamGroup:
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """The parts of these parameters, in the order of a flat buffer."""
+    """The parts of these parameters, in buffer order."""
     return [part for param in params for part in param.parts]
 
 
 def owned_by(rank: int, params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """Those that a rank of the shard axis owns."""
+    """The parts owned by a rank of the shard axis."""
     return [part for part in parts_of(params) if part.owner == rank]
 
 
 def numel(parts: Iterable[OwnedPart]) -> int:
-    """Elements of these parts when they are unsharded."""
+    """Unsharded elements of these parts."""
     return sum(part.size.numel() for part in parts)
 
 
 def runs(parts: Iterable[OwnedPart]) -> tuple[list[int], list[int]]:
-    """Owners and elements of what lies side by side in a flat buffer of these parts and has one owner."""
-    joined = [(owner, numel(mine)) for owner, mine in groupby(parts, key=lambda part: part.owner)]
+    """Owner and elements of each run of consecutive parts with a common owner."""
+    joined = [(owner, numel(of_owner)) for owner, of_owner in groupby(parts, key=lambda part: part.owner)]
     return [owner for owner, _ in joined], [size for _, size in joined]
 
 
 def views(flat: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
-    """A flat buffer as tensors of these sizes, one after the other."""
+    """Consecutive views of a flat buffer with these sizes."""
     return [part.view(size) for part, size in zip(flat.split([s.numel() for s in sizes]), sizes, strict=True)]

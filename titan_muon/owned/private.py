@@ -1,6 +1,6 @@
-"""The private parts of PyTorch that owned placement needs.
+"""Private PyTorch calls of the owned placement.
 
-`tests/unit/owned/test_private.py` fails on a version of PyTorch where one of them is gone or does something else.
+`tests/unit/owned/test_private.py` fails on a PyTorch version with different private functions.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..tensors.mesh import MeshWithoutGroups
 
 
 class OwnerMesh(MeshWithoutGroups):
-    """The ranks that hold an owned parameter. Ranks outside of the mesh have it too, as non-participants.
+    """The holders of an owned parameter. Ranks outside the mesh have the parameter as non-participants.
 
     Attributes:
-        data: data-parallel mesh of this rank, with the ranks that own the parameter in its last axis.
-        owners: those ranks.
-        inner: mesh of tensor parallelism that this rank's piece of the whole parameter is on, or None.
-        holders: for each owner the rank of `inner` that holds all pieces; None if every rank holds its own.
+        data: data-parallel mesh of this rank, with the owners on its last axis.
+        owners: the owners.
+        inner: mesh of tensor parallelism for this rank's piece, or None.
+        holders: for each owner the rank of `inner` with all pieces; None if every rank holds its piece.
     """
 
     refusal = (
@@ -49,53 +49,53 @@ class OwnerMesh(MeshWithoutGroups):
 
 
 def joint_mesh(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh:
-    """The mesh whose axes are those of two slices of one mesh. FSDP2 does so for parameters with tensor parallelism."""
+    """The mesh with the axes of two slices of a root mesh, as FSDP2 builds for tensor-parallel parameters."""
     return DeviceMesh._concatenate([outer, inner])
 
 
 def flattened(mesh: DeviceMesh) -> DeviceMesh:
-    """All ranks of a mesh on one axis, with a process group of them; every rank of the mesh's root calls this."""
+    """All ranks of a mesh on a single axis, with a process group; collective over the root mesh."""
     return mesh._flatten()
 
 
 def stored_tensor(tensor: Tensor) -> Tensor:
-    """The tensor that a DTensor has here, whose memory may be replaced; `to_local` may give another one with it."""
+    """The local tensor with replaceable memory; `to_local` may return a new tensor."""
     assert isinstance(tensor, DTensor), "an owned parameter is a DTensor"
     return tensor._local_tensor
 
 
 def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
-    """From this call, and not from its own start, to its end this context keeps autograd from counting writes."""
+    """From this call (not from `__enter__`) to its exit, this context keeps autograd from counting writes."""
     return torch.autograd._unsafe_preserve_version_counter(tensor)
 
 
 def backward_pass() -> int | None:
-    """A number for the backward pass that this thread is in, or None.
+    """The number of this thread's current backward pass, or None.
 
-    A forward hook that runs within one does so because activations are computed again.
+    Within a forward hook, a number means recomputation of activations.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Have `callback` called when the backward pass that is running is over."""
+    """Call `callback` at the end of the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """What `register_post_accumulate_grad_hook` has registered, which autograd calls of a leaf with a new gradient."""
+    """The hooks from `register_post_accumulate_grad_hook`."""
     return list((parameter._post_accumulate_grad_hooks or {}).values())
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's backend for a device launches several operations as one."""
+    """Whether a group's backend for a device launches several operations as a single kernel."""
     return bool(group._get_backend(device).supports_coalescing)
 
 
 def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
-    """A context whose operations on a group are launched as one at its end, and must not raise.
+    """A context that launches its operations as a single kernel at exit; operations must not raise.
 
-    Without a device only some kinds of operations would be, broadcasts and reductions not among them.
+    Without a device only some operations coalesce, and broadcasts and reductions do not.
     """
     return _coalescing_manager(group, device)

@@ -1,4 +1,4 @@
-"""Gradients on their way from all ranks to the owners, overlapped with the backward pass that makes the next ones."""
+"""Reductions of gradients to the owners, overlapped with backward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,9 @@ from .param_group import CommContext, OwnedParamGroup, numel, owned_by, parts_of
 
 
 class Reduction:
-    """The gradients of one param group: reduced to the owners, and then summed over replicas.
+    """The reduction of a param group's gradients to the owners, then over replicas; [Note: streams and memory].
 
-    See [Note: streams and memory].
-
-    Args:
-        params: trained parameters of the group, at least one, in the order of their owners.
-        comm: ranks that share them.
-        dtype: dtype of the sum and in transit.
-        divide_factor: number that the sum is divided by.
+    `params`: trained parameters of the group, at least one, in the order of owners. `dtype`: of the sum and in transit.
     """
 
     def __init__(
@@ -31,20 +25,20 @@ class Reduction:
         self._comm, self._divide_factor = comm, divide_factor
         parts = parts_of(params)
         self._mine = owned_by(comm.shard_rank, params)
-        theirs = [part for part in parts if part.owner != comm.shard_rank]
+        not_mine = [part for part in parts if part.owner != comm.shard_rank]
         self._gradients = {param: param.take_accumulated_grad() for param in params}
         self._summed: Any = None
         device, streams = params[0].unsharded_param.device, comm.streams
-        # What computes goes on at once, and does not copy.
+        # Copy on the reduce stream, so that the compute stream continues at once.
         streams.reduce.wait_stream(streams.current)
         with streams.within(streams.reduce):
             self._sum = torch.empty(numel(self._mine), dtype=dtype, device=device)
-            self._input: Tensor | None = torch.empty(numel(theirs), dtype=dtype, device=device)
+            self._input: Tensor | None = torch.empty(numel(not_mine), dtype=dtype, device=device)
             self._copy_in(self._mine, self._sum)
-            self._copy_in(theirs, self._input)
+            self._copy_in(not_mine, self._input)
             self._copied = streams.reduce.record_event()
             owners, sizes = runs(parts)
-            # Of its own parts, an owner has no other copy: the sum comes in their place.
+            # Owned parts are summed in place, without a second copy.
             own = [owner == comm.shard_rank for owner in owners]
             pieces = {
                 mine: iter(flat.split([size for size, of_mine in zip(sizes, own, strict=True) if of_mine == mine]))
@@ -55,22 +49,22 @@ class Reduction:
             self._gradients = {}
 
     def _copy_in(self, parts: Sequence[OwnedPart], flat: Tensor) -> None:
-        for part, place in zip(parts, views(flat, [part.size for part in parts]), strict=True):
+        for part, view in zip(parts, views(flat, [part.size for part in parts]), strict=True):
             gradient = self._gradients[part.param]
-            # What this rank did not use counts as zero. To leave it out would change the sizes on this rank alone, and
-            # the collective would hang, or pair elements of different parameters.
+            # An unused parameter counts as zero. Sizes must be equal on all ranks, or the collective would hang or mix
+            # up parameters.
             if gradient is None:
-                place.zero_()
+                view.zero_()
             else:
-                place.copy_(part.of(gradient))
+                view.copy_(part.of(gradient))
 
     def advance(self) -> None:
-        """Once the gradients are at their owners, free what they came from, and start the sum over replicas, if any."""
+        """After the reduction, free the inputs and start the all-reduce over replicas, if any."""
         if self._input is None:
             return
         self._release()
-        # A rank without parameters of this group has the same owner in each replica, which has none either: all of the
-        # replicate group leave the collective out.
+        # Skipped on ranks without parameters of this group. All ranks of the replicate group agree, because owners are
+        # at equal positions in each replica.
         group, streams = self._comm.replicate_group, self._comm.streams
         if group is not None and self._sum.numel() > 0:
             streams.all_reduce.wait_stream(streams.reduce)
@@ -79,11 +73,10 @@ class Reduction:
                 self._summed = streams.all_reduce.record_event()
 
     def finish(self) -> None:
-        """Give the owned parameters their gradients."""
         self.advance()
         self._wait()
         with self._comm.streams.within(self._comm.streams.reduce):
-            # After the sum, not in the collective as FSDP2 does: gloo has no reduction that multiplies first.
+            # Divide after the sum, because gloo has no reduction with a premultiplied factor as used by FSDP2.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
             sums, peers = views(self._sum, [part.size for part in self._mine]), self._comm.peers
@@ -92,36 +85,32 @@ class Reduction:
                 part.param.add_reduced_grad(total)
 
     def discard(self) -> None:
-        """End without a result."""
-        # Waited for all the same: freed under a collective, the memory would be another tensor's.
+        """Wait without a result."""
+        # Memory freed during a collective could be reused while the collective still writes.
         self._release()
 
     def _release(self) -> None:
-        """Free the gradients and what those of others were copied into."""
         self._wait()
         self._comm.streams.current.wait_event(self._copied)
         self._gradients, self._input = {}, None
 
     def _wait(self) -> None:
-        """Have the reduce stream go on after this reduction's last collective."""
+        """Make the reduce stream wait for this reduction's last collective."""
         streams = self._comm.streams
         with streams.within(streams.reduce):
             for work in self._works:
                 work.wait()
         self._works = []
         if self._summed is not None:
-            # This sum alone and not its stream, where the next group's may have been started.
+            # Wait for the event, not the stream, because the next group's all-reduce may have started.
             streams.reduce.wait_event(self._summed)
 
 
 class Reductions:
-    """The reductions of one backward pass, oldest first.
+    """The pending reductions of a backward pass, oldest first.
 
-    One group's gradients travel in the shard group, and with replicas those of the group before it between them, while
-    the next are made. Every rank starts them in the order of its backward pass, which is the same on all of them.
-
-    Attributes:
-        pending: those under way.
+    While backward computes the next gradients, a group is in its reduction and, with replicas, the previous group in
+    its all-reduce. Every rank starts reductions in the order of backward, equal on all ranks.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -130,31 +119,30 @@ class Reductions:
 
     @torch.no_grad()
     def start(self, group: OwnedParamGroup, dtype: torch.dtype | None, divide_factor: float) -> None:
-        """Send the group's gradients to their owners."""
         params = group.trained
         if not params:
             return
-        # Before this group's input is allocated, or two of them would be there at once. With replicas the group before
-        # stays under way, without its input: it is in its all-reduce while this one is in its reduce-scatter.
+        # Finish first, so that only a single input is allocated at a time. With replicas the previous group stays
+        # pending, without input: its all-reduce overlaps this group's reduction.
         self._finish_but(0 if self._comm.replicate_group is None else 1)
-        chosen = params[0].unsharded_param.dtype if dtype is None else dtype
-        self.pending.append(Reduction(params, self._comm, chosen, divide_factor))
+        reduce_dtype = params[0].unsharded_param.dtype if dtype is None else dtype
+        self.pending.append(Reduction(params, self._comm, reduce_dtype, divide_factor))
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for all that are under way: from here on what computes sees the owners' gradients."""
+        """Finish all reductions; the compute stream waits for the owners' gradients."""
         self._finish_but(0)
         self._comm.streams.current.wait_stream(self._comm.streams.reduce)
 
     def discard(self) -> None:
-        """Forget those that are under way, which a backward pass that raised has left."""
+        """Drop the reductions of a backward pass that raised."""
         for reduction in self.pending:
             reduction.discard()
         self.pending.clear()
 
     def _finish_but(self, left: int) -> None:
-        # All-reduces start at this point of the backward pass, and not whenever a reduce-scatter happens to be done:
-        # that differs between ranks, and would mix up the order of their collectives.
+        # Start all-reduces at a fixed point of backward. Starting at the end of a reduction would differ between ranks
+        # and mix up the order of collectives.
         for reduction in self.pending:
             reduction.advance()
         while len(self.pending) > left:

@@ -1,7 +1,7 @@
-"""Whole tensors on every rank: what `full_tensor()` is for parameters that all ranks have a part of.
+"""Whole values of owned tensors on every rank, and full state dicts.
 
-PyTorch's own `full_tensor()` gives an empty tensor, without a word, to ranks that have no part of a DTensor. For owned
-parameters and entries of state dicts it is refused there.
+For a rank outside the mesh, PyTorch's `full_tensor()` silently returns an empty tensor. Owned parameters and state dict
+entries raise there instead.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from .private import OwnerMesh
 
 @torch.no_grad()
 def gather(tensor: Tensor) -> Tensor:
-    """The whole value of a tensor that is owned, sharded or replicated, on every rank, as a new plain tensor.
+    """The whole value of an owned, sharded or replicated tensor on every rank, as a new plain tensor.
 
-    All ranks of the tensor's mesh call it together; for an owned tensor those of the data-parallel mesh that it was
-    owned on.
+    Collective over the tensor's mesh; for an owned tensor over the data-parallel mesh passed to `own`.
     """
     if not isinstance(tensor, DTensor):
         return tensor.detach().clone()
@@ -36,38 +35,33 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.full_tensor().clone()
     if mesh.holders is not None:
         return _from_owners(tensor, mesh, tensor.shape)
-    # First over the data-parallel ranks, so that each tensor-parallel one has its piece, then over those.
+    # First over data-parallel ranks, so that each tensor-parallel rank has its piece, then over tensor-parallel ranks.
     inner = Inner() if mesh.inner is None else Inner(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
     whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
 def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
-    held, axis = local(tensor), mesh.data.ndim - 1
-    found = held.new_empty(size)
+    stored, axis = local(tensor), mesh.data.ndim - 1
+    whole = stored.new_empty(size)
     for number, owner in enumerate(mesh.owners):
         start, stop = chunk(size[0], len(mesh.owners), number)
-        part, here = found.narrow(0, start, stop - start), mesh.data.get_local_rank(axis) == owner
+        part, is_owner = whole.narrow(0, start, stop - start), mesh.data.get_local_rank(axis) == owner
         holder = None if mesh.holders is None else mesh.holders[number]
-        if here and (holder is None or _inner_rank(mesh) == holder):
-            part.copy_(held)
-        if here and holder is not None and mesh.inner is not None:
-            # To the peers of the holder, each of which has data-parallel ranks of its own.
+        if is_owner and (holder is None or (mesh.inner is not None and mesh.inner.get_local_rank() == holder)):
+            part.copy_(stored)
+        if is_owner and holder is not None and mesh.inner is not None:
+            # To the holder's peers, which then broadcast to their own data-parallel ranks.
             dist.broadcast(part, group=mesh.inner.get_group(), group_src=holder)
         if mesh.data.size(axis) > 1:
-            # Over the shard axis alone: each replica has owners of its own.
+            # Only over the shard axis, because each replica has owners.
             dist.broadcast(part, group=mesh.data.get_group(axis), group_src=owner)
-    return found
-
-
-def _inner_rank(mesh: OwnerMesh) -> int:
-    assert mesh.inner is not None, "only ranks of tensor parallelism have a holder"
-    return mesh.inner.get_local_rank()
+    return whole
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model with every tensor whole, on the host of every rank; all ranks call it together."""
-    # One after the other to the host: the model as a whole may be too large for the device.
+    """The state dict of a model with whole tensors on the host of every rank; collective over all ranks."""
+    # Tensor by tensor to the host, because the whole model may exceed device memory.
     return {
         name: gather(value).cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
     }
@@ -77,25 +71,25 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     """Load whole tensors, as from a checkpoint of an unsharded model, into owned, sharded and plain parameters.
 
-    Nothing is communicated: every rank has the whole tensors, on any device, and copies its own piece.
+    Without communication: every rank passes the whole tensors, on any device, and copies its piece.
 
     Args:
         model: a model with owned parameters.
-        state_dict: whole tensors with the names of `model.state_dict()`. `full_state_dict` makes one.
+        state_dict: whole tensors with the names of `model.state_dict()`, for example from `full_state_dict`.
 
     Raises:
-        ValueError: for missing or unknown names, and for a tensor of another shape; nothing is loaded then.
+        ValueError: for missing or unknown names, and for a tensor of a different shape; nothing is loaded then.
     """
     current = model.state_dict()
     missing, unknown = current.keys() - state_dict.keys(), state_dict.keys() - current.keys()
     if missing or unknown:
         raise ValueError(
-            f"the state dict lacks {sorted(missing)[:5]} and has {sorted(unknown)[:5]} besides; load one of this model"
+            f"the state dict lacks {sorted(missing)[:5]} and has extra {sorted(unknown)[:5]}; load one of this model"
         )
     tensors = {name: value for name, value in current.items() if isinstance(value, Tensor)}
     for name, value in tensors.items():
         if state_dict[name].shape != value.shape:
-            raise ValueError(f"{name}: has shape {tuple(value.shape)}, and {tuple(state_dict[name].shape)} was given")
+            raise ValueError(f"{name}: shape {tuple(value.shape)} does not match {tuple(state_dict[name].shape)}")
     for name, value in tensors.items():
         piece = state_dict[name]
         if local(value).numel() == 0:
@@ -107,9 +101,9 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
 
 
 def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Have a module's state dict show the owned parameters, and refuse to give nothing for the whole of one."""
-    # Between forward and backward the module may have its unsharded parameters: a checkpoint would be of copies, saved
-    # by every rank, and one that is loaded would be lost when they are freed.
+    """Make a module's state dict contain the owned parameters, and make reads of a missing whole raise."""
+    # Between forward and backward the module may have unsharded parameters: every rank would save them, and loaded
+    # values would be lost at reshard.
     module.register_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_load_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_state_dict_post_hook(partial(_refuse_in_state_dict, group))
@@ -118,7 +112,7 @@ def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None
 def _refuse_in_state_dict(
     group: OwnedParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    # The parameters too: PyTorch's full_state_dict reads them by other ways than the state dict's entries.
+    # The parameters too, because PyTorch's full_state_dict does not read through the state dict's entries.
     for param in group.params:
         _refuse_empty_reads(param.owned_param, param.fqn)
     for name, _ in module.named_parameters(recurse=False):
@@ -127,7 +121,7 @@ def _refuse_in_state_dict(
 
 
 def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
-    """Have `full_tensor` and `redistribute` of an owned tensor raise ValueError on ranks that have no part of it."""
+    """Make `full_tensor` and `redistribute` of an owned tensor raise ValueError on ranks without elements."""
     if isinstance(tensor, DTensor) and is_owned(tensor) and tensor.device_mesh.get_coordinate() is None:
         refuse = partial(_refuse, fqn, holders(tensor))
         tensor.full_tensor = refuse  # type: ignore[method-assign]
@@ -136,6 +130,6 @@ def _refuse_empty_reads(tensor: Any, fqn: str) -> None:
 
 def _refuse(fqn: str, ranks: tuple[int, ...], *args: Any, **kwargs: Any) -> NoReturn:
     raise ValueError(
-        f"{fqn} is stored whole on rank {', '.join(map(str, ranks))} and this rank has nothing of it; read it on all "
+        f"{fqn} is stored whole on rank {', '.join(map(str, ranks))} and this rank has no elements; read it on all "
         "ranks with titan_muon.owned.gather(tensor), and a whole model with titan_muon.owned.full_state_dict(model)"
     )

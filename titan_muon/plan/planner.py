@@ -1,4 +1,4 @@
-"""From parameters to a plan: who orthogonalizes what, in which buckets, over which groups."""
+"""From parameters to a plan: owners, buckets and groups."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from .terms.layout import Geometries
 from .terms.machine import MachineRates, machine_of
 from .terms.pieces import Pieces
 from .terms.types import Matrix, Parameter, Plan
-from .terms.work import Work, WorkOf
+from .terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
 
 
 def make_plan(
-    parameters: Sequence[Parameter], work_of: WorkOf, options: MuonOptions, machine: MachineRates | None = None
+    parameters: Sequence[Parameter],
+    work_of: WorkOf,
+    options: MuonOptions,
+    machine: MachineRates | None = None,
+    passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of one optimizer step. Deterministic: equal arguments give an equal plan on every rank.
+    """The plan of an optimizer step. Deterministic: equal arguments give equal plans on every rank.
 
-    `machine` is what the ranks run on; by default GPUs, as the options say. Raises OptionError for an exchange that is
-    no pattern, for owners that it has no use for, for matrices split over ranks where owners are single, for a way of
-    tensor parallelism where there is none, and for buffers too small.
+    `machine`: rates of the ranks; by default a GPU machine by `options.machine`. Raises OptionError for an unknown
+    exchange, for options that contradict each other, and for too small a `buffer_bytes`.
     """
     names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
     if options.exchange not in names:
@@ -35,18 +38,19 @@ def make_plan(
     if options.owners == "everyone" and PATTERNS[options.exchange].has_owners:
         raise OptionError("owners", "= 'everyone' needs every piece on every rank: set exchange = 'all_gather'")
     check_split_over(options)
-    given, geometries = parameters, Geometries(parameters)
+    whole_parameters, geometries = parameters, Geometries(parameters)
     check_tensor_parallel(options, geometries)
     if options.tensor_parallel == "blockwise":
-        parameters = in_blocks(given, geometries)
+        parameters = in_blocks(whole_parameters, geometries)
         geometries = Geometries(parameters)
     matrices, works = _matrices(parameters, geometries, work_of)
-    on = machine_of(options.machine) if machine is None else machine
-    costs = Costs(Pieces(matrices, geometries, on.ranks_per_node), works, options.wire_bytes, on)
+    rates = machine_of(options.machine) if machine is None else machine
+    costs = Costs(Pieces(matrices, geometries, rates.ranks_per_node), works, options.wire_bytes, rates, passes)
     problem = make_problem(parameters, geometries, options, costs)
     candidate, simulation = _best(problem, geometries, work_of)
     problem = candidate.problem
-    reasons = (simulation.reason, candidate.reason, blocks_reason(options, given, parameters), _own_reason(parameters))
+    blocks = blocks_reason(options, whole_parameters, parameters)
+    reasons = (simulation.reason, candidate.reason, blocks, _own_reason(parameters))
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
@@ -56,11 +60,11 @@ def make_plan(
         wire_bytes=options.wire_bytes,
         works=tuple(problem.costs.works),
         reason="; ".join(filter(None, reasons)),
+        passes=passes,
     )
 
 
 def _own_reason(parameters: Sequence[Parameter]) -> str:
-    """Which parameters ranks train each for itself although they look like copies; empty if there are none."""
     own = [parameter.fqn for parameter in parameters if parameter.own]
     if not own:
         return ""
@@ -69,21 +73,21 @@ def _own_reason(parameters: Sequence[Parameter]) -> str:
 
 
 def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Simulation]:
-    """The candidate with the least price / (1 - must_save), with its best draft.
+    """The candidate with the least price / (1 - must_save), with its best simulation.
 
-    Raises OptionError if the user's buffers are too small for every candidate.
+    Raises OptionError if `buffer_bytes` is too small for every candidate.
     """
-    found, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
-    for candidate in (each for make in CANDIDATES for each in make(problem, work_of)):
+    simulations, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
+    for candidate in (candidate for make in CANDIDATES for candidate in make(problem, work_of)):
         try:
             simulation = fastest(candidate.problem)
         except OptionError as fault:
             faults.append(fault)
         else:
-            found.append((simulation.price / (1 - candidate.must_save), candidate, simulation))
-    if not found:
+            simulations.append((simulation.price / (1 - candidate.must_save), candidate, simulation))
+    if not simulations:
         raise faults[0]
-    _, candidate, simulation = min(found, key=lambda one: one[0])
+    _, candidate, simulation = min(simulations, key=lambda priced: priced[0])
     return candidate, simulation
 
 
@@ -93,7 +97,7 @@ def _matrices(
     matrices = []
     works: dict[Work, int] = {}
     for number, parameter in enumerate(parameters):
-        # Experts are alike: hundreds of matrices are asked for once.
+        # Call work_of once per shape, because a parameter may have hundreds of equal experts.
         work_at: dict[tuple[int, int], tuple[int, int]] = {}
         for index in range(len(parameter.stack.matrices)):
             shape = geometries[number].shape(index)

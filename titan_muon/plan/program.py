@@ -1,4 +1,4 @@
-"""One rank's part of a plan: its buckets, and the order of their stages."""
+"""A rank's part of a plan: buckets, and the order of stages."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ __all__ = ["BucketProgram", "Collective", "Parcel", "Phase", "Program", "make_pr
 
 @dataclass(frozen=True)
 class Program:
-    """Everything one rank does in a step, in the order of `acts`.
+    """The buckets and acts of a rank in a step.
 
     Attributes:
         rank: the global rank.
-        buckets: the rank's buckets: those that travel, in the order of the plan, and then the local ones.
-        rounds: by round, the indices of its buckets: none, one, or several if the rank is in several groups.
-        slots: sets of buffers.
-        acts: (act, index of a bucket). Every rank has the acts of its buckets in the order of the plan's schedule, so
-            that each process group sees its collectives in one order.
-        teams: by slice of a matrix that the rank orthogonalizes, the owners of all slices of the matrix, in order.
+        buckets: first the buckets with communication, in the order of the plan, then the local buckets.
+        rounds: by round, the indices of the rank's buckets: none, one, or several for a rank in several groups.
+        buffer_sets: number of buffer sets.
+        acts: (act, index of a bucket), in the order of the plan's schedule, so that each process group launches
+            collectives in equal order on all ranks.
+        teams: by slice on this rank, the owners of all slices of the matrix, in order.
     """
 
     rank: int
@@ -42,31 +42,29 @@ class Program:
 
     @property
     def local(self) -> tuple[BucketProgram, ...]:
-        """The local buckets: batches of matrices that this rank stores whole."""
         return tuple(run for run in self.buckets if run.local)
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """The buckets that are applied after every orthogonalization, see `late_rounds`."""
+        """The buckets applied after every orthogonalization, see `late_rounds`."""
         return frozenset(
             bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
         )
 
     @cached_property
     def first_gathers(self) -> tuple[int, ...]:
-        """The buckets whose gathers begin the step, in order."""
         first = takewhile(lambda item: item[0] is Act.GATHER and not self.buckets[item[1]].local, self.acts)
         return tuple(bucket for _, bucket in first)
 
     def buffer_set(self, index: int) -> tuple[int, int]:
-        """Which buffers a bucket uses: those of its round's slot, and of these the ones for its place in the round."""
+        """The buffers of a bucket: the buffer set of its round, and the bucket's position in the round."""
         number = self.buckets[index].bucket.round
         return number % self.buffer_sets, self.rounds[number].index(index)
 
 
 def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], set[Ranks]]:
-    """The ranks of each gather and return of any rank, and those of each collective over copies."""
-    pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[each.exchange], each) for each in plan.buckets]
+    """The ranks of each gather and return, and the ranks of each collective over replicas."""
+    pieces, patterns = Pieces(plan.matrices, geometries), [(PATTERNS[b.exchange], b) for b in plan.buckets]
     return (
         {ranks for pattern, bucket in patterns for ranks in pattern.groups(bucket, pieces)},
         {ranks for pattern, bucket in patterns for ranks in pattern.replica_groups(bucket, pieces)},
@@ -74,29 +72,29 @@ def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], se
 
 
 def replicated_plain(plan: Plan) -> tuple[int, ...]:
-    """The plain tensors, by index, of which one rank's result goes to all ranks."""
-    # A DTensor's gradients come from one collective. A plain one's may not have been reduced, which would go unseen.
+    """The plain tensors, by index, with a result sent from a single rank to all ranks."""
+    # Gradients of plain tensors may differ between ranks unnoticed; gradients of a DTensor come from a collective.
     travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
     return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
 
 
 def workers(plan: Plan, geometries: Geometries) -> list[Ranks]:
-    """By matrix, the ranks that orthogonalize all of it, ascending."""
-    found = [set(ranks) for ranks in plan.local]
+    """By matrix, the ranks that orthogonalize the matrix whole, ascending."""
+    ranks_of = [set(ranks) for ranks in plan.local]
     for bucket in plan.buckets:
         for place, number in enumerate(bucket.matrices):
             matrix = plan.matrices[number]
             if bucket.owners:
-                found[number].add(bucket.owners[place])
+                ranks_of[number].add(bucket.owners[place])
             else:
-                # Without owners, the matrix may be in a bucket of each replica, and every holder does the work.
+                # Without owners every holder orthogonalizes, in a bucket per replica.
                 pieces = geometries[matrix.parameter].pieces
-                found[number].update(rank for rank in bucket.group if matrix.index in pieces[rank])
-    return [tuple(sorted(ranks)) for ranks in found]
+                ranks_of[number].update(rank for rank in bucket.group if matrix.index in pieces[rank])
+    return [tuple(sorted(ranks)) for ranks in ranks_of]
 
 
 def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) -> Program:
-    """The part of `rank` in the plan."""
+    """The program of `rank`."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters) if geometries is None else geometries)
     buckets = tuple(PATTERNS[b.exchange].program(b, rank, pieces) for b in plan.buckets if rank in b.group)
     rounds = tuple(
@@ -114,7 +112,7 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     opening, turns = schedule(plan.rounds, buffer_sets)
     acts = (
         *((act, index) for act, number in opening for index in rounds[number]),
-        # One local bucket after the other, because all batches share one workspace.
+        # Local buckets run one after another, because all batches share a workspace.
         *((act, len(buckets) + index) for index in range(len(local)) for act in ACTS),
         *((act, index) for act, number in turns for index in rounds[number]),
     )
@@ -122,7 +120,6 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
 
 
 def _local_bucket(matrices: tuple[int, ...], rank: int, pieces: Pieces) -> BucketProgram:
-    """A batch of matrices that the rank stores whole, as a bucket whose phases move nothing."""
     stored = {rank: [(m, pieces.geometry(m).pieces[rank][pieces.matrices[m].index]) for m in matrices]}
     bucket = Bucket("all_to_all", (rank,), matrices, (rank,) * len(matrices))
     phase = Phase(Collective.ALL_TO_ALL, parcels(stored, (rank,)), (), (0,), (0,), travels=False, group=(rank,))

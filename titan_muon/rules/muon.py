@@ -20,6 +20,7 @@ class MuonRule:
     """
 
     states: tuple[StateSpec, ...] = ()
+    finish_bytes = 0
 
     def __init__(self, *, cautious: bool) -> None:
         self._cautious = cautious

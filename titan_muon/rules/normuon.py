@@ -28,6 +28,8 @@ class NorMuonRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+    # The matrix and its squares in float32.
+    finish_bytes = 8
 
     def __init__(self, beta2: float, *, cautious: bool) -> None:
         super().__init__(cautious=cautious)

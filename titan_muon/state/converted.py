@@ -37,7 +37,7 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     Args:
         state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`.
         source: the optimizer of the state dict.
-        hyperparameters: hyperparameters of Muon for all groups, which replace the source's. Missing hyperparameters
+        hyperparameters: hyperparameters of Muon for all groups, replacing the source's. Missing hyperparameters
             have the defaults of `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
     Returns:
@@ -92,8 +92,8 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A state dict for `torch.optim.Muon.load_state_dict`, from a state dict of Muon.
 
     Raises:
-        OptionError: for hyperparameters that torch.optim.Muon lacks: a `lr_scale` of "spectral", and coefficients that
-            differ between steps.
+        OptionError: for hyperparameters without an equal in torch.optim.Muon: a `lr_scale` of "spectral", and
+            coefficients that differ between steps.
     """
     groups = []
     for group in state_dict["param_groups"]:

@@ -133,7 +133,7 @@ def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
 
 
 def copy_average(saved: Tensor, average: Tensor, parameter: Tensor) -> None:
-    """Copy the part of a saved momentum that this rank keeps."""
+    """Copy this rank's part of a saved momentum."""
     target, source = local(average), local(saved)
     if target.numel() == 0:
         return

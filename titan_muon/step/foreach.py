@@ -12,21 +12,32 @@ import torch
 from torch import Tensor
 
 from ..plan.terms.layout import Span
-from ..state.host import carved, slot_bytes
+from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import STEP, Storage
-from .rounding import Chunk, Draws, chunks, memory_bytes
+from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
 from .rule import Rule
 from .update import Tensors, lr_scale
 
 ACCELERATOR_BYTES = 2**25
-"""Limit on parameter bytes in a call, which may allocate as much memory."""
+"""Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit on a CPU, so that the tensors stay in the L1 cache."""
+"""The limit on a CPU for several tensors in a call, so that they stay in the L1 cache."""
+CPU_CHUNK_BYTES = 2**20
+"""The limit on a CPU for the rows of a large tensor. Smaller chunks would have more overhead than they save."""
 
 
 def call_bytes(device: str) -> int:
-    """The limit on parameter bytes in a call, by device type."""
+    """Limit in bytes on the wide elements of several tensors in a call, by device type."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
+
+
+def chunk_bytes(device: str) -> int:
+    """Limit in bytes on the wide elements of one tensor in a call, by device type. Larger tensors are cut into rows."""
+    return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
+
+
+WIDE_BYTES = 4
+"""Bytes of an element in the arithmetic of the momentum."""
 
 
 class Rectangle(NamedTuple):
@@ -49,6 +60,18 @@ class Rectangle(NamedTuple):
         assert rows is not None, "a holder of all rows of a parameter keeps the whole momentum"
         first = storage.first_row
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
+
+    def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
+        """The rectangle of `count` rows in parts of at most `most` rows, each with its rows in the rectangle."""
+        if count <= most:
+            yield self, slice(None)
+            return
+        rows, cols = self.place if isinstance(self.place, tuple) else (self.place or slice(0, count), None)
+        step = rows.step or 1
+        for start in range(0, count, most):
+            stop = min(start + most, count)
+            part = slice(rows.start + start * step, min(rows.start + stop * step, rows.stop), rows.step)
+            yield self._replace(place=part if cols is None else (part, cols)), slice(start, stop)
 
     @property
     def rows(self) -> Rectangle:
@@ -95,7 +118,7 @@ class Advance:
 class Apply:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates if the parameters' dtype is wider. `chunks` update stochastically rounded parameters.
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` updates stochastically rounded parameters.
     """
 
     group: Mapping[str, Any]
@@ -105,14 +128,15 @@ class Apply:
     updates: tuple[Tensor, ...]
     scratch: tuple[Tensor, ...]
     scratch_bytes: int
-    chunks: tuple[Chunk, ...] = ()
+    chunk: Chunk | None = None
 
     def update(self, params: Tensors, rule: Rule) -> None:
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
-        if not self.chunks:
+        if self.chunk is None:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
-        for chunk in self.chunks:
-            chunk.update(params, self.updates, partial(rule.apply, group=self.group, scale=scale), self.group[STEP])
+        else:
+            apply = partial(rule.apply, group=self.group, scale=scale)
+            self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
         """The call with a copy of the current hyperparameters."""
@@ -124,8 +148,8 @@ class Apply:
     def without(self, parameters: Collection[int]) -> Apply:
         kept = [part.parameter not in parameters for part in self.parts]
         params, updates, scratch = (_selected(views, kept) for views in (self.params, self.updates, self.scratch))
-        parts, chunks = _selected(self.parts, kept), tuple(chunk.only(kept) for chunk in self.chunks)
-        return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunks)
+        parts, chunk = _selected(self.parts, kept), None if self.chunk is None else self.chunk.only(kept)
+        return Apply(self.group, self.out_in, parts, params, updates, scratch, self.scratch_bytes, chunk)
 
 
 def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> Iterator[Apply]:
@@ -168,23 +192,28 @@ class StoredPiece(NamedTuple):
 
 
 def advances(
-    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], limit: int
+    pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
+    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter.
+
+    `device`: type of the device, which limits calls.
+    """
     placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
+        most = _rows_within(device, WIDE_BYTES, stored)
         for span in piece.spans:
-            part = rectangle_of(piece.parameter, span, stored.param)
-            packed = () if piece.view is None else (piece.view[span.piece],)
-            placed.append((part, part.of_average(stored), packed))
+            whole = rectangle_of(piece.parameter, span, stored.param)
+            view = None if piece.view is None else piece.view[span.piece]
+            for part, rows in whole.in_rows(_height(span), most):
+                placed.append((part, part.of_average(stored), () if view is None else (view[rows],)))
     # By identity, because a scheduler may change hyperparameters.
     numbers = _numbered(groups)
     calls = _grouped(
         placed,
         lambda item: (numbers[item[0].parameter], item[1].dtype, len(item[2])),
-        limit,
-        lambda i: slot_bytes(i[1]),
+        call_bytes(device),
+        lambda i: WIDE_BYTES * i[1].numel(),
     )
     return tuple(
         Advance(
@@ -201,55 +230,70 @@ def applies(
     pieces: Iterable[StoredPiece],
     groups: Sequence[Mapping[str, Any]],
     storage: Sequence[Storage],
-    limit: int,
+    device: str,
     scratch: Tensor,
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
     """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All calls share the `scratch_bytes` of `scratch`. `stochastic`: whether to round bfloat16 parameters stochastically.
+    All calls share the `scratch_bytes` of `scratch`. `device`: type of the device, which limits calls. `stochastic`:
+    whether to round bfloat16 parameters stochastically.
     """
+    draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
         assert piece.view is not None, "every stored piece is returned"
-        stored = storage[piece.parameter].param
+        stored = storage[piece.parameter]
+        most = _rows_within(device, BYTES if draws[piece.parameter] else stored.param.element_size(), stored)
         for span in piece.spans:
-            part = rectangle_of(piece.parameter, span, stored)
-            placed.append(((part, piece.out_in, piece.draws.first(span)), part.of(stored), piece.view[span.piece]))
+            whole, view, first = (
+                rectangle_of(piece.parameter, span, stored.param),
+                piece.view[span.piece],
+                piece.draws.first(span),
+            )
+            for part, rows in whole.in_rows(_height(span), most):
+                place = (part, piece.out_in, first + (rows.start or 0) * view.size(1))
+                placed.append((place, part.of(stored.param), view[rows]))
     numbers = _numbered(groups)
-    draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
 
     def size(item: Placed) -> int:
         return memory_bytes(item[1]) if draws[item[0][0].parameter] else slot_bytes(item[1])
 
-    calls = _grouped(placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), limit, size)
+    calls = _grouped(
+        placed, lambda item: (numbers[item[0][0].parameter], item[0][1], item[1].dtype), call_bytes(device), size
+    )
     return tuple(
-        _stochastic_apply(groups, items, scratch, limit)
-        if draws[items[0][0][0].parameter]
-        else _apply(groups, items, scratch)
+        _stochastic_apply(groups, items, scratch) if draws[items[0][0][0].parameter] else _apply(groups, items, scratch)
         for items in calls
     )
 
 
-def scratch_bytes(storage: Sequence[Storage], limit: int) -> int:
-    """Scratch bytes for any Apply."""
-    needed = [max(slot_bytes(stored.param), memory_bytes(stored.param[:1])) for stored in storage]
-    return max([limit, *needed])
+def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
+    """Scratch bytes for any Apply on a type of device."""
+    return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
+
+
+def _rows_within(device: str, element_bytes: int, storage: Storage) -> int:
+    """Rows of a chunk, at least one; equal for rectangles side by side."""
+    # Less the padding of tensors in the scratch.
+    return max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
+
+
+def _height(span: Span) -> int:
+    rows = span.piece[0]
+    return rows.stop - rows.start
 
 
 Placed = tuple[tuple[Rectangle, tuple[int, int], int], Tensor, Tensor]
 """(rectangle, `out_in` of the matrix, count of the first draw), view of the parameter, view of the update."""
 
 
-def _stochastic_apply(
-    groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor, limit: int
-) -> Apply:
+def _stochastic_apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
     places, params, updates = zip(*items, strict=True)
-    all_chunks = tuple(chunks(params, [first for *_, first in places], scratch, limit))
+    chunk = chunk_of([param.shape for param in params], [first for *_, first in places], scratch)
     parts, out_in = tuple(part for part, *_ in places), places[0][1]
-    most_bytes = max(chunk.memory.nbytes for chunk in all_chunks)
-    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), most_bytes, all_chunks)
+    return Apply(groups[parts[0].parameter], out_in, parts, params, updates, (), chunk.memory.nbytes, chunk)
 
 
 def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch: Tensor) -> Apply:
@@ -263,7 +307,6 @@ def _apply(groups: Sequence[Mapping[str, Any]], items: Sequence[Placed], scratch
 
 
 def _numbered(groups: Sequence[Mapping[str, Any]]) -> list[int]:
-    """The number of each parameter's group, by identity."""
     numbers: list[int] = []
     for before, group in pairwise((None, *groups)):
         last = numbers[-1] if numbers else -1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -50,7 +50,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tensors that are updated and rounded together, or some `rows` of a single large tensor.
+    """Tensors that are updated and rounded together.
 
     Attributes:
         starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
@@ -60,7 +60,6 @@ class Chunk:
         memory: (3, elements) float32.
     """
 
-    rows: slice | None
     starts: tuple[int, ...]
     wide: tuple[Tensor, ...]
     added: tuple[Tensor, ...]
@@ -71,12 +70,10 @@ class Chunk:
         places = [place for place, keep in enumerate(kept) if keep]
         starts = tuple(self.starts[place] for place in places)
         wide, added, draws = (tuple(views[i] for i in places) for views in (self.wide, self.added, self.draws))
-        return Chunk(self.rows, starts, wide, added, draws, self.memory)
+        return Chunk(starts, wide, added, draws, self.memory)
 
     def update(self, params: Tensors, updates: Tensors, apply: Callable[[Tensors, Tensors], None], step: int) -> None:
         """Apply updates to parameters in float32, and round the result stochastically, in place."""
-        if self.rows is not None:
-            params, updates = [params[0][self.rows]], [updates[0][self.rows]]
         torch._foreach_copy_(self.wide, params)
         torch._foreach_copy_(self.added, updates)
         # On the whole memory: one kernel for all tensors.
@@ -99,22 +96,8 @@ class Chunk:
         draws.bitwise_right_shift_(16).bitwise_and_(LOWER_HALF)
 
 
-def chunks(params: Sequence[Tensor], firsts: Sequence[int], scratch: Tensor, limit: int) -> Iterator[Chunk]:
-    """The chunks of these tensors. Each chunk uses at most `limit` bytes of `scratch`, or one row if a row takes more.
-
-    `firsts` are the counts of the tensors' first elements.
-    """
-    if len(params) > 1 or memory_bytes(params[0]) <= limit:
-        yield _chunk(None, [param.shape for param in params], firsts, scratch)
-        return
-    count, cols = params[0].shape
-    size = max(1, limit // memory_bytes(params[0][:1]))
-    for start in range(0, count, size):
-        rows = slice(start, min(start + size, count))
-        yield _chunk(rows, [torch.Size((rows.stop - start, cols))], [firsts[0] + start * cols], scratch)
-
-
-def _chunk(rows: slice | None, shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
+def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
+    """The chunk of tensors with these shapes, in `scratch`. `firsts` are the counts of their first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
     starts = tuple(_wrapped(first - place) for first, place in zip(firsts, ends, strict=False))
@@ -122,7 +105,7 @@ def _chunk(rows: slice | None, shapes: Sequence[torch.Size], firsts: Sequence[in
         tuple(flat[place : place + shape.numel()].view(shape) for place, shape in zip(ends, shapes, strict=False))
         for flat in (memory[0], memory[1], memory[1].view(torch.int32))
     )
-    return Chunk(rows, starts, wide, added, draws, memory)
+    return Chunk(starts, wide, added, draws, memory)
 
 
 def memory_bytes(tensor: Tensor) -> int:

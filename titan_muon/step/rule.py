@@ -22,9 +22,11 @@ class Rule(Protocol):
 
     Attributes:
         states: states of each matrix besides the momentum.
+        finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
     states: tuple[StateSpec, ...]
+    finish_bytes: int
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance the momentum in place, and write the input of Newton-Schulz into `packed`.

@@ -36,7 +36,6 @@ from .foreach import (
     StoredPiece,
     advances,
     applies,
-    call_bytes,
     scratch_bytes,
     without_parameters,
 )
@@ -142,8 +141,8 @@ class RankStages:
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
-        self._limit = call_bytes(buffers.device.type)
-        self._scratch = torch.empty(scratch_bytes(self.storage, self._limit), dtype=torch.uint8, device=buffers.device)
+        size = scratch_bytes(self.storage, buffers.device.type)
+        self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
         # Local matrices also use the wire dtype, so that every layout gives the same bits.
@@ -155,8 +154,8 @@ class RankStages:
                 self._bucket_run(index, [self._batch(matrices, workspace) for matrices in run], releases[index])
                 for index, run in enumerate(by_bucket)
             )
-        self._workspace = StepMemory((workspace,))
-        # Calls allocate scratch, which can be as large as a parameter.
+        self._workspace = StepMemory((workspace,), kept=options.keep_buffers)
+        # Each call allocates its scratch.
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
@@ -183,6 +182,11 @@ class RankStages:
     @property
     def device(self) -> torch.device:
         return self.buffers.device
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of buffers and workspace that each step allocates and frees; 0 with `keep_buffers`."""
+        return 0 if self.options.keep_buffers else self.buffers.memory.nbytes + self._workspace.nbytes
 
     @property
     def batches(self) -> tuple[Batch, ...]:
@@ -238,10 +242,10 @@ class RankStages:
     def _calls(
         self, packed: Sequence[StoredPiece], returned: Sequence[StoredPiece]
     ) -> tuple[tuple[Advance, ...], tuple[Apply, ...]]:
-        stochastic = self.options.rounding == "stochastic"
+        stochastic, device = self.options.rounding == "stochastic", self.device.type
         return (
-            advances(packed, self._groups, self.storage, self._limit),
-            applies(returned, self._groups, self.storage, self._limit, self._scratch, stochastic=stochastic),
+            advances(packed, self._groups, self.storage, device),
+            applies(returned, self._groups, self.storage, device, self._scratch, stochastic=stochastic),
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:
@@ -316,8 +320,10 @@ class RankStages:
     def update(self, call: Apply, params: Tensors) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
-        call.update(params, self.rule)
-        memory.resize_(0)
+        try:
+            call.update(params, self.rule)
+        finally:
+            memory.resize_(0)
 
     def _newton_schulz(self, batch: Batch, step: Step) -> None:
         self.orthogonalized += len(batch.matrices)

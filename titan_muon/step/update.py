@@ -39,7 +39,7 @@ def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, n
     if advanced is not averages:
         torch._foreach_copy_(averages, advanced)
     if packed:
-        _pack(wide_grads, advanced, packed, decay, nesterov)
+        _pack(grads, wide_grads, advanced, packed, decay, nesterov)
 
 
 def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
@@ -47,11 +47,20 @@ def pack_ahead(averages: Tensors, grads: Tensors, packed: Tensors, decay: float,
     wide = torch.promote_types(averages[0].dtype, grads[0].dtype)
     wide_grads = converted(grads, wide)
     advanced = torch._foreach_lerp(converted(averages, wide), wide_grads, 1 - decay)
-    _pack(wide_grads, advanced, packed, decay, nesterov)
+    _pack(grads, wide_grads, advanced, packed, decay, nesterov)
 
 
-def _pack(grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:
-    torch._foreach_copy_(packed, torch._foreach_lerp(grads, advanced, decay) if nesterov else advanced)
+def _pack(
+    grads: Tensors, wide_grads: Tensors, advanced: Tensors, packed: Tensors, decay: float, nesterov: bool
+) -> None:
+    blended = advanced
+    if nesterov and wide_grads is grads:
+        blended = torch._foreach_lerp(grads, advanced, decay)
+    elif nesterov:
+        # The wide gradients are copies, so the blend needs no further memory.
+        torch._foreach_lerp_(wide_grads, advanced, decay)
+        blended = wide_grads
+    torch._foreach_copy_(packed, blended)
 
 
 def rate(lr: float | Tensor) -> float | Tensor:

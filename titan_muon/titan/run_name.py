@@ -27,7 +27,11 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
     runs: a repetition of the last run would otherwise get the name of an older run.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
-    changed = [_differing(mine, other, defaults) for other in _readable(earlier[:COMPARED])]
+    # A recipe of an older version lacks new keys: compare with their defaults.
+    changed = [
+        [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
+        for other in _readable(earlier[:COMPARED])
+    ]
     keys = [key for part in (*changed[:1], overrides, *changed[1:]) for key in part]
     pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
     name = ""
@@ -48,11 +52,6 @@ def _readable(files: Sequence[Path]) -> list[Mapping[str, object]]:
             # A run without a completed start has no recipe.
             continue
     return recipes
-
-
-def _differing(mine: Mapping[str, object], other: Mapping[str, object], defaults: Mapping[str, object]) -> list[str]:
-    # A recipe of an older version lacks new keys: compare with their defaults.
-    return [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
 
 
 def _short(key: str, keys: Mapping[str, object]) -> str:

@@ -181,7 +181,7 @@ def test_little_for_muon_is_a_warning() -> None:
 def test_thin_matrices_are_a_warning() -> None:
     heads = Split(match="*.up.weight", dims="(h f) d -> h | f d", lengths={"f": 8})
     (found,) = doubts(list(taken(model(up=linear(128, 64))).values()), (heads,))
-    assert found == "warning: matrices with a side under 16, which Muon does little for: layers.*.up.weight (128x64)"
+    assert found == "warning: matrices with a side under 16, with little effect of Muon: layers.*.up.weight (128x64)"
 
 
 def test_a_family_that_is_taken_apart_is_a_warning() -> None:

@@ -17,7 +17,7 @@ from titan_muon.orthogonalize import (
     Dispatch,
     Iteration,
     Method,
-    Slice,
+    TeamSlice,
     iteration,
     orthogonalize,
     sliced_norms,
@@ -66,7 +66,7 @@ def run_sliced(matrix: Tensor, computed: Iteration, method: Method) -> Tensor:
     parts = matrix.chunk(method.slices, 0 if rows else 1)
     found, _ = on_each(
         method.slices,
-        lambda team: orthogonalize(parts[team.place][None], computed, method, of=Slice(team, rows))[0],
+        lambda team: orthogonalize(parts[team.place][None], computed, method, of=TeamSlice(team, rows))[0],
     )
     return torch.cat(found, 0 if rows else 1)
 
@@ -120,7 +120,7 @@ def test_flops_and_bytes_and_calls_are_those_that_are_planned(
 
     def run(team: Threads) -> int:
         with FlopCounterMode(display=False) as counter:
-            orthogonalize(parts[team.place], computed, method, of=Slice(team, rows))
+            orthogonalize(parts[team.place], computed, method, of=TeamSlice(team, rows))
         return counter.get_total_flops()
 
     flops, teams = on_each(slices, run)

@@ -94,7 +94,7 @@ def test_a_copy_on_one_rank_needs_no_group_of_its_own() -> None:
 def test_the_planner_takes_what_is_sooner_and_says_so(machine: Machine, taken: str) -> None:
     plan = hsdp(3, 4, 2, machine=machine)
     assert {bucket.exchange for bucket in plan.buckets} == {taken}
-    assert ("copies all-gather them among each other" in plan.reason) == (taken == "hierarchical")
+    assert ("replicas all-gather the results" in plan.reason) == (taken == "hierarchical")
 
 
 @pytest.mark.parametrize("options", [{"replicas": "redundant"}, {"exchange": "all_gather_reduce_scatter"}])

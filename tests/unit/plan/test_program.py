@@ -141,8 +141,7 @@ class Rank:
         self.buckets = [index for index, bucket in enumerate(plan.buckets) if rank in bucket.group]
         self.buffer_sets = make_buffer_sets(self.program, torch.device("cpu"), torch.float64)
         for buffer_set in self.buffer_sets:
-            for buffer in (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared):
-                buffer.fill_(torch.nan)
+            buffer_set.block.fill_(torch.nan)
         self.buffers = [
             bucket_buffers(run, rank, buffer_set)
             for run, buffer_set in zip(self.program.buckets, self.buffer_sets, strict=True)

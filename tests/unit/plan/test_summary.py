@@ -68,35 +68,38 @@ def counted(plan: Plan, rank: int) -> RankCost:
         bytes_sent=sent * plan.wire_bytes + among,
         bytes_received=received * plan.wire_bytes + among,
         buffer_bytes=buffer_numel(program) * plan.wire_bytes,
-        whole_bytes=whole * plan.wire_bytes,
-        work_bytes=work_bytes([[plan.matrices[m] for m in together] for together in parts], plan.wire_bytes),
+        work_bytes=whole * plan.wire_bytes
+        + max(
+            iteration_bytes([[plan.matrices[m] for m in together] for together in parts]),
+            # Calls for the momentum and for the weights: float32, of 2**23 elements or a row.
+            4 * min(max(loads, default=0), 2**23),
+        ),
         collectives=sum(phase.travels for run in program.buckets for phase in run.phases)
         + sum(team.calls for team in teams),
         loads=len(loads),
         load_elements=max(loads, default=0),
         state_elements=sum(loads),
+        rule_state_bytes=0,
     )
 
 
-def work_bytes(parts: list[list[Matrix]], wire_bytes: int) -> int:
-    """The largest stack on the wire's dtype, and in bfloat16 X, the next X, X Xᵀ and its polynomial.
+def iteration_bytes(parts: list[list[Matrix]]) -> int:
+    """In bfloat16 X, the next X, X Xᵀ and its polynomial of the largest stack.
 
     What is at home is a part, and so is each run; of n matrices of a shape in a part, ceil(n / ceil(n / BATCH)) are
     stacked.
     """
-    whole = iteration = 0
+    iteration = 0
     for together in parts:
         for m in together:
             if m.slice is not None:
                 # The slice twice, three square matrices of the whole one's smaller side, and its part of five.
                 square = min(m.whole_shape) ** 2
-                whole = max(whole, m.numel)
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
         for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
             stacked = math.ceil(count / math.ceil(count / BATCH))
-            whole = max(whole, stacked * rows * cols)
             iteration = max(iteration, stacked * (2 * rows * cols + 2 * min(rows, cols) ** 2))
-    return whole * wire_bytes + iteration * 2
+    return iteration * 2
 
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
@@ -116,12 +119,8 @@ def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
 
 def buffer_numel(program: Program) -> int:
     buffer_sets = make_buffer_sets(program, torch.device("meta"), torch.bfloat16)
-    buffers = {
-        id(buffer): buffer
-        for buffer_set in buffer_sets
-        for buffer in (buffer_set.home, buffer_set.inbox, buffer_set.outbox, buffer_set.shared)
-    }
-    return sum(buffer.numel() for buffer in buffers.values())
+    blocks = {id(buffer_set.block): buffer_set.block for buffer_set in buffer_sets}
+    return sum(block.numel() for block in blocks.values())
 
 
 @settings(PROPERTY, max_examples=500)

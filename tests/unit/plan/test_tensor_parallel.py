@@ -104,12 +104,12 @@ SQUARE = ((2, 2), Shard(1), Shard(0))
         ("distributed", {"orthogonalize": "reference"}, "orthogonalize = 'reference' is of whole matrices"),
         ("distributed", {"exchange": "all_gather", "owners": "everyone"}, "exchange = 'all_gather' has no owners"),
         ("distributed", {"replicas": "redundant"}, "replicas = 'redundant' may repeat the work"),
-        ("distributed", {"split_over": "auto"}, "split_over = 'auto' gives other ranks slices; choose 1"),
-        ("duplicated", {"split_over": 2}, "split_over = 2 gives other ranks slices; choose 1"),
+        ("distributed", {"split_over": "auto"}, "split_over = 'auto' assigns slices to other ranks; choose 1"),
+        ("duplicated", {"split_over": 2}, "split_over = 2 assigns slices to other ranks; choose 1"),
         (
             "duplicated",
             {"exchange": "all_gather_reduce_scatter"},
-            "exchange = 'all_gather_reduce_scatter' takes no part back .* choose 'all_to_all'",
+            "exchange = 'all_gather_reduce_scatter' cannot return a part .* choose 'all_to_all'",
         ),
     ],
 )
@@ -140,5 +140,5 @@ def test_a_matrix_with_parts_on_some_ranks_of_each_group_is_refused_by_name() ->
     """Two heads over four ranks: each is on two of them, which have nothing to do with the others."""
     layout = Layout((8, 4), Mesh((4,), (0, 1, 2, 3)), (Shard(0),), 0)
     heads = tuple(MatrixRows(str(i), (Interval(4 * i, 4 * i + 4),)) for i in range(2))
-    with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts on some ranks of each"):
+    with pytest.raises(OptionError, match=r"'duplicated': w \(4 x 4\) has parts only on some ranks of each"):
         plan_of([Parameter("w", "w", layout, MatrixStack(1, heads))], tensor_parallel="duplicated")

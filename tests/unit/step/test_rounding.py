@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from titan_muon import Muon
-from titan_muon.step.rounding import BYTES, chunks, memory_bytes
+from titan_muon.step.rounding import chunk_of, memory_bytes
 from titan_muon.step.update import Tensors
 
 SHAPES = {"wide": (24, 40), "tall": (33, 10), "experts": (3, 8, 12)}
@@ -54,14 +54,13 @@ def scaled_sum(params: Tensors, updates: Tensors, keep: float, alpha: float) -> 
 DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 
 
-def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range, most: int = 2**20) -> Tensor:
+def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
     """Each of these steps on the same values, (steps, *shape)."""
-    scratch = torch.empty(max(most, memory_bytes(values[:1])), dtype=torch.uint8)
+    chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
     found = []
     for number in steps:
         param = values.clone()
-        for chunk in chunks([param], [7], scratch, most):
-            chunk.update([param], [updates], partial(scaled_sum, keep=keep, alpha=alpha), number)
+        chunk.update([param], [updates], partial(scaled_sum, keep=keep, alpha=alpha), number)
         found.append(param)
     return torch.stack(found)
 
@@ -94,13 +93,6 @@ def test_what_is_not_finite_stays_so() -> None:
     for param in drawn(values, updates, 1.0, 1.0, range(50)):
         assert param[0, :2].tolist() == [math.inf, -math.inf]
         assert param[0, 2:].isnan().all()
-
-
-def test_a_tensor_that_does_not_fit_is_updated_in_rows_to_the_same_bits() -> None:
-    values, updates = (torch.randn(40, 50, generator=torch.Generator().manual_seed(s)).bfloat16() for s in (0, 1))
-    whole = drawn(values, updates, 0.99, -3e-3, range(3))
-    for most in (BYTES * 7 * 64, 1):
-        assert torch.equal(drawn(values, updates, 0.99, -3e-3, range(3), most), whole)
 
 
 def shrunk(**options: Any) -> float:
@@ -164,7 +156,7 @@ def test_draws_do_not_depend_on_what_is_updated_together() -> None:
 
     def rounded(firsts: list[int], chosen: list[int], kept: list[bool]) -> list[Tensor]:
         params = [values[i].clone() for i in chosen]
-        (chunk,) = chunks(params, firsts, scratch, 2**14)
+        chunk = chunk_of([param.shape for param in params], firsts, scratch)
         those = [i for i, keep in enumerate(kept) if keep]
         chunk.only(kept).update([params[i] for i in those], [updates[chosen[i]] for i in those], DECAY, 1)
         return [params[i] for i in those]

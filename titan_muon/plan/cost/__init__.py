@@ -1,1 +1,1 @@
-"""The cost of a plan on a machine: times of buckets, totals of ranks, and the timeline of a step."""
+"""Cost of a plan on a machine: seconds of buckets, totals of ranks, and the timeline of a step."""

@@ -1,4 +1,4 @@
-"""Which matrices are orthogonalized together."""
+"""Batches of matrices for a single orthogonalization."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from ..terms.work import Work
 
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
-    """Matrices, by index, in batches of one shape and one work, in order; slices before them, each by itself."""
-    # The owners of the slices of a matrix wait for each other in each of its products. If one had whole matrices first,
-    # the others would be idle meanwhile. And each takes its slices by their number in the plan: owners that took those
-    # of two matrices in different orders would wait for each other forever.
-    found: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
-    alike: dict[tuple[int, int, int], list[int]] = {}
+    """Batches of matrices with equal shape and work, by index, in order; first the slices, each in its own batch."""
+    # The owners of a sliced matrix wait for each other in every product. Slices first, so that no owner waits for an
+    # owner's whole matrices. In order of the plan, because owners with two sliced matrices would otherwise deadlock.
+    result: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
+    equal: dict[tuple[int, int, int], list[int]] = {}
     for index in chosen:
         matrix = matrices[index]
         if matrix.slice is None:
-            alike.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
-    for (_, _, work), indices in alike.items():
+            equal.setdefault((matrix.rows, matrix.cols, matrix.work), []).append(index)
+    for (_, _, work), indices in equal.items():
         start = 0
         for size in batch_sizes(len(indices), works[work]):
-            found.append(tuple(indices[start : start + size]))
+            result.append(tuple(indices[start : start + size]))
             start += size
-    return tuple(found)
+    return tuple(result)
 
 
 def batch_sizes(count: int, work: Work) -> list[int]:
-    """How many of `count` matrices of one shape are in each batch."""
-    # Even sizes where one batch cannot take them all: 9 with room for 8 are 5 and 4, not 8 and 1. The workspace is as
-    # large as the largest batch, and a small last one would run at the low rate of a single matrix.
+    """The sizes of the batches of `count` equal matrices."""
+    # Even sizes: 9 matrices with room for 8 become 5 and 4, not 8 and 1. The workspace is as large as the largest
+    # batch, and a batch of a single matrix runs at a low rate.
     parts = -(-count // work.batch)
     size = -(-count // parts)
     return [size] * (count // size) + ([count % size] if count % size else [])
@@ -40,12 +39,12 @@ def batch_sizes(count: int, work: Work) -> list[int]:
 def counted_batches(
     counts: Iterable[tuple[int, int]], pieces: Pieces, works: Sequence[Work]
 ) -> Iterator[tuple[Matrix, int]]:
-    """(one of its matrices, size) of each batch of so many matrices of these kinds, as `batches` makes them."""
-    alike: dict[tuple[int, int, int], list[int]] = {}
+    """(example matrix, size) of each batch, from (kind, count) pairs; equal to the batches of `batches`."""
+    equal: dict[tuple[int, int, int], list[int]] = {}
     for kind, count in counts:
         matrix = pieces.matrices[pieces.examples[kind]]
-        found = alike.setdefault((matrix.rows, matrix.cols, matrix.work), [pieces.examples[kind], 0])
-        found[1] += count
-    for example, count in alike.values():
+        example_count = equal.setdefault((matrix.rows, matrix.cols, matrix.work), [pieces.examples[kind], 0])
+        example_count[1] += count
+    for example, count in equal.values():
         matrix = pieces.matrices[example]
         yield from ((matrix, size) for size in batch_sizes(count, works[matrix.work]))

@@ -1,4 +1,4 @@
-"""A plan played on a machine: when each rank computes, sends and waits, turn by turn as the executor runs it."""
+"""Simulation of a step on a machine: the compute, communication and wait times of each rank."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .totals import Totals
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of one rank in a step: Newton-Schulz, passes over memory, waits for collectives, and its busiest link.
+    """Seconds of a rank in a step: Newton-Schulz, memory passes, waits for collectives, and the busiest link.
 
-    What is gathered in the backward before, or returned and applied in the forward behind, is not of the step.
+    Excludes gathers in the previous backward, and returns and applies in the next forward.
     """
 
     rank: int
@@ -33,25 +33,23 @@ class RankTime:
 
     @property
     def seconds(self) -> float:
-        """When the rank is done."""
         return self.orthogonalize + self.passes + self.waits
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step in seconds.
+    """Seconds of a step.
 
     Attributes:
-        machine: its name.
-        overlap: which of the model's passes hides a part of the exchange.
-        ranks: what each rank does.
-        least: seconds of Newton-Schulz that no plan can be below: the mean over ranks, or the largest matrix.
-        exposed: seconds by which the step would be shorter if links took no time.
-        hidden: seconds of gathers in the backward before, on the rank that has most of them; or from the end of the
-            step until the forward behind it has all results. None if all are in the step.
-        tail: seconds between the last Newton-Schulz of any rank and the end of the step: the last way back, and apply.
-            Nothing that waits for a return later, such as the layers of the next forward, can save more: the rank that
-            orthogonalizes last has all of its forward before it.
+        machine: name of the machine.
+        overlap: the model's pass with hidden communication.
+        ranks: seconds of each rank.
+        least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
+        exposed: seconds saved if communication took no time.
+        hidden: most seconds of a rank's gathers in the previous backward ("backward"), or seconds from the end of the
+            step until the next forward has all results ("forward"). None without overlap.
+        tail: seconds from the last Newton-Schulz of any rank to the end of the step: the last return, and apply. Upper
+            bound of the gain by waiting for returns in the next forward.
     """
 
     machine: str
@@ -64,20 +62,18 @@ class Timeline:
 
     @property
     def last(self) -> RankTime:
-        """The rank that is done last."""
         return max(self.ranks, key=lambda rank: (rank.seconds, -rank.rank))
 
     @property
     def link(self) -> float:
-        """Seconds of the busiest link of all ranks."""
         return max(rank.link for rank in self.ranks)
 
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
-    """Play a plan. Pure and deterministic; takes time by ranks, matrices and collectives, not by pieces.
+    """Simulate a plan. Deterministic; time grows with ranks, matrices and collectives, not with pieces.
 
-    With `overlap` the first gathers travel in the backward before the step, or the last results in the forward behind
-    it, which is taken to be long enough.
+    With `overlap` the first gathers run in the previous backward, or the last returns in the next forward; the pass is
+    assumed to be long enough.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
@@ -86,25 +82,27 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
     local_times = costs.local(plan.local).values()
-    newton, passes = [one.owned.seconds for one in local_times], [one.passes for one in local_times]
-    local = [one.seconds for one in local_times]
+    newton, passes = [time.owned.seconds for time in local_times], [time.passes for time in local_times]
+    local = [time.seconds for time in local_times]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
     clock = _run_clock(times, rounds, local, plan.buffer_sets, hidden)
     ends = clock.now
-    # What is gathered before takes no time in either; what is applied later is left out of both.
+    # Hidden gathers take no time in either run; late applies are left out of both.
     free = simulate(
-        [_with_free_links(one) for one in times], rounds, local, plan.buffer_sets, Hidden(returns=hidden.returns)
+        [_with_free_links(bucket) for bucket in times], rounds, local, plan.buffer_sets, Hidden(returns=hidden.returns)
     )
     before = [number < hidden.gathers for number in rounds]
     behind = [number >= plan.rounds - hidden.returns for number in rounds]
-    for one, late in zip(times, behind, strict=True):
-        for index, mine, pack, copies, apply in zip(one.group, one.owned, one.pack, one.copies, one.apply, strict=True):
-            newton[index] += mine.seconds
+    for bucket, late in zip(times, behind, strict=True):
+        for index, owned, pack, copies, apply in zip(
+            bucket.group, bucket.owned, bucket.pack, bucket.copies, bucket.apply, strict=True
+        ):
+            newton[index] += owned.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
     links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
-    found = zip(ranks, newton, passes, ends, links, strict=True)
-    outside = {
+    columns = zip(ranks, newton, passes, ends, links, strict=True)
+    hidden_seconds = {
         "none": None,
         "backward": _gathered(compress(times, before), len(ranks)),
         "forward": max(0.0, max(clock.behind, default=0.0) - max(ends, default=0.0)),
@@ -112,10 +110,10 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     return Timeline(
         machine.name,
         overlap,
-        tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in found),
+        tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in columns),
         _least(plan, costs, len(ranks)),
         max(ends, default=0.0) - max(free, default=0.0),
-        outside[overlap],
+        hidden_seconds[overlap],
         max(ends, default=0.0) - clock.computed,
     )
 
@@ -127,8 +125,7 @@ def simulate(
     buffer_sets: int,
     hidden: Hidden = NOTHING,
 ) -> list[float]:
-    """When each rank is done but for what is `hidden`. `rounds` are of the buckets, `local` the seconds of what each
-    rank stores whole."""
+    """The end of each rank's step, without `hidden` rounds; `rounds` by bucket, `local` seconds by rank."""
     return _run_clock(times, rounds, local, buffer_sets, hidden).now
 
 
@@ -157,12 +154,11 @@ def _run_clock(
 
 
 class _Clock:
-    """The time of every rank's computation, and of its links, as a step goes on."""
+    """Clocks of every rank's compute stream and links during a step."""
 
-    # The host runs ahead: it enqueues the turns of a rank without waiting for them. A rank's computation goes on when
-    # the collective that it waits for is over, which is when its last rank is done: each rank sends to the slowest one
-    # too. Collectives of one group follow each other, since a communicator has one stream. Those of several groups run
-    # side by side but share the wires, which a rank's own part alone keeps busy.
+    # The host enqueues without waiting. A rank's compute continues when the awaited collective ends, at the end of its
+    # slowest rank. Collectives of a group are serialized, because a communicator has a single stream. Collectives of
+    # different groups run concurrently but share a rank's links, occupied only by the rank's own traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
@@ -174,71 +170,70 @@ class _Clock:
         self._over = [0.0] * len(times)
 
     def gather(self, bucket: int, *, travels: bool) -> None:
-        one = self._times[bucket]
-        for index, taken in zip(one.group, one.pack, strict=True):
-            self.now[index] += taken
+        times = self._times[bucket]
+        for index, seconds in zip(times.group, times.pack, strict=True):
+            self.now[index] += seconds
         if travels:
-            self._launch(bucket, one.phases[0])
+            self._launch(bucket, times.phases[0])
 
     def stay(self, local: Sequence[float]) -> None:
-        # What is stored whole is applied where it is orthogonalized, and has no way back.
-        self.now = [now + taken for now, taken in zip(self.now, local, strict=True)]
+        # Local matrices are applied right after orthogonalization, without a return.
+        self.now = [now + seconds for now, seconds in zip(self.now, local, strict=True)]
         self.computed = max(self.now, default=0.0)
 
     def orthogonalize(self, bucket: int) -> None:
-        one, now, over = self._times[bucket], self.now, self._over[bucket]
-        for index in one.group:
+        times, now, over = self._times[bucket], self.now, self._over[bucket]
+        for index in times.group:
             now[index] = max(now[index], over)
-        for team, seconds in one.teams:
-            # The slices of a matrix begin when the last of their owners is there, and end together. They come first,
-            # see `batches`; their seconds are among those that are added below.
+        for team, seconds in times.teams:
+            # Slices of a matrix start together, at the last of their owners, and end together. Slices run before whole
+            # matrices (`batches`); subtract their seconds because `owned` below includes them.
             start = max(now[index] for index in team)
             for index in team:
                 now[index] = start + seconds
-        for team, seconds in one.teams:
+        for team, seconds in times.teams:
             for index in team:
                 now[index] -= seconds
-        for index, copies, owned in zip(one.group, one.copies, one.owned, strict=True):
+        for index, copies, owned in zip(times.group, times.copies, times.owned, strict=True):
             now[index] += copies + owned.seconds
-        self.computed = max(self.computed, *(now[index] for index in one.group))
-        if len(one.phases) > 1:
-            self._launch(bucket, one.phases[1])
+        self.computed = max(self.computed, *(now[index] for index in times.group))
+        if len(times.phases) > 1:
+            self._launch(bucket, times.phases[1])
 
     def apply(self, bucket: int, *, late: bool) -> None:
-        one, now, over = self._times[bucket], self.now, self._over[bucket]
-        for index, taken in zip(one.group, one.apply, strict=True):
+        times, now, over = self._times[bucket], self.now, self._over[bucket]
+        for index, seconds in zip(times.group, times.apply, strict=True):
             if late:
-                # One after the other, on the stream of updates.
-                self.behind[index] = max(self.behind[index], now[index], over) + taken
+                # Late applies run on the stream of updates.
+                self.behind[index] = max(self.behind[index], now[index], over) + seconds
             else:
-                now[index] = max(now[index], over) + taken
+                now[index] = max(now[index], over) + seconds
 
     def _launch(self, bucket: int, phase: Sequence[float]) -> None:
-        # Where whole copies have nothing to gather no rank waits for another.
+        # No wait without traffic.
         if not any(phase):
             return
-        one, now, wires = self._times[bucket], self.now, self._wires
-        group = one.group
+        times, now, wires = self._times[bucket], self.now, self._wires
+        group = times.group
         start = max(self._streams.get(group, 0.0), max(max(now[index], wires[index]) for index in group))
-        for index, taken in zip(group, phase, strict=True):
-            wires[index] = start + taken
-        self._streams[group] = self._over[bucket] = start + max(phase) + one.latency
+        for index, seconds in zip(group, phase, strict=True):
+            wires[index] = start + seconds
+        self._streams[group] = self._over[bucket] = start + max(phase) + times.latency
 
 
-def _with_free_links(one: BucketTimes) -> BucketTimes:
-    """A bucket whose collectives take no time. Its ranks still wait for the last of them to begin."""
-    # Not zero: what sends nothing is no collective, and nobody waits there.
-    phases = tuple(tuple(seconds * 1e-30 for seconds in phase) for phase in one.phases)
-    return replace(one, phases=phases, latency=0.0)
+def _with_free_links(times: BucketTimes) -> BucketTimes:
+    """A bucket with collectives of no duration, but still a synchronization of ranks."""
+    # Use 1e-30, not 0: zero bytes would mean "no collective", and ranks would not synchronize.
+    phases = tuple(tuple(seconds * 1e-30 for seconds in phase) for phase in times.phases)
+    return replace(times, phases=phases, latency=0.0)
 
 
 def _gathered(times: Iterable[BucketTimes], ranks: int) -> float:
-    """Seconds of the gathers of some buckets, on the rank that has most of them."""
-    taken = [0.0] * ranks
-    for one in times:
-        for index in one.group if any(one.phases[0]) else ():
-            taken[index] += max(one.phases[0]) + one.latency
-    return max(taken, default=0.0)
+    sums = [0.0] * ranks
+    for bucket in times:
+        for index in bucket.group if any(bucket.phases[0]) else ():
+            sums[index] += max(bucket.phases[0]) + bucket.latency
+    return max(sums, default=0.0)
 
 
 def _links(
@@ -249,18 +244,17 @@ def _links(
     wire_bytes: int,
     machine: MachineRates,
 ) -> list[float]:
-    """Seconds that the busiest link of each rank is at work in a step, to which some buckets come gathered, and whose
-    end others return after."""
+    """Seconds of each rank's busiest link in a step, without gathers of `gathered` and returns of `late` buckets."""
     sums = {rank: [0, 0, 0, 0] for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
-        for rank, found in bucket.items():
-            for flow in found.phases[before : 1 if behind else None]:
+        for rank, rank_totals in bucket.items():
+            for flow in rank_totals.phases[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:
-    """The mean over ranks, or the largest matrix."""
+    """Lower bound of Newton-Schulz: the mean over ranks, or the largest matrix."""
     kinds = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
     examples = {(matrix.work, min(matrix.rows, matrix.cols)): matrix for matrix in plan.matrices}
     alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}

@@ -1,4 +1,4 @@
-"""Totals of each bucket on each rank, and the exchange buffers that they take."""
+"""Totals of each bucket on each rank, and the size of exchange buffers."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from itertools import zip_longest
 
 from ..exchange.all_gather import PATTERNS
 from ..exchange.pattern import BucketTotals
+from ..exchange.phases import aligned
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
 
 
 class Totals:
-    """The totals of each bucket on the ranks of its group; for each rank (round, totals) of its buckets in order."""
+    """Totals of each bucket by rank (`of_buckets`), and for each rank (round, totals) of its buckets (`buckets`)."""
 
     def __init__(self, buckets: Sequence[Bucket], pieces: Pieces) -> None:
         self.of_buckets = [PATTERNS[bucket.exchange].totals(bucket, pieces) for bucket in buckets]
@@ -22,9 +23,8 @@ class Totals:
                 self.buckets[rank].append((bucket.round, totals))
 
     def buffer_elements(self, rank: int, buffer_sets: int) -> int:
-        """Elements of the exchange's buffers on a rank, when `slots` rounds have buffers at a time."""
-        # A round's buckets are in flight together, so each has three buffers of its own. Buckets at the same place of
-        # other rounds in the slot take turns in them, and the largest of these decides.
+        # Buckets of a round are in flight together, and each needs separate buffers. Buckets at equal positions of
+        # rounds with a common buffer set reuse buffers of the largest size.
         largest: dict[tuple[int, int], list[int]] = {}
         last, place = -1, 0
         for number, totals in self.buckets[rank]:
@@ -34,4 +34,4 @@ class Totals:
             largest[number % buffer_sets, place] = [
                 max(pair) for pair in zip_longest(seen, totals.buffers, fillvalue=0)
             ]
-        return sum(map(sum, largest.values()))
+        return sum(aligned(elements) for buffers in largest.values() for elements in buffers)

@@ -1,1 +1,1 @@
-"""Exchange patterns: which collectives carry a bucket, and what each rank packs into its buffers."""
+"""Exchange patterns: the collectives of a bucket, and the content of each rank's buffers."""

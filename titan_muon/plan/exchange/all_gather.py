@@ -1,7 +1,7 @@
 """The all-gather patterns, and the table of all exchange patterns."""
 
-# Each pattern is one class with all that depends on it, so that a new pattern is a class and a line in PATTERNS. Other
-# files do not compare the patterns' names: they read the attributes has_owners, one_copy, spreads and automatic.
+# A pattern is a single class with all pattern-specific code, so that a new pattern is a class and a line in PATTERNS.
+# Files outside this folder read has_owners, one_replica, spreads and automatic, and never compare pattern names.
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .phases import BucketProgram, Collective, Phase, parcels, splits
 
 
 class AllGather(Pattern):
-    """Every rank gathers all pieces and orthogonalizes each matrix that it stores a piece of; nothing returns."""
+    """All-gather of all pieces; every holder of a matrix orthogonalizes the matrix, without a return."""
 
     name = "all_gather"
     has_owners = False
@@ -53,31 +53,31 @@ class AllGather(Pattern):
 
 
 class AllGatherReduceScatter(AllGather):
-    """As an all-gather, but owners alone orthogonalize; a sum with zeros from all others brings the results back."""
+    """All-gather to the owners; the results return as a reduce-scatter of a sum with zeros."""
 
-    # It sends as many times the bytes of an all-to-all as there are ranks, so by these numbers it never wins. It is
-    # there for networks whose all-to-all is poor, and to compare with: xtuner runs it for the remaining matrices.
+    # Sends as many times the bytes of an all-to-all as there are ranks, so the cost model never prefers this pattern.
+    # For networks with a slow all-to-all, and for comparison: xtuner uses the pattern for remainder matrices.
 
     name = "all_gather_reduce_scatter"
     has_owners = True
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        # Never mirrored: the summed buffer has to be zero but for the results, and the inbox is full of pieces.
+        # Never mirrored: the summed buffer must be zero except for results, but the inbox is full of pieces.
         phase = self._phase(bucket, rank, pieces)
         mine = tuple(m for m, owner in zip(bucket.matrices, bucket.owners, strict=True) if owner == rank)
         return BucketProgram(bucket, mine, phase, replace(phase, collective=Collective.REDUCE_SCATTER), False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        mine, found = counts(owned_by_kind(bucket, pieces)), {}
-        for rank, there in super().totals(bucket, pieces).items():
-            both, (home, inbox, _), phases = there.sent + there.received, there.buffers, 2 * there.phases
-            own = mine.get(rank, ())
-            found[rank] = BucketTotals(own, there.stored, both, both, (home, inbox, inbox), phases, 2)
-        return found
+        owned, result = counts(owned_by_kind(bucket, pieces)), {}
+        for rank, gather in super().totals(bucket, pieces).items():
+            both, (home, inbox, _), phases = gather.sent + gather.received, gather.buffers, 2 * gather.phases
+            buffers = (home, inbox, inbox)
+            result[rank] = BucketTotals(owned.get(rank, ()), gather.stored, both, both, buffers, phases, 2)
+        return result
 
 
 PATTERNS: Mapping[str, Pattern] = {
     pattern.name: pattern
     for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
 }
-"""All values of the option `exchange` that the planner knows, and the patterns that it takes by itself."""
+"""All exchange patterns, by name: the values of the option `exchange`, and the automatic patterns."""

@@ -1,10 +1,9 @@
-"""The all-to-all: every piece goes to the rank that orthogonalizes its matrix, or to several that all do, and back."""
+"""All-to-all exchange: pieces to the owner of the matrix, or to several workers, and back."""
 
 # [Note: routes]
-# A pattern describes an exchange once, by the `Routes` of a matrix. In each phase, gather and return, a rank has a key:
-# a rank that stores a piece exchanges it with a rank that orthogonalizes the matrix if their keys are equal. The
-# program follows these routes piece by piece. Totals add them up key by key, which takes the number of holders plus the
-# number of workers, and not one times the other.
+# `Routes` describe the exchange of a matrix. In each phase, gather and return, each rank has a key; a holder exchanges
+# its piece with a worker, a rank that orthogonalizes the matrix, if both keys are equal. The program follows the routes
+# piece by piece. Totals add up by key, in time holders plus workers instead of holders times workers.
 
 from __future__ import annotations
 
@@ -23,44 +22,40 @@ GATHER, RETURN = 0, 1
 
 
 class Routes(NamedTuple):
-    """Which ranks exchange a matrix, [Note: routes].
+    """The exchange partners of a matrix, [Note: routes].
 
     Attributes:
         keys: key of a rank in the gather, and in the return.
-        workers: for an owner all ranks that orthogonalize its matrices, where these are several.
+        workers: for an owner with several workers, all workers.
     """
 
     keys: tuple[Key, Key]
     workers: Mapping[int, Ranks] = {}
 
     def of(self, owner: int) -> Ranks:
-        """The ranks that orthogonalize the matrices of an owner."""
         return self.workers.get(owner, (owner,))
 
 
 class AllToAll(Pattern):
-    """Every piece goes to the owner of its matrix, and back: each element travels once each way."""
+    """Every piece travels to the owner of its matrix, and back: each element once in each direction."""
 
     name = "all_to_all"
     one_replica = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """The routes of a matrix: from the owner's own replica, and to the ranks of all replicas."""
-        # Replicas store the same momentum: the pieces of one make the matrix whole, and those of another would be the
-        # same bytes again. The result has to reach all of them, or the replicas' weights would part.
+        """Gather from the owner's replica, return to all replicas."""
+        # Replicas store equal momentum, so the pieces of a single replica suffice. The result must reach all replicas,
+        # or their weights would diverge.
         return Routes((pieces.geometry(matrix).replica.__getitem__, _everywhere))
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         travels = [any(flow.owned for flow in by_rank.values()) for by_rank in self._flows(bucket, pieces)]
-        there, back = (
-            self.phase(bucket, rank, pieces, direction, travels[direction]) for direction in (GATHER, RETURN)
-        )
+        gather, back = (self.phase(bucket, rank, pieces, way, travels[way]) for way in (GATHER, RETURN))
         pairs = zip(bucket.matrices, bucket.owners, strict=True)
-        mine = tuple(matrix for matrix, owner in pairs if rank in self.routes(matrix, pieces).of(owner))
-        return BucketProgram(bucket, mine, there, back, there == back)
+        matrices = tuple(matrix for matrix, owner in pairs if rank in self.routes(matrix, pieces).of(owner))
+        return BucketProgram(bucket, matrices, gather, back, gather == back)
 
     def phase(self, bucket: Bucket, rank: int, pieces: Pieces, direction: int, travels: bool = True) -> Phase:
-        """One phase of the bucket, seen from one rank."""
         home: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         owned: dict[int, list[tuple[int, Piece]]] = {peer: [] for peer in bucket.group}
         for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
@@ -92,7 +87,6 @@ class AllToAll(Pattern):
         return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
 
     def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int]]]:
-        """For each kind of matrices in the bucket its routes, and how many of them each rank orthogonalizes."""
         for kind, owners in owned_by_kind(bucket, pieces).items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
@@ -100,24 +94,23 @@ class AllToAll(Pattern):
             yield kind, routes, workers
 
     def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
-        """What each rank exchanges in the gather, and in the return."""
-        found = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
+        flows = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
         for kind, routes, workers in self._kinds(bucket, pieces):
             holders = pieces.holders(kind, bucket.group)
-            for by_rank, key in zip(found, routes.keys, strict=True):
+            for by_rank, key in zip(flows, routes.keys, strict=True):
                 _add(by_rank, holders, workers, key, pieces, parts=bool(routes.workers))
-        return found
+        return flows
 
 
 class Duplicated(AllToAll):
-    """As an all-to-all, but all ranks of the owner's tensor-parallel group assemble what tensor parallelism cuts, and
-    each returns its own part: as many times the Newton-Schulz and the way there, and a shorter way back."""
+    """Every rank of the owner's tensor-parallel group assembles a matrix cut by tensor parallelism, and returns its
+    part: Newton-Schulz and gather once per rank, but a shorter return."""
 
     name = "duplicated"
     automatic = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """As in an all-to-all, but a worker returns to the ranks at its own place of their tensor-parallel groups."""
+        """Routes of an all-to-all, except for the return: to the ranks at equal tensor-parallel coordinates."""
         geometry, routes = pieces.geometry(matrix), super().routes(matrix, pieces)
         if pieces.matrices[matrix].index not in geometry.cut_by_peers:
             return routes
@@ -127,13 +120,13 @@ class Duplicated(AllToAll):
 
 @dataclass
 class _Amounts:
-    """Elements that one rank exchanges in one phase.
+    """Elements exchanged by a rank in a phase.
 
     Attributes:
-        home: of the pieces that it stores, once for each worker that has them.
-        kept: of these the ones that it orthogonalizes itself.
-        owned: of the pieces that other ranks store, of the matrices that it orthogonalizes.
-        home_near, owned_near: of these the ones that are exchanged within its node.
+        home: elements of the rank's pieces, once per worker.
+        kept: elements of `home` for the rank itself.
+        owned: elements of pieces from further ranks, for the matrices orthogonalized on this rank.
+        home_near, owned_near: elements of `home` and `owned` exchanged within the node.
         parts: whether any matrix has several workers.
     """
 
@@ -158,7 +151,7 @@ def _add(
     *,
     parts: bool,
 ) -> None:
-    """Add the routes of all matrices of one kind in one phase; `workers` counts the matrices of each worker."""
+    """Add the routes of all matrices of a kind in a phase; `workers`: number of matrices by worker."""
     stored, stored_near = Counter[Hashable](), Counter[Hashable]()
     done, done_near = Counter[Hashable](), Counter[Hashable]()
     for rank, elements, node, _ in holders.holders:
@@ -183,16 +176,17 @@ def _add(
 
 def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
     leaves, comes = gather.home - gather.kept, back.home - back.kept
-    there = Flow(gather.home_near, leaves - gather.home_near, gather.owned_near, gather.owned - gather.owned_near)
-    returns = Flow(back.owned_near, back.owned - back.owned_near, back.home_near, comes - back.home_near)
+    gathered = Flow(gather.home_near, leaves - gather.home_near, gather.owned_near, gather.owned - gather.owned_near)
+    returned = Flow(back.owned_near, back.owned - back.owned_near, back.home_near, comes - back.home_near)
     mirrored = not gather.parts and (gather.home, gather.owned) == (back.home, back.owned)
     buffers = (max(gather.home, back.home), gather.owned, 0 if mirrored else back.owned)
-    return BucketTotals(owned, back.home, leaves + back.owned, comes + gather.owned, buffers, (there, returns), calls)
+    sent, received = leaves + back.owned, comes + gather.owned
+    return BucketTotals(owned, back.home, sent, received, buffers, (gathered, returned), calls)
 
 
 def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:
-    """For each kind of matrices in the bucket how many of them each owner has."""
-    found: dict[int, Counter[int]] = {}
+    """For each kind of matrices in the bucket the number of matrices by owner."""
+    by_kind: dict[int, Counter[int]] = {}
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
-        found.setdefault(pieces.kinds[matrix], Counter())[owner] += 1
-    return found
+        by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1
+    return by_kind

@@ -1,8 +1,8 @@
-"""The hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
+"""Hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
 
-# An owner that sends its result to every replica is the busiest rank where matrices are few: of 128 replicas with 8
-# shards each it sends 128 times the matrix, while ranks without a matrix send nothing. Here the owner sends pieces to
-# its own replica alone. The ranks that store the same piece in each replica, a line, then share what they have got.
+# With few matrices, an owner that sends results to every replica is the busiest rank: with 128 replicas of 8 shards the
+# owner sends 128 times the matrix, while ranks without a matrix send nothing. Here the owner sends pieces only within
+# its replica. Then each replica group, the ranks with equal pieces of different replicas, all-gathers the results.
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .phases import BucketProgram, Collective, Parcel, Phase
 
 
 class Hierarchical(AllToAll):
-    """As an all-to-all, but owners return to their own replica alone, and replicas all-gather the results.
+    """Owners return results to their own replica, and replicas all-gather the results.
 
-    A bucket is exchanged as in an all-to-all if it has one replica, or if its matrices have theirs on different ranks.
+    Falls back to all_to_all if a bucket has a single replica or if its matrices' replicas differ.
     """
 
     name = "hierarchical"
@@ -31,15 +31,16 @@ class Hierarchical(AllToAll):
         if not replicas:
             return super().program(bucket, rank, pieces)
         place = next(ranks.index(rank) for ranks in replicas if rank in ranks)
-        parts = {ranks[place]: _within(bucket, ranks) for ranks in replicas}
-        run = super().program(parts[rank], rank, pieces)
+        within = {ranks[place]: _within(bucket, ranks) for ranks in replicas}
+        run = super().program(within[rank], rank, pieces)
         assert run.returning is not None, "an all-to-all returns"
         received: list[Parcel] = []
         sizes: list[int] = []
-        replica_group = tuple(sorted(parts))
+        replica_group = tuple(sorted(within))
         for member in replica_group:
-            phase = run.returning if member == rank else self.phase(parts[member], member, pieces, RETURN)
-            # In the order of that rank's home buffer. This rank stores the same piece of each of its matrices.
+            phase = run.returning if member == rank else self.phase(within[member], member, pieces, RETURN)
+            # In the order of the member's home buffer. This rank stores an equal piece of each of the member's
+            # matrices.
             received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in phase.home]
             sizes.append(phase.home_numel)
         home = run.returning.home
@@ -55,13 +56,13 @@ class Hierarchical(AllToAll):
         within: dict[int, BucketTotals] = {}
         for ranks in replicas:
             within |= super().totals(_within(bucket, ranks), pieces)
-        found = {}
+        result = {}
         for replica_group in zip(*replicas, strict=True):
             stored = {rank: within[rank].stored for rank in sorted(replica_group)}
             whole, flows = sum(stored.values()), ring(stored, pieces)
             for rank, kept in stored.items():
                 own = within[rank]
-                found[rank] = own._replace(
+                result[rank] = own._replace(
                     stored=whole,
                     sent=own.sent + kept * (len(replica_group) - 1),
                     received=own.received + whole - kept,
@@ -69,11 +70,11 @@ class Hierarchical(AllToAll):
                     phases=(*own.phases, flows[rank]),
                     collectives=own.collectives + bool(whole),
                 )
-        return found
+        return result
 
     def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
         replicas = replicas_in(bucket, pieces)
-        # A replica on one rank is whole there, and exchanges nothing.
+        # A replica on a single rank exchanges nothing.
         return [tuple(sorted(ranks)) for ranks in replicas if len(ranks) > 1] if replicas else (bucket.group,)
 
     def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
@@ -81,17 +82,17 @@ class Hierarchical(AllToAll):
 
 
 def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
-    """The ranks of each replica of a bucket's matrices, at equal places those of equal pieces.
+    """The ranks of each replica of a bucket's matrices; equal positions store equal pieces.
 
-    Empty unless all of the bucket's matrices have several replicas, on the same sets of ranks.
+    Empty unless all matrices of the bucket have several replicas, on the same sets of ranks.
     """
-    found = {pieces.replicas(kind, bucket.group) for kind in {pieces.kinds[matrix] for matrix in bucket.matrices}}
-    replicas = found.pop() if len(found) == 1 else ()
+    kinds = {pieces.kinds[matrix] for matrix in bucket.matrices}
+    replica_sets = {pieces.replicas(kind, bucket.group) for kind in kinds}
+    replicas = replica_sets.pop() if len(replica_sets) == 1 else ()
     return replicas if len(replicas) > 1 and len({len(ranks) for ranks in replicas}) == 1 else ()
 
 
 def _within(bucket: Bucket, ranks: Ranks) -> Bucket:
-    """The matrices that the ranks of one replica own, as a bucket of these ranks."""
-    chosen = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in ranks]
-    matrices, owners = tuple(matrix for matrix, _ in chosen), tuple(owner for _, owner in chosen)
+    pairs = [pair for pair in zip(bucket.matrices, bucket.owners, strict=True) if pair[1] in ranks]
+    matrices, owners = tuple(matrix for matrix, _ in pairs), tuple(owner for _, owner in pairs)
     return replace(bucket, group=tuple(sorted(ranks)), matrices=matrices, owners=owners)

@@ -1,4 +1,4 @@
-"""What an exchange pattern is, and what a bucket that is exchanged by it costs each rank."""
+"""The interface of an exchange pattern, and a rank's cost of a bucket."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..terms.types import Bucket
 from .phases import BucketProgram
 
 KindCounts = tuple[tuple[int, int], ...]
-"""(kind, how many matrices of it), in ascending order."""
+"""(kind, number of matrices), in ascending order."""
 
 
 class Flow(NamedTuple):
-    """Elements that one rank exchanges in a collective, with ranks of its own node (near) and of others (far)."""
+    """Elements exchanged by a rank in a collective, within the node (near) and with further nodes (far)."""
 
     sent_near: int
     sent_far: int
@@ -25,24 +25,23 @@ class Flow(NamedTuple):
     received_far: int
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
-        """Time that the rank's busiest link needs for it."""
-        # Each way has its own wires, and so have the node and the network: all four are at work at once.
+        # Links within the node and to the network run concurrently, in both directions.
         near = max(self.sent_near, self.received_near) / machine.node.bandwidth
         far = max(self.sent_far, self.received_far) / machine.network.bandwidth
         return max(near, far) * element_bytes
 
 
 class BucketTotals(NamedTuple):
-    """One rank's cost of a bucket.
+    """A rank's cost of a bucket.
 
     Attributes:
-        owned: how many matrices of each kind it orthogonalizes.
-        stored: elements of the pieces that it stores.
-        sent: elements that it sends to other ranks.
-        received: elements that it receives from other ranks.
-        buffers: elements of its home buffer, inbox, outbox and, if replicas share results, of the shared buffer.
-        legs: what it exchanges in the gather, the return and over replicas.
-        collectives: number of legs in which anything travels; all ranks leave out the others.
+        owned: number of matrices of each kind to orthogonalize.
+        stored: elements of the rank's pieces.
+        sent: elements sent to other ranks.
+        received: elements received from other ranks.
+        buffers: elements of the home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
+        phases: traffic of the gather, the return and the all-gather over replicas.
+        collectives: number of phases with traffic on any rank; all ranks skip a phase without traffic.
     """
 
     owned: KindCounts
@@ -55,18 +54,18 @@ class BucketTotals(NamedTuple):
 
 
 def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
-    """How many matrices of each kind every rank has; `owned` counts them by kind and rank."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    """(kind, count) pairs of every rank; `owned` counts matrices by kind and rank."""
+    by_rank: dict[int, list[tuple[int, int]]] = {}
     for kind in sorted(owned):
         for rank, count in owned[kind].items():
-            found.setdefault(rank, []).append((kind, count))
-    return {rank: tuple(of_kinds) for rank, of_kinds in found.items()}
+            by_rank.setdefault(rank, []).append((kind, count))
+    return {rank: tuple(of_kinds) for rank, of_kinds in by_rank.items()}
 
 
 def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
-    """What the links of each rank carry in an all-gather, or backwards in a reduce-scatter."""
-    # Both go around rings: within a node every rank passes on what it has received, and what comes from other nodes
-    # comes in once, through the network links of all ranks of the node.
+    """Traffic of each rank in an all-gather, or in the reverse direction in a reduce-scatter."""
+    # A ring: within a node every rank passes on all received elements; elements from outside enter the node once,
+    # spread over the network links of the node's ranks.
     members, inside, whole = Counter[int](), Counter[int](), sum(stored.values())
     for rank, elements in stored.items():
         members[pieces.node(rank)] += 1
@@ -81,14 +80,14 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
 
 
 class Pattern(ABC):
-    """How the matrices of a bucket are exchanged.
+    """The exchange of a bucket's matrices.
 
     Attributes:
-        name: what a user and `Bucket.exchange` call it.
-        has_owners: whether one rank orthogonalizes each matrix, so that owners have to be chosen.
-        one_copy: whether an owner is sent the pieces of one copy alone, the one that it is part of.
-        spreads: whether an owner returns results to one copy alone, and copies share them.
-        automatic: whether the planner alone chooses it, and no user by its name.
+        name: value of the option `exchange` and of `Bucket.exchange`.
+        has_owners: whether a single owner orthogonalizes each matrix.
+        one_replica: whether an owner receives the pieces of a single replica, its own.
+        spreads: whether an owner returns results to a single replica, and replicas all-gather results.
+        automatic: whether only the planner chooses the pattern, never the user.
     """
 
     name: str
@@ -99,18 +98,18 @@ class Pattern(ABC):
 
     @abstractmethod
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
-        """The bucket as one rank of its group runs it."""
+        """The bucket from the view of a rank of the group."""
 
     def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
         """The ranks of each gather and return of the bucket, ascending."""
         return (bucket.group,)
 
     def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
-        """The ranks of each collective over copies, ascending."""
+        """The ranks of each collective over replicas, ascending."""
         return ()
 
     @abstractmethod
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        """What the bucket costs each rank of its group."""
-        # Counted from shapes and not from programs: the planner wants this of every rank of several drafts, and
-        # programs of 1,024 ranks would take minutes. tests/unit/plan/test_summary.py holds both against each other.
+        """The cost of the bucket on each rank of the group."""
+        # Counted from shapes, not from programs, because programs of 1,024 ranks for each candidate would take minutes.
+        # tests/unit/plan/test_summary.py compares both.

@@ -1,1 +1,1 @@
-"""Where owned parameters are stored, and what a pass of the model sends because of it."""
+"""Owners of owned parameters, and their loads."""

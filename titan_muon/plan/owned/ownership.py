@@ -1,4 +1,4 @@
-"""Where owned matrices are stored: which rank of a group owns which parameter, and what that costs each of them."""
+"""Owners of the parameters of a group of ranks, and the load of each rank."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..terms.layout import chunk
 
 @dataclass(frozen=True)
 class OwnedItem:
-    """A parameter that needs an owner: its layer, FLOPs of orthogonalizing it, and bytes of its elements.
+    """A parameter to be owned: layer, FLOPs of orthogonalization, and bytes.
 
-    A stack of `units` equal matrices along dim 0 may have several owners. `owner` says how they are chosen. With
-    `copies` that many neighbours have it each, of which the first, by a multiple of as many, is the owner.
+    A stack of `units` equal matrices along dim 0 may have several owners. `owner`: how owners are chosen. With
+    `replicas` = R > 1, R neighbouring ranks have the parameter, and the first of them, a multiple of R, is the owner.
     """
 
     fqn: str
@@ -31,7 +31,7 @@ class OwnedItem:
 
 @dataclass(frozen=True)
 class OwnedTotals:
-    """What one rank of the group owns."""
+    """Load of a rank of the group."""
 
     matrices: int
     bytes: int
@@ -40,9 +40,9 @@ class OwnedTotals:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owners of each item, ranks of a group of `size` ranks; `items` and `owners` are in the same order.
+    """The owners of each item, in the order of `items`; ranks count from 0 to `size` - 1.
 
-    The units of an item with several owners are divided among them as torch.chunk divides, in their order.
+    Several owners of an item divide its units like torch.chunk, in order.
     """
 
     size: int
@@ -50,7 +50,6 @@ class Ownership:
     owners: tuple[tuple[int, ...], ...]
 
     def loads(self) -> tuple[OwnedTotals, ...]:
-        """What each rank of the group owns; zeros for a rank that owns nothing."""
         matrices, held, flops = ([0] * self.size for _ in range(3))
         for item, owners in zip(self.items, self.owners, strict=True):
             for first, share in zip(owners, _shares(item, len(owners)), strict=True):
@@ -62,10 +61,10 @@ class Ownership:
 
 
 def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
-    """Longest processing time first over all items, by FLOPs, within a limit of bytes. Deterministic.
+    """Assign owners to items: longest processing time first by FLOPs, within a limit of bytes. Deterministic.
 
-    Those whose owner is given count first, then layers that go to one rank as a whole. A stack is divided among as many
-    ranks as it has units for. Raises ValueError for an owner that is no rank of the group.
+    First named owners, then whole layers, then the rest. A stack is divided among at most `units` ranks. Raises
+    ValueError for an owner outside the group.
     """
     pieces = [piece for index, item in enumerate(items) for piece in _pieces(index, item, size)]
     balancer = Balancer([piece.task for piece in pieces], range(size), {})
@@ -73,13 +72,13 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
     _give_named(items, pieces, size, balancer, owners)
     _give_balanced(items, [piece for piece in pieces if items[piece.item].owner == "balanced"], size, balancer, owners)
     counts = Counter(piece.item for piece in pieces)
-    found = (tuple(owners[index, number] for number in range(counts[index])) for index in range(len(items)))
-    return Ownership(size, tuple(items), tuple(found))
+    item_owners = (tuple(owners[index, number] for number in range(counts[index])) for index in range(len(items)))
+    return Ownership(size, tuple(items), tuple(item_owners))
 
 
 @dataclass(frozen=True)
 class _Share:
-    """What of an item goes to one rank: its task, and its place in the order of dim 0."""
+    """The units of an item on a rank, as a task; `number` is the position along dim 0."""
 
     item: int
     number: int
@@ -87,14 +86,12 @@ class _Share:
 
 
 def _shares(item: OwnedItem, owners: int) -> list[int]:
-    """Units of an item that each of so many owners has."""
-    parts = (chunk(item.units, owners, number) for number in range(owners))
-    return [stop - start for start, stop in parts]
+    chunks = (chunk(item.units, owners, number) for number in range(owners))
+    return [stop - start for start, stop in chunks]
 
 
 def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Share]:
-    # What one rank is to have is one piece, whatever the units. Otherwise no piece is empty: 5 units that 4 ranks would
-    # share two by two are for 3 of them.
+    # A single piece for a single owner. Otherwise drop empty pieces: chunks of 5 units over 4 ranks are 2, 2, 1, 0.
     most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
     shares = [share for share in _shares(item, most) if share > 0]
     for number, share in enumerate(shares):
@@ -109,7 +106,7 @@ def _give_named(
     balancer: Balancer,
     owners: dict[tuple[int, int], int],
 ) -> None:
-    """Give items whose owner is a rank to it, and those of each layer that has one owner to the least loaded."""
+    """Assign the items with a given rank, then each whole layer to the least loaded rank."""
     layers: dict[str, list[_Share]] = {}
     for piece in pieces:
         item = items[piece.item]
@@ -127,11 +124,11 @@ def _give_named(
 
 
 def _put(piece: _Share, items: Sequence[OwnedItem], rank: int, balancer: Balancer) -> int:
-    """Give a piece to a rank, or to the neighbours with it that have copies. Returns the first of them."""
+    """Give a piece to a rank and the neighbours of its replica block. Returns the first rank of the block."""
     replicas = items[piece.item].replicas
     first = rank - rank % replicas
-    for each in range(first, first + replicas):
-        balancer.put(piece.task, each)
+    for member in range(first, first + replicas):
+        balancer.put(piece.task, member)
     return first
 
 
@@ -146,27 +143,27 @@ def _give_balanced(
     left = Counter(piece.task.layer for piece in pieces)
     in_layers: dict[str, set[int]] = {layer: set() for layer in left}
     in_stacks: dict[int, set[int]] = {}
-    # By name, not by place in the list: every rank must find the same owners, however it came by its list.
+    # Sort by name, not by list position: the owners must not depend on the order of the list.
     for piece in sorted(pieces, key=lambda p: (-p.task.flops, -p.task.bytes, items[p.item].fqn, p.number)):
         in_layer, in_stack = in_layers[piece.task.layer], in_stacks.setdefault(piece.item, set())
         left[piece.task.layer] -= 1
-        # The last of a layer never goes to the rank that owns all others of it: that rank alone would send the whole
-        # layer before its forward, and all others would wait for one link.
-        alone = left[piece.task.layer] == 0 and len(in_layer) == 1
-        # What no one orthogonalizes is divided by bytes: by FLOPs all of it would go to the rank with the fewest.
+        # The last piece of a layer never goes to the owner of all its earlier pieces: a single rank would send the
+        # whole layer before the layer's forward, and all ranks would wait for a single link.
+        single_owner = left[piece.task.layer] == 0 and len(in_layer) == 1
+        # Balance parameters without orthogonalization by bytes: by FLOPs all would go to the least loaded rank.
         if piece.task.flops == 0:
             rank = _put(piece, items, balancer.lightest(), balancer)
         elif items[piece.item].replicas > 1:
             rank = _put(piece, items, balancer.least(), balancer)
         else:
-            rank = balancer.give(piece.task, heap, in_layer if alone else in_stack)
+            rank = balancer.give(piece.task, heap, in_layer if single_owner else in_stack)
         owners[piece.item, piece.number] = rank
         in_layer.add(rank)
         in_stack.add(rank)
 
 
 def load_lines(loads: Mapping[int, OwnedTotals]) -> Iterator[str]:
-    """A table of what each rank owns; neighbours that own equally much share a line."""
+    """A table of the load of each rank; neighbours with equal loads share a row."""
     yield f"{'owner':>11}  {'matrices':>8}  {'MiB':>10}  {'GFLOP':>10}"
     for load, same in groupby(loads, key=lambda rank: loads[rank]):
         ranks = list(same)

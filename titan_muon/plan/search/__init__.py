@@ -1,1 +1,1 @@
-"""The search for a plan: owners, rounds, candidates, and the fastest of them."""
+"""Search for the fastest plan: owners, rounds and candidates."""

@@ -1,7 +1,7 @@
-"""Candidates for a plan: ways to pose the problem, each with the part of the step's price that it has to save."""
+"""Candidate problems for a plan, each with the share of the step's price to save."""
 
-# A candidate is searched for its best plan. The planner takes the least price / (1 - must_save). A candidate that makes
-# a step harder to follow, as slices do, has to save a part of the price, so that small modelled gains do not decide.
+# The planner searches the best plan of each candidate and picks the least price / (1 - must_save). A candidate that
+# complicates a step, such as slices, must save a share of the price, so that small modelled gains do not decide.
 
 from __future__ import annotations
 
@@ -12,18 +12,12 @@ from ..exchange.all_gather import PATTERNS
 from ..terms.work import WorkOf
 from .problem import Problem
 from .slices import MUST_SAVE, slices_reason, with_cuts
-from .tensor_parallel import given_to_groups, with_peers
+from .tensor_parallel import uses_peers, with_peers
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A problem whose best plan may be taken.
-
-    Attributes:
-        problem: what is searched.
-        must_save: part of the price of other candidates that this one has to save.
-        reason: note for the user if it is taken.
-    """
+    """A problem to search, the share of the price to save, and a note for the user if the candidate wins."""
 
     problem: Problem
     must_save: float = 0.0
@@ -34,24 +28,24 @@ Make = Callable[[Problem, WorkOf], Iterable[Candidate]]
 
 
 def whole(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Each matrix whole on one rank of each group that assembles it."""
-    if not given_to_groups(problem.options):
+    """Each matrix whole on a single rank of each assembling group."""
+    if not uses_peers(problem.options):
         yield Candidate(problem, reason=slices_reason(problem))
 
 
 def tensor_parallel(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Matrices that tensor parallelism cuts on its groups, if the option `tensor_parallel` says so."""
-    if given_to_groups(problem.options):
-        found = with_peers(problem, work_of)
-        yield Candidate(found, reason=slices_reason(found))
+    """Matrices cut by tensor parallelism on tensor-parallel groups, if the option `tensor_parallel` says so."""
+    if uses_peers(problem.options):
+        variant = with_peers(problem, work_of)
+        yield Candidate(variant, reason=slices_reason(variant))
 
 
 def sliced(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Late matrices in slices on several ranks of a node, if the option `split_over` allows it."""
+    """Late matrices in slices on several ranks of a node, if the option `split_over` allows slices."""
     must_save = MUST_SAVE if problem.options.split_over == "auto" else 0.0
-    found = with_cuts(problem, work_of)
-    if found is not None:
-        yield Candidate(found, must_save, slices_reason(found))
+    variant = with_cuts(problem, work_of)
+    if variant is not None:
+        yield Candidate(variant, must_save, slices_reason(variant))
 
 
 def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
@@ -59,14 +53,14 @@ def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
     pieces = problem.costs.pieces
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
     has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
-    if has_replicas and problem.pattern is PATTERNS["all_to_all"] and not given_to_groups(problem.options):
+    if has_replicas and problem.pattern is PATTERNS["all_to_all"] and not uses_peers(problem.options):
         reason = (
-            "owners return results to their own copy, and copies all-gather them among each other (hierarchical): at "
-            f"least {100 * MUST_SAVE:.0f} % less than from owners to all copies, in time and what its memory is worth"
+            "owners return results to their own replica, and replicas all-gather the results (hierarchical): at least "
+            f"{100 * MUST_SAVE:.0f} % less price (step time and memory) than with returns to all replicas"
         )
-        found = replace(problem, pattern=PATTERNS["hierarchical"])
-        yield Candidate(found, MUST_SAVE, "; ".join(filter(None, (reason, slices_reason(found)))))
+        variant = replace(problem, pattern=PATTERNS["hierarchical"])
+        yield Candidate(variant, MUST_SAVE, "; ".join(filter(None, (reason, slices_reason(variant)))))
 
 
 CANDIDATES: tuple[Make, ...] = (whole, tensor_parallel, sliced, over_replicas)
-"""In the order in which they are searched. Of equal prices the first is taken."""
+"""In search order. The first wins at equal prices."""

@@ -1,4 +1,4 @@
-"""The order in which the model comes to its matrices, for rounds that its backward or its forward is to hide."""
+"""Rounds in the order of the model's backward or forward, to hide their communication."""
 
 from __future__ import annotations
 
@@ -10,53 +10,46 @@ from .owners import OwnerOf, Task
 
 
 class ModelOrder:
-    """Brings tasks into the order of a pass of the model: backward comes to the last parameters first, forward to the
-    first ones.
+    """Sorts tasks into the order of a pass: backward reaches the last parameters first, forward the first.
 
-    Args:
-        overlap: the pass.
-        pieces: matrices and how they are stored.
-        able: the ranks that can own a matrix, where not all of its group can.
+    `eligible`: the possible owners of a matrix, if fewer than the group.
     """
 
-    # A round can travel when the last of its gradients is there, and later ones wait for it; and forward waits for a
-    # round's results when it comes to the first of its parameters.
+    # Backward launches a round at the last of its gradients, and further rounds queue behind. Forward waits for a
+    # round's results at the first of its parameters.
 
-    def __init__(self, overlap: Overlap, pieces: Pieces, able: Mapping[int, Ranks]) -> None:
+    def __init__(self, overlap: Overlap, pieces: Pieces, eligible: Mapping[int, Ranks]) -> None:
         self._sign = -1 if overlap == "backward" else 1
-        self._pieces, self._able = pieces, able
+        self._pieces, self._eligible = pieces, eligible
 
     def rounds(self, tasks: Sequence[Task], count: int) -> list[list[Task]]:
-        """Tasks in at most `count` rounds of matrices that follow each other, whoever owns them."""
+        """Tasks in at most `count` rounds of consecutive matrices, for any owners."""
         total, seen = sum(task.bytes for task in tasks), 0
         result: list[list[Task]] = [[] for _ in range(count)]
         for task in sorted(tasks, key=lambda task: (self._sign * task.matrix, task.group)):
             result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
             seen += task.bytes
-        return [chosen for chosen in result if chosen]
+        return [round_tasks for round_tasks in result if round_tasks]
 
     def exchanged(self, rounds: Sequence[Sequence[Task]], owners: OwnerOf) -> tuple[list[list[Task]], OwnerOf]:
-        """The same rounds, in which tasks have taken each other's places and owners, so that they are nearly in order.
-
-        Only those that cost their owner the same in either place.
-        """
-        # Layers are alike, so that rounds which are even over the ranks can be in the model's order too. Of each kind:
-        # a round has the first matrices of one kind beside those of another that are not as early.
+        """The same rounds, with tasks of equal cost exchanged between rounds and owners to be nearly in order."""
+        # Layers are equal, so rounds balanced over ranks can also be in the model's order. The order is per kind: a
+        # round can have the first matrices of a kind together with later matrices of another kind.
         places: dict[Hashable, list[tuple[int, int]]] = {}
         for number, tasks in enumerate(rounds):
             for place, task in enumerate(tasks):
                 places.setdefault(self._kind(task), []).append((number, place))
-        found, owned = [list(tasks) for tasks in rounds], dict(owners)
-        for taken in places.values():
-            before = [rounds[number][place] for number, place in taken]
+        exchanged, owned = [list(tasks) for tasks in rounds], dict(owners)
+        for positions in places.values():
+            before = [rounds[number][place] for number, place in positions]
             after = sorted(before, key=lambda task: self._sign * task.matrix)
-            for (number, place), old, new in zip(taken, before, after, strict=True):
-                found[number][place] = new
+            for (number, place), old, new in zip(positions, before, after, strict=True):
+                exchanged[number][place] = new
                 owned[new.matrix, new.group] = owners[old.matrix, old.group]
-        return found, owned
+        return exchanged, owned
 
     def _kind(self, task: Task) -> Hashable:
         matrix = task.matrix
-        # The slices of a matrix are orthogonalized together, on ranks that were chosen for each other.
+        # Slices keep their owners: the slices of a matrix are orthogonalized together, on a team of ranks.
         sliced = matrix if self._pieces.matrices[matrix].slice is not None else None
-        return task.group, self._pieces.kinds[matrix], task.flops, self._able.get(matrix), sliced
+        return task.group, self._pieces.kinds[matrix], task.flops, self._eligible.get(matrix), sliced

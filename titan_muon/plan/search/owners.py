@@ -1,7 +1,7 @@
-"""Who orthogonalizes what: the balancer, and the strategies that map tasks to owners."""
+"""Balancer and strategies: the owner of each task."""
 
-# All of it is deterministic, ties included, which go to the lowest rank: every rank finds the owners for itself, and
-# two ranks that found different ones would send pieces to where nobody expects them.
+# Deterministic, with ties to the lowest rank: every rank computes the owners, and a different result on any rank would
+# send pieces to the wrong rank.
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 BYTES_OVER_MEAN = 1.3
+"""Most bytes of a rank, relative to the mean."""
 
 
 class Task(NamedTuple):
-    """A matrix that needs one of the ranks of `groups[group]` as its owner, and what it costs that rank."""
+    """A matrix to assign to an owner among the ranks of `groups[group]`, with the cost for the owner."""
 
     matrix: int
     group: int
@@ -26,58 +27,53 @@ class Task(NamedTuple):
 Ranks = tuple[int, ...]
 Groups = Sequence[Ranks]
 OwnerOf = dict[tuple[int, int], int]
-"""Rank that owns each (matrix, group)."""
+"""Owner of each (matrix, group)."""
 Assign = Callable[[Sequence[Task], Groups, Mapping[int, int]], OwnerOf]
 Heap = list[tuple[int, int, int]]
-"""(FLOPs, bytes, rank) of the ranks of a group, the least loaded first."""
+"""(FLOPs, bytes, rank) of the ranks of a group, least loaded first."""
 
 
 class Balancer:
-    """Gives `tasks`, longest first, to the least loaded of `ranks`, on top of the FLOPs in `load`."""
+    """Assigns `tasks`, longest first, to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
 
-    # FLOPs decide, since Newton-Schulz is most of a step. But with FLOPs alone a rank without large matrices would be
-    # given a great many small ones, and its buffers or its shard of the model would not fit where all others' do.
+    # FLOPs decide, because Newton-Schulz dominates a step. With FLOPs alone a rank without large matrices would own a
+    # great many small matrices, and buffers or the shard of the model could exceed memory.
 
     def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
         self._flops = {rank: load.get(rank, 0) for rank in ranks}
         self._bytes = dict.fromkeys(self._flops, 0)
         sizes = [task.bytes for task in tasks]
-        # At least the largest, or no rank would ever have room for it.
+        # At least the largest task, which must fit on some rank.
         self._limit = max([int(BYTES_OVER_MEAN * sum(sizes) / max(1, len(self._flops))), *sizes])
 
     def heap(self, ranks: Sequence[int]) -> Heap:
-        """The ranks of a group as `give` takes them; a rank that is given a task by another heap is outdated in it."""
+        """Heap for `give`. Entries are not updated when a rank receives a task through another heap."""
         heap = [(self._flops[rank], self._bytes[rank], rank) for rank in ranks]
         heapq.heapify(heap)
         return heap
 
     def give(self, task: Task, heap: Heap, barred: Collection[int] = ()) -> int:
-        """The owner of a task: the least loaded with room for its bytes; one of `barred` only if there is no other."""
+        """Assign a task to the least loaded rank with room for its bytes; ranks of `barred` only as a last resort."""
         _, _, rank = _pop(heap, self._limit - task.bytes, barred)
         self.put(task, rank)
         heapq.heappush(heap, (self._flops[rank], self._bytes[rank], rank))
         return rank
 
     def put(self, task: Task, rank: int) -> int:
-        """Give a task to a rank that is chosen already. Returns the rank."""
         self._flops[rank] += task.flops
         self._bytes[rank] += task.bytes
         return rank
 
     def least(self) -> int:
-        """The rank with the least to do, and of those the one with the fewest bytes."""
         return min(self._flops, key=lambda rank: (self._flops[rank], self._bytes[rank], rank))
 
     def ends(self, ranks: Sequence[int]) -> int:
-        """FLOPs of the rank of these with most to do."""
         return max(self._flops[rank] for rank in ranks)
 
     def longest(self) -> int:
-        """FLOPs of the rank with most to do."""
         return max(self._flops.values(), default=0)
 
     def lightest(self) -> int:
-        """The rank with the fewest bytes."""
         return min(self._bytes, key=lambda rank: (self._bytes[rank], rank))
 
 
@@ -89,21 +85,21 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
             break
         passed.append(entry)
     else:
-        # The limit is soft: the matrix has to be somewhere, and the user's own limit of buffers is checked on the plan.
-        entry = next((other for other in passed if other[2] not in barred), passed[0])
+        # A soft limit: some rank must own the matrix. The search checks the user's buffer limit on the plan.
+        entry = next((candidate for candidate in passed if candidate[2] not in barred), passed[0])
         passed.remove(entry)
-    for other in passed:
-        heapq.heappush(heap, other)
+    for candidate in passed:
+        heapq.heappush(heap, candidate)
     return entry
 
 
 def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, small_first: bool = False) -> OwnerOf:
-    """Longest first over all tasks, on top of the FLOPs that each rank has at home; groups of many ranks go first.
+    """Longest processing time first, on top of each rank's local FLOPs; groups of many ranks first.
 
-    Where all ranks are one group, the longest rank is within 4/3 of the best possible (Graham, 1969).
+    For a single group of all ranks, the load of the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
-    # Where groups overlap neither order of groups has a bound: small groups last can even out what large ones left,
-    # unless their matrices are too large for that; large groups last can, unless theirs are. So the search tries both.
+    # No order of overlapping groups has a bound: small groups last even out the load unless their matrices are too
+    # large, and likewise large groups. So the search tries both orders.
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
     grouped = by_group(tasks, groups)
@@ -114,31 +110,33 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
 
 
 def balanced_small_first(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """As `balanced`, but groups of few ranks go first, so that those of many make room for them."""
+    """Like `balanced`, but with groups of few ranks first."""
     return balanced(tasks, groups, load, small_first=True)
 
 
 def balanced_bytes(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int]) -> OwnerOf:
-    """As `balanced`, but by bytes, for links that take longer than Newton-Schulz."""
+    """Like `balanced`, but by bytes, for links slower than Newton-Schulz."""
     return balanced([task._replace(flops=task.bytes) for task in tasks], groups, {})
 
 
 def among(
-    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], able: Mapping[int, Ranks]
+    assign: Assign, tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], eligible: Mapping[int, Ranks]
 ) -> OwnerOf:
-    """As `assign`, but each matrix in `able` goes to one of these ranks of its group."""
-    if not able:
+    """Like `assign`, but with the owner of each matrix in `eligible` among these ranks."""
+    if not eligible:
         return assign(tasks, groups, load)
-    narrow = {ranks: number for number, ranks in enumerate(dict.fromkeys((*groups, *able.values())))}
-    found = {task: task._replace(group=narrow[able[task.matrix]]) if task.matrix in able else task for task in tasks}
-    owners = assign(list(found.values()), tuple(narrow), load)
-    return {(task.matrix, task.group): owners[one.matrix, one.group] for task, one in found.items()}
+    narrow = {ranks: number for number, ranks in enumerate(dict.fromkeys((*groups, *eligible.values())))}
+    narrowed = {
+        task: task._replace(group=narrow[eligible[task.matrix]]) if task.matrix in eligible else task for task in tasks
+    }
+    owners = assign(list(narrowed.values()), tuple(narrow), load)
+    return {(task.matrix, task.group): owners[new.matrix, new.group] for task, new in narrowed.items()}
 
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:
-    """Longest first. Each class of equal tasks starts one layer later than the class before it."""
-    # Ranks that are even take the tasks of a class in turn, so without the shift the first would get all of layer 0.
-    # Neighbours travel in one round, which is over when its last owner is done: that rank would hold up all others.
+    """Longest first. Each class of equal tasks starts one layer later than the previous class."""
+    # Evenly loaded ranks take the tasks of a class in turn; without the shift the first rank would get all of layer 0.
+    # Neighbours travel in a common round, over only at its slowest owner, so a single rank would delay the round.
     ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
     for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):
         same = list(equal)
@@ -147,12 +145,12 @@ def spread(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
-    """Tasks by group, large groups first: what only few ranks can own evens out what many share."""
-    found: dict[int, list[Task]] = {}
+    """Tasks by group, large groups first: the tasks of small groups then even out the load."""
+    by_index: dict[int, list[Task]] = {}
     for task in tasks:
-        found.setdefault(task.group, []).append(task)
-    return dict(sorted(found.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
+        by_index.setdefault(task.group, []).append(task)
+    return dict(sorted(by_index.items(), key=lambda item: (-len(groups[item[0]]), item[0])))
 
 
 STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first, balanced_bytes)
-"""The ways to choose owners that the search tries."""
+"""Strategies tried by the search."""

@@ -1,4 +1,4 @@
-"""Which matrices travel together: tasks in rounds, with one bucket for each group in a round."""
+"""Rounds: the tasks in flight together, with a bucket per group in each round."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .owners import Groups, OwnerOf, Task
 
 
 def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive tasks; in a round each group has one bucket."""
-    # One bucket alone would leave every rank idle until all pieces are there, and again until all are back, with
-    # buffers for all matrices at once. In rounds one is in flight while another is orthogonalized.
-    # Rounds are the world's, not each group's own: only with one order of rounds on all ranks do overlapping groups
-    # launch their collectives in one order. Two groups that share two ranks would otherwise wait for each other.
-    # The group with most bytes per rank has `count` buckets and the others fewer, in the first rounds, so that buckets
-    # are of about the same bytes on every rank; else small ones would cost as many calls as large ones.
+    """Tasks in at most `count` rounds of consecutive tasks, with a bucket per group in each round."""
+    # A single round would leave every rank idle until the gather and again until the return, with buffers for all
+    # matrices. With several rounds, a round travels while another is orthogonalized.
+    # Rounds are global, because overlapping groups must launch collectives in a common order; else two groups with two
+    # common ranks could deadlock.
+    # The group with most bytes per rank has `count` buckets, and smaller groups fewer, in the first rounds: buckets of
+    # similar size per rank, because small buckets cost as many calls as large buckets.
     total, seen = [0] * len(groups), [0] * len(groups)
     for task in tasks:
         total[task.group] += task.bytes
@@ -30,49 +30,42 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
         middle = seen[task.group] + task.bytes / 2
         result[int(counts[task.group] * middle / total[task.group])].append(task)
         seen[task.group] += task.bytes
-    return [chosen for chosen in result if chosen]
+    return [round_tasks for round_tasks in result if round_tasks]
 
 
 class Order(Enum):
-    """The order in which a rank orthogonalizes what it owns."""
+    """The order of a rank's tasks."""
 
-    # Nothing hides the first round's way to its owners, nor the last one's way back: there small matrices cost least.
+    # Nothing hides the first gather and the last return, so small matrices there cost least.
     PEAKED = "small matrices first and last"
     ASCENDING = "small matrices first"
     DESCENDING = "small matrices last"
 
 
 class Cut(Enum):
-    """Where what a rank owns is cut into rounds."""
+    """Where a rank's tasks are cut into rounds."""
 
-    TIME = "all ranks are done with a round at about the same time"
+    TIME = "all ranks end a round at about the same time"
     COUNT = "a rank has about as many matrices of a group in each round"
 
 
 class Dealer:
-    """Deals tasks out to rounds by the queues of their owners.
+    """Deals tasks to rounds by the queues of their owners."""
 
-    Args:
-        tasks: of all groups.
-        groups: ranks of each group.
-    """
-
-    # A round is over when its last owner is done. Cut by the order of the parameters, one rank would have two large
-    # matrices in a round and another none, and all would wait for the first.
+    # A round ends at its slowest owner. Rounds in the order of parameters would give a rank two large matrices in a
+    # round and another rank none.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
         for task in tasks:
             self._share[task.group] += task.bytes / len(groups[task.group])
         self._most = max(self._share, default=0.0)
-        # Groups with few bytes come before those with many, all at once: a call takes its latency however little it
-        # carries.
+        # Groups with few bytes come first, in a single round, because each call costs its latency at any size.
         share = self._share
         self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))
 
     def rounds(self, owners: OwnerOf, count: int, order: Order, cut: Cut) -> list[list[Task]]:
-        """Tasks in at most `count` rounds."""
         queues = self._queue(owners, order)
         result: list[list[Task]] = [[] for _ in range(count)]
         if cut is Cut.COUNT:
@@ -83,25 +76,24 @@ class Dealer:
             for queue in queues:
                 for task, end in zip(queue, accumulate(task.flops for task in queue), strict=True):
                     result[bisect_left(middles, end)].append(task)
-        return [chosen for chosen in result if chosen]
+        return [round_tasks for round_tasks in result if round_tasks]
 
     def _deal(self, queue: Sequence[Task], result: Sequence[list[Task]]) -> None:
         for group, tasks in groupby(queue, key=lambda task: task.group):
-            # Groups with few bytes have fewer rounds, the first ones.
+            # Groups with few bytes have fewer rounds, at the start.
             count = max(1, round(len(result) * self._share[group] / self._most))
             mine = list(tasks)
             for index, task in enumerate(mine):
                 result[count * (2 * index + 1) // (2 * len(mine))].append(task)
 
     def _queue(self, owners: OwnerOf, order: Order) -> list[list[Task]]:
-        """What each owner has, in its order."""
-        found: dict[int, list[Task]] = {}
+        by_owner: dict[int, list[Task]] = {}
         for task in self._descending if order is Order.DESCENDING else self._ascending:
-            found.setdefault(owners[task.matrix, task.group], []).append(task)
+            by_owner.setdefault(owners[task.matrix, task.group], []).append(task)
         if order is not Order.PEAKED:
-            return list(found.values())
+            return list(by_owner.values())
         queues = []
-        for queue in found.values():
+        for queue in by_owner.values():
             start = next((i for i, task in enumerate(queue) if self._share[task.group] == self._most), len(queue))
             last = queue[start:]
             queues.append([*queue[:start], *last[::2], *reversed(last[1::2])])
@@ -109,10 +101,10 @@ class Dealer:
 
 
 def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
-    """FLOPs in the middle between the ends of two rounds, as most owners have them."""
-    # What most owners have is cut, and what the others have is then put where it ends at the nearest time.
-    alike = Counter(tuple(task.flops for task in queue) for queue in queues)
-    typical = max(alike, key=lambda flops: (alike[flops], sum(flops), flops), default=())
+    """FLOPs halfway between the ends of consecutive rounds, for the most common queue."""
+    # The most common queue is cut into rounds; tasks of the remaining queues join the round with the nearest end.
+    queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
+    typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
     before, ends = 0, dict[int, int]()
     for flops in typical:
         number = count * (2 * before + flops) // max(1, 2 * sum(typical))
@@ -122,12 +114,12 @@ def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
 
 
 def together(rounds: Sequence[Sequence[Task]], matrices: Sequence[Matrix]) -> list[list[Task]]:
-    """The rounds with all slices of a matrix in that of its first one."""
+    """The rounds with all slices of a matrix in the round of its first slice."""
     place = {(task.matrix, task.group): number for number, tasks in enumerate(rounds) for task in tasks}
-    found: list[list[Task]] = [[] for _ in rounds]
+    result: list[list[Task]] = [[] for _ in rounds]
     for tasks in rounds:
         for task in tasks:
-            part = matrices[task.matrix].slice
-            first = task.matrix if part is None else task.matrix - part.place
-            found[place[first, task.group]].append(task)
-    return [chosen for chosen in found if chosen]
+            matrix_slice = matrices[task.matrix].slice
+            first = task.matrix if matrix_slice is None else task.matrix - matrix_slice.place
+            result[place[first, task.group]].append(task)
+    return [round_tasks for round_tasks in result if round_tasks]

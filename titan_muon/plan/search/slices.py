@@ -1,4 +1,4 @@
-"""Which matrices are worth cutting into slices for several ranks, and who has which slice."""
+"""Choice of the matrices to slice, and of the owners of the slices."""
 
 from __future__ import annotations
 
@@ -19,35 +19,34 @@ from .owners import Balancer, OwnerOf, Task, by_group, spread
 from .problem import Problem
 
 LIMITS = (1.0, 1.02, 1.05, 1.1, 1.15, 1.2, 1.3)
-"""Over the mean of all ranks: how late a rank may end before a matrix is cut instead of given to it whole."""
+"""Relative to the mean load: a matrix is sliced if its owner would end later."""
 GAIN = 0.99
-"""What is cut has to end the busiest rank this much earlier at least."""
+"""The busiest rank must end earlier at least by this factor, else nothing is sliced."""
 MUST_SAVE = 0.03
-"""Part of the modelled price of whole matrices that slices have to save under `auto`."""
+"""`auto` picks slices only if the modelled price falls at least by this share."""
 COUNTS = (2, 4, 8)
 """Numbers of slices."""
 ALWAYS = -math.inf
-"""As a limit: what has an offer is shared, whether that ends sooner or not."""
+"""Sentinel: always slice matrices with an offer."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A way to give a matrix to several ranks: into how many slices it is cut, what one of them is by, its seconds in
-    picoseconds, and the sets of ranks that can have them."""
+    """A way to slice a matrix: number of slices, work and picoseconds of a slice, and possible teams of owners."""
 
     count: int
     work: Work
-    taken: int
+    picoseconds: int
     teams: tuple[Ranks, ...]
 
 
 Offers = dict[tuple[int, int], tuple[Offer, ...]]
-"""How each (matrix, group) can be shared."""
+"""The offers for each (matrix, group)."""
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A matrix cut as an offer says for these ranks, and when the last of them is done with it."""
+    """An offer for a team of ranks, and the end of the last of these ranks."""
 
     end: int
     offer: Offer
@@ -56,8 +55,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Balance:
-    """Which ranks have which task of `Problem.tasks`, one each or a slice each, when the busiest of them ends, and the
-    latest end that a task with an offer has, or would have had whole."""
+    """The result of `balance`: the owner, or the team, of each of `Problem.tasks`, the end of the busiest rank, and the
+    latest end of a task with an offer if left whole."""
 
     owners: tuple[Ranks, ...]
     longest: int
@@ -65,14 +64,14 @@ class Balance:
 
 
 def check_split_over(options: MuonOptions) -> None:
-    """Raise OptionError where no matrix can have several owners, although the options ask for it."""
+    """Raise OptionError if the options ask for slices but exclude several owners."""
     fault = slices_fault(options)
     if fault and options.split_over not in (1, "auto"):
         raise OptionError("split_over", f"= {options.split_over}: {fault}, or split_over = 1")
 
 
 def slices_fault(options: MuonOptions) -> str:
-    """Why no matrix can have several owners, and what would let it; empty if it can."""
+    """The reason why no matrix can have several owners, with the remedy; empty if possible."""
     if options.orthogonalize == "reference":
         return "orthogonalize = 'reference' is of whole matrices; choose 'auto'"
     if not PATTERNS[options.exchange].has_owners:
@@ -81,14 +80,14 @@ def slices_fault(options: MuonOptions) -> str:
 
 
 def one_owner_fault(options: MuonOptions) -> str:
-    """What needs a single owner of each matrix, and what does not; empty if nothing does."""
+    """The option that requires a single owner of each matrix, with the remedy; empty without such an option."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
 
 
 def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
-    """The problem with the matrices cut that would end a step late, or None if no cut ends it sooner."""
+    """The problem with late matrices sliced, or None if no slicing ends the step earlier."""
     if problem.options.split_over == 1 or slices_fault(problem.options):
         return None
     offers = _offers(problem, work_of)
@@ -97,20 +96,20 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    # What large groups leave uneven, small ones even out, but some of their ranks then have more bytes than others.
-    # Where links take longer than Newton-Schulz it is faster to share the matrices of the large groups.
+    # Small groups even out the load of large groups, but with uneven bytes per rank. With links slower than
+    # Newton-Schulz, slicing the matrices of the large groups is faster.
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
         whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
-        found = [balance(problem, tasks, load, offers, limit, small_first=small_first) for limit in limits]
-        best = min(found, key=lambda one: one.longest, default=whole)
+        balances = [balance(problem, tasks, load, offers, limit, small_first=small_first) for limit in limits]
+        best = min(balances, key=lambda b: b.longest, default=whole)
         if best.longest < GAIN * whole.longest:
             return cut(problem, offers, best)
     return None
 
 
 def slices_reason(problem: Problem) -> str:
-    """How many matrices are in slices, or why none is; empty unless the options allow slices."""
+    """Note for the user: the number of sliced matrices, or the reason for none; empty if slices are off."""
     options = problem.options
     if options.split_over == 1 and options.tensor_parallel != "distributed":
         return ""
@@ -122,53 +121,52 @@ def slices_reason(problem: Problem) -> str:
 
 
 def timed(problem: Problem) -> list[Task]:
-    """The tasks with their Newton-Schulz in picoseconds for FLOPs, so that what owners send each other counts too."""
+    """The tasks with picoseconds instead of FLOPs, to include traffic between the owners of slices."""
     costs = problem.costs
-    taken = [picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
-    return [task._replace(flops=taken[task.matrix]) for task in problem.tasks]
+    times = [picoseconds(costs, matrix, costs.works[matrix.work]) for matrix in costs.pieces.matrices]
+    return [task._replace(flops=times[task.matrix]) for task in problem.tasks]
 
 
 def picoseconds(costs: Costs, matrix: Matrix, work: Work) -> int:
-    """What a matrix, or a slice of one, takes by a work; in integers, so that all ranks find the same."""
+    """Time of a matrix or slice; an integer, so that all ranks compute equal sums."""
     return int(1e12 * costs.machine.orthogonalize_seconds(work, min(matrix.rows, matrix.cols), 1))
 
 
 def loads(problem: Problem) -> dict[int, int]:
-    """Picoseconds of what each rank has locally."""
+    """Picoseconds of each rank's local matrices."""
     return {rank: int(1e12 * local.owned.seconds) for rank, local in problem.costs.local(problem.local).items()}
 
 
 def _offers(problem: Problem, work_of: WorkOf) -> Offers:
-    """How each matrix can be cut: what one group alone assembles, where that has enough ranks on a node."""
-    # Replicas that repeat the work are several groups, which would each need their own slices of the same matrix.
+    # Replicas that repeat the work are several groups, and each would need slices of the same matrix.
     groups = Counter(task.matrix for task in problem.tasks)
     most = problem.options.split_over
     counts = [count for count in COUNTS if most == "auto" or count <= most]
-    there = [
+    possible = [
         [count for count in counts if teams(group, count, problem.costs.machine.ranks_per_node)]
         for group in problem.groups
     ]
-    found, known = Offers(), dict[tuple[int, int], Sequence[Offer]]()
+    offers, known = Offers(), dict[tuple[int, int], Sequence[Offer]]()
     for task in problem.tasks:
-        if there[task.group] and groups[task.matrix] == 1:
+        if possible[task.group] and groups[task.matrix] == 1:
             kind = problem.costs.pieces.kinds[task.matrix], task.group
             if kind not in known:
-                known[kind] = _offered(problem, task.matrix, task.group, there[task.group], work_of)
-            found[task.matrix, task.group] = tuple(known[kind])
-    return {place: offers for place, offers in found.items() if offers}
+                known[kind] = _offered(problem, task.matrix, task.group, possible[task.group], work_of)
+            offers[task.matrix, task.group] = tuple(known[kind])
+    return {place: of_task for place, of_task in offers.items() if of_task}
 
 
 def _offered(problem: Problem, number: int, group: int, counts: Sequence[int], work_of: WorkOf) -> list[Offer]:
     costs, matrix = problem.costs, problem.costs.pieces.matrices[number]
     stored, shape = problem.parameters[matrix.parameter].stack.matrices[matrix.index], (matrix.rows, matrix.cols)
-    found, whole = [], picoseconds(costs, matrix, costs.works[matrix.work])
+    result, whole = [], picoseconds(costs, matrix, costs.works[matrix.work])
     for count in counts:
         if divides(stored, shape, count):
             work = work_of(matrix.parameter, *shape, count)
-            taken = picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
+            slice_time = picoseconds(costs, slices_of(matrix, 0, 0, 0, count)[0], work)
             sets = teams(problem.groups[group], count, costs.machine.ranks_per_node)
-            found += [Offer(count, work, taken, tuple(sets))] if taken < whole else []
-    return found
+            result += [Offer(count, work, slice_time, tuple(sets))] if slice_time < whole else []
+    return result
 
 
 def balance(
@@ -180,15 +178,15 @@ def balance(
     *,
     small_first: bool = False,
 ) -> Balance:
-    """Longest first to the least loaded, as `balanced`; what would end after `limit` is shared if that ends sooner."""
+    """Like `balanced`, but a matrix that would end after `limit` is sliced if the slices end earlier."""
     balancer = Balancer(tasks, problem.costs.pieces.ranks(), load)
     owners: dict[tuple[int, int], Ranks] = {}
     latest = 0
     grouped = by_group(tasks, problem.groups)
     for index in reversed(grouped) if small_first else grouped:
-        group, mine = problem.groups[index], grouped[index]
+        group, group_tasks = problem.groups[index], grouped[index]
         heap = balancer.heap(group)
-        for task in spread(mine):
+        for task in spread(group_tasks):
             offered, end = offers.get((task.matrix, index), ()), heap[0][0] + task.flops
             latest = max(latest, end) if offered else latest
             shared = _shared(balancer, offered, limit) if end > limit else None
@@ -196,21 +194,22 @@ def balance(
                 owners[task.matrix, index] = (balancer.give(task, heap),)
                 continue
             for rank in shared.ranks:
-                balancer.put(task._replace(flops=shared.offer.taken, bytes=task.bytes // shared.offer.count), rank)
-            # The heap has what they had before.
+                time, size = shared.offer.picoseconds, task.bytes // shared.offer.count
+                balancer.put(task._replace(flops=time, bytes=size), rank)
+            # Rebuild the heap, because the entries of these ranks are outdated.
             heap = balancer.heap(group)
             owners[task.matrix, index] = shared.ranks
     return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest(), latest)
 
 
 def _shared(balancer: Balancer, offers: Sequence[Offer], limit: float) -> Shared | None:
-    """The way to share a matrix that ends by `limit` with the fewest slices, or the one that ends first."""
-    found = [Shared(balancer.ends(ranks) + offer.taken, offer, ranks) for offer in offers for ranks in offer.teams]
-    return min(found, key=lambda one: (max(one.end, limit), one.offer.count, one.end), default=None)
+    """The offer and team that end by `limit` with the fewest slices, or else the first to end."""
+    shares = [Shared(balancer.ends(ranks) + o.picoseconds, o, ranks) for o in offers for ranks in o.teams]
+    return min(shares, key=lambda share: (max(share.end, limit), share.offer.count, share.end), default=None)
 
 
 def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
-    """The problem with slices for the matrices, tasks and owners of what is cut."""
+    """The problem with the matrices, tasks and owners of the slices."""
     chosen = {
         task.matrix: next(offer for offer in offers[task.matrix, task.group] if offer.count == len(ranks))
         for task, ranks in zip(problem.tasks, shared.owners, strict=True)
@@ -225,39 +224,36 @@ def cut(problem: Problem, offers: Offers, shared: Balance) -> Problem:
             matrix = matrices[number]
             tasks.append(Task(number, task.group, matrix.flops, matrix.numel * costs.wire_bytes, task.layer))
             owners[number, task.group] = rank
-    local = [ranks for number, ranks in enumerate(problem.local) for _ in range(_count(chosen.get(number)))]
+    counts = [1 if number not in chosen else chosen[number].count for number in range(len(problem.local))]
+    local = [ranks for ranks, count in zip(problem.local, counts, strict=True) for _ in range(count)]
     pieces = Pieces(matrices, Geometries(parameters), costs.pieces.ranks_per_node)
     return replace(
         problem,
         parameters=parameters,
-        costs=Costs(pieces, works, costs.wire_bytes, costs.machine),
+        costs=Costs(pieces, works, costs.wire_bytes, costs.machine, costs.passes),
         local=tuple(local),
         tasks=tuple(tasks),
         owners=owners,
     )
 
 
-def _count(offer: Offer | None) -> int:
-    return 1 if offer is None else offer.count
-
-
 def _renumbered(costs: Costs, chosen: Mapping[int, Offer]) -> tuple[tuple[Matrix, ...], tuple[Work, ...], list[int]]:
-    """The matrices with slices for those that are cut, their works, and the first new number of each."""
-    found: list[Matrix] = []
+    """The matrices with slices instead of sliced matrices, their works, and the first new number of each matrix."""
+    result: list[Matrix] = []
     works: dict[Work, int] = {}
     first, index = [], 0
     for number, matrix in enumerate(costs.pieces.matrices):
         index = 0 if matrix.index == 0 else index
-        first.append(len(found))
+        first.append(len(result))
         offer = chosen.get(number)
         work = costs.works[matrix.work] if offer is None else offer.work
         place = works.setdefault(work, len(works))
         if offer is not None:
-            found += slices_of(matrix, index, place, work.flops, offer.count)
+            result += slices_of(matrix, index, place, work.flops, offer.count)
         else:
-            found.append(replace(matrix, index=index, work=place))
-        index += _count(offer)
-    return tuple(found), tuple(works), first
+            result.append(replace(matrix, index=index, work=place))
+        index += 1 if offer is None else offer.count
+    return tuple(result), tuple(works), first
 
 
 def _parameters(problem: Problem, chosen: Mapping[int, Offer]) -> tuple[Parameter, ...]:

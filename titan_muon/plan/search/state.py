@@ -1,4 +1,4 @@
-"""Which ranks keep the momentum of copies where not all of them do, and which can therefore own its matrices."""
+"""The ranks that keep momentum with `state = "owner"`, and the possible owners by momentum."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from .owners import BYTES_OVER_MEAN
 Ranks = tuple[int, ...]
 
 # [Note: state ranks]
-# - A copy is a replica: one rank where a parameter is whole on each, all ranks that shard it together under HSDP. One
-#   of them keeps the momentum, and what it keeps is placed there as the parameter is, so that a checkpoint has it once
-#   and loads it under any other placement.
-# - The owner of a matrix needs all of its momentum and gets none of another copy, so it is a rank of that replica.
-# - A stack of experts that are whole on each rank is kept in chunks of experts by several ranks, as torch.chunk cuts;
-#   one rank with the momentum of all experts would hold up the others, and have no room for it.
+# - A replica is a single rank for a parameter whole on each rank, and all ranks that shard the parameter under HSDP. A
+#   single replica keeps the momentum, placed like the parameter, so that a checkpoint contains the momentum once and
+#   loads under any placement.
+# - The owner of a matrix needs all of the matrix's momentum from its own replica, so the owner is a rank of the
+#   replica.
+# - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
+#   balance memory.
 
 
 def check_state(options: MuonOptions) -> None:
-    """Raise OptionError where the owner of a matrix does not do with the momentum of one copy."""
+    """Raise OptionError if the options need the momentum of every replica."""
     if options.state == "replicated":
         return
     if not PATTERNS[options.exchange].one_replica:
-        fault = f"exchange = {options.exchange!r} takes the momentum of every copy; choose 'all_to_all'"
+        fault = f"exchange = {options.exchange!r} needs the momentum of every replica; choose 'all_to_all'"
     elif options.replicas != "split":
-        fault = f"replicas = {options.replicas!r} lets every copy need its momentum; choose 'split'"
+        fault = f"replicas = {options.replicas!r} needs the momentum of every replica; choose 'split'"
     else:
         return
     raise OptionError("state", f"= 'owner': {fault}, or state = 'replicated'")
@@ -41,48 +42,46 @@ def check_state(options: MuonOptions) -> None:
 def with_state_ranks(
     parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
 ) -> list[Parameter]:
-    """The parameters with the ranks that keep their momentum, by FLOPs and bytes; `kept` are those that do already.
+    """The parameters with state ranks, balanced by FLOPs and elements; `kept`: present state ranks by name.
 
-    Raises OptionError for options that leave no rank to do so.
+    Raises OptionError if the options need the momentum of every replica.
     """
     check_state(options)
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)
-    shared = [
-        number for number, each in enumerate(parameters) if not each.own and len(replica_ranks(geometries[number])) > 1
-    ]
+    shared = [n for n, p in enumerate(parameters) if not p.own and len(replica_ranks(geometries[n])) > 1]
     flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
-    found = list(parameters)
-    # What is kept cannot move, and counts first.
+    result = list(parameters)
+    # Present state ranks cannot move, so assign these first.
     for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
         parameter = parameters[number]
         ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
-        found[number] = replace(parameter, state_ranks=ranks)
-    return found
+        result[number] = replace(parameter, state_ranks=ranks)
+    return result
 
 
 def _flops(number: int, geometry: Geometry, work_of: WorkOf) -> int:
     shapes = [geometry.shape(index) for index in range(len(geometry.stack.matrices))]
-    each = {shape: work_of(number, *shape).flops for shape in set(shapes)}
-    return sum(each[shape] for shape in shapes)
+    by_shape = {shape: work_of(number, *shape).flops for shape in set(shapes)}
+    return sum(by_shape[shape] for shape in shapes)
 
 
 class _Chooser:
-    """Gives the momentum of one parameter after the other to the copy with the least to do."""
+    """Assigns the momentum of each parameter to the replica with the least load."""
 
     def __init__(self, geometries: Geometries, elements: int) -> None:
         ranks = {rank for geometry in geometries.shared for rank in geometry.layout.mesh.ranks}
         self._flops, self._elements = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
-        # FLOPs alone would give a rank without large matrices a great many small ones, which take more memory.
+        # FLOPs alone would give a rank without large matrices too many small matrices.
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
         replicas, units = replica_ranks(geometry), units_of(parameter)
         count = min(units, len(replicas)) if is_whole(parameter) else 1
-        shares = [stop - start for start, stop in (chunk(units, count, part) for part in range(count)) if stop > start]
+        shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
         if kept is None:
             share = size * shares[0] // units
             chosen = heapq.nsmallest(len(shares), replicas, key=lambda ranks: self._load(ranks, share))
@@ -101,20 +100,20 @@ class _Chooser:
 
 
 def replica_ranks(geometry: Geometry) -> list[Ranks]:
-    """The ranks of each copy of a parameter, in the order of its mesh."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    """The ranks of each replica of a parameter, in mesh order."""
+    replicas: dict[tuple[int, ...], list[int]] = {}
     for rank in geometry.layout.mesh.ranks:
-        found.setdefault(geometry.replica[rank], []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        replicas.setdefault(geometry.replica[rank], []).append(rank)
+    return [tuple(ranks) for ranks in replicas.values()]
 
 
 def is_whole(parameter: Parameter) -> bool:
-    """Whether every rank of its mesh has all of a parameter, by its placements."""
+    """Whether every rank of the mesh has all of the parameter."""
     return all(isinstance(placement, Replicate) for placement in parameter.layout.placements)
 
 
 def units_of(parameter: Parameter) -> int:
-    """Parts along dim 0 that can be kept apart: as many as it is long if no matrix is in two of them, else one."""
+    """Number of separable parts along dim 0: its length if no matrix crosses an index of dim 0, else 1."""
     height = _unit_rows(parameter)
     for matrix in parameter.stack.matrices:
         if matrix.rows[0].start // height != (matrix.rows[-1].stop - 1) // height:
@@ -123,12 +122,11 @@ def units_of(parameter: Parameter) -> int:
 
 
 def _unit_rows(parameter: Parameter) -> int:
-    """Rows of the (rows, cols) view that one index of dim 0 has."""
     return prod(parameter.layout.shape[1 : parameter.stack.row_dims])
 
 
-def able_owners(parameter: Parameter, index: int) -> Ranks:
-    """The ranks that can own matrix number `index`, by where its momentum is; empty if that does not matter."""
+def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
+    """The possible owners of matrix number `index` by its momentum; empty if every holder keeps momentum."""
     kept = parameter.state_ranks
     if len(kept) < 2 or not is_whole(parameter):
         return kept
@@ -137,17 +135,16 @@ def able_owners(parameter: Parameter, index: int) -> Ranks:
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """For each rank the elements of momentum that it keeps of each parameter that it has, by number."""
+    """For each rank, the elements of momentum of each of its parameters, by number."""
     geometries = Geometries(plan.parameters)
-    found: dict[int, dict[int, int]] = {}
+    elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):
         for rank, shape in geometries[number].local_shape.items():
-            found.setdefault(rank, {})[number] = _kept_elements(parameter, rank, prod(shape))
-    return found
+            elements.setdefault(rank, {})[number] = _kept_elements(parameter, rank, prod(shape))
+    return elements
 
 
 def _kept_elements(parameter: Parameter, rank: int, stored: int) -> int:
-    """Elements of its momentum on a rank that stores so many of the parameter itself."""
     kept = parameter.state_ranks
     if not kept or not is_whole(parameter):
         return stored if not kept or rank in kept else 0

@@ -64,7 +64,6 @@ def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
 
 
 def _blocks(matrix: MatrixRows, col_count: int, parts: Sequence[Intervals], *, down: bool) -> Iterator[MatrixRows]:
-    """The block of a matrix in each part; parts without elements of the matrix are left out."""
     cols = matrix.cols or (Interval(0, col_count),)
     for place, part in enumerate(parts):
         label = f"{matrix.label}/tp{place}"

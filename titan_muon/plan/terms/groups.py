@@ -40,7 +40,6 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
 
 
 def _whole(geometry: Geometry, index: int, split: bool) -> bool:
-    """Whether every holder has all of the matrix and replicas do not divide the work."""
     elements = geometry.elements(index)
     return set(elements.values()) == {geometry.numel(index)} and (len(elements) == 1 or not split)
 

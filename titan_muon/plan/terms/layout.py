@@ -35,13 +35,13 @@ def merged(intervals: Iterable[Interval]) -> Intervals:
 
 def take(intervals: Intervals, start: int, stop: int) -> Intervals:
     """Indices number `start` to `stop` of the listed indices."""
-    taken, seen = [], 0
+    selected, seen = [], 0
     for interval in intervals:
         low, high = max(start - seen, 0), min(stop - seen, interval.stop - interval.start)
         if low < high:
-            taken.append(Interval(interval.start + low, interval.start + high))
+            selected.append(Interval(interval.start + low, interval.start + high))
         seen += interval.stop - interval.start
-    return tuple(taken)
+    return tuple(selected)
 
 
 def shard(intervals: Intervals, placement: Shard | StridedShard, count: int, index: int) -> Intervals:
@@ -228,11 +228,9 @@ class Geometry:
         return range(first, bisect_right(self._starts, rows[-1].stop - 1))
 
     def shape(self, index: int) -> tuple[int, int]:
-        """Rows and columns of a matrix, as stored."""
         return self.stack.matrices[index].shape(self.col_count)
 
     def numel(self, index: int) -> int:
-        """Elements of a matrix."""
         return prod(self.shape(index))
 
     @cached_property

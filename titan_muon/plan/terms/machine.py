@@ -54,7 +54,6 @@ class MachineRates:
     batch_bytes: int = 2**28
 
     def rate(self, dtype: str, side: int) -> float:
-        """FLOP/s of products with this smaller side."""
         # Partial tiles, start and end of a product weigh less in a larger product.
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
         return self.flops[dtype] * min(1.0, share)
@@ -140,7 +139,6 @@ def machine_of(options: Machine, device: str = "cuda", measured: str | None = No
 
 
 def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
-    """The machine with the rates of a file from benchmarks/gpu/links.py."""
     try:
         rates = json.loads(text)
         # links.py also writes a report with the machine inside.

@@ -60,28 +60,22 @@ class Pieces:
         self._replicas: dict[tuple[int, Ranks], tuple[Ranks, ...]] = {}
 
     def ranks(self) -> list[int]:
-        """All holders of any parameter, ascending."""
         return sorted({rank for geometry in self._geometries.shared for rank in geometry.layout.mesh.ranks})
 
     def geometry(self, matrix: int) -> Geometry:
-        """The geometry of a matrix's parameter."""
         return self._geometries[self.matrices[matrix].parameter]
 
     def find(self, matrix: int, rank: int) -> Piece | None:
-        """The piece of a matrix on a rank of the mesh, if any."""
         return self.geometry(matrix).pieces[rank].get(self.matrices[matrix].index)
 
     def elements(self, matrix: int, ranks: Collection[int]) -> Iterator[tuple[int, int]]:
-        """(rank, elements) of each piece of a matrix on some ranks."""
         stored = self.geometry(matrix).elements(self.matrices[matrix].index)
         return ((rank, elements) for rank, elements in stored.items() if rank in ranks)
 
     def node(self, rank: int) -> int:
-        """The node of a rank."""
         return rank // self.ranks_per_node
 
     def holders(self, kind: int, group: tuple[int, ...]) -> Holders:
-        """The holders of the matrices of a kind in a group."""
         key = (kind, group)
         if key not in self._holders:
             example, members = self.examples[kind], frozenset(group)
@@ -105,7 +99,6 @@ class Pieces:
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The kind of each matrix, and an example of each kind."""
     # By geometry first: comparing the elements on all ranks for every expert of every layer would take longer than
     # kinds save.
     stored: dict[tuple[int, int], int] = {}

@@ -20,7 +20,7 @@ from itertools import pairwise
 from math import prod
 from typing import NamedTuple
 
-from .work import Work
+from .work import FLOAT32_PASSES, Passes, Work
 
 
 class Interval(NamedTuple):
@@ -68,7 +68,6 @@ class Mesh:
         assert prod(self.shape) == len(self.ranks), f"mesh {self.shape} cannot hold {len(self.ranks)} ranks"
 
     def coordinate(self, position: int) -> tuple[int, ...]:
-        """Coordinate of `ranks[position]`."""
         coordinate = []
         for size in reversed(self.shape):
             position, index = divmod(position, size)
@@ -113,7 +112,6 @@ class MatrixRows:
             assert all(a.stop <= b.start for a, b in pairwise(side)), f"indices of matrix {self.label} do not ascend"
 
     def shape(self, col_count: int) -> tuple[int, int]:
-        """Rows and columns, for a 2D view with `col_count` columns."""
         cols = col_count if self.cols is None else _count(self.cols, self.col_step)
         return _count(self.rows, self.row_step), cols
 
@@ -183,12 +181,10 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return self.rows * self.cols
 
     @property
     def whole_shape(self) -> tuple[int, int]:
-        """Rows and columns of the unsliced matrix."""
         if self.slice is None:
             return self.rows, self.cols
         count = self.slice.count
@@ -213,12 +209,10 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns of the piece."""
         return sum(s.length for s in self.rows), sum(s.length for s in self.cols)
 
     @property
     def numel(self) -> int:
-        """Elements."""
         rows, cols = self.shape
         return rows * cols
 
@@ -265,10 +259,10 @@ class Plan:
     wire_bytes: int
     works: tuple[Work, ...]
     reason: str = ""
+    passes: Passes = FLOAT32_PASSES
 
     @property
     def rounds(self) -> int:
-        """Number of rounds."""
         return max((bucket.round for bucket in self.buckets), default=-1) + 1
 
     @property
@@ -283,7 +277,6 @@ class Plan:
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:
-        """The whole plan as JSON text."""
         # Sorted keys and no sets: the text must not depend on the hash seed, because the seed differs between
         # processes.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))

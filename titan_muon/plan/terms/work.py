@@ -95,6 +95,30 @@ class Work:
     team: TeamCost | None = None
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Temporary memory of the element-wise stages and of the rule. The default has float32 weights and momentum.
+
+    Attributes:
+        advance_elements: limit on the elements of a call for the momentum, or one row.
+        advance_bytes: temporary bytes of an element in such a call.
+        apply_elements: limit on the elements of a call for the weights, or one row.
+        apply_bytes: temporary bytes of an element in such a call.
+        finish_bytes: temporary bytes of the rule for an element of a whole matrix.
+        states: numbers of the rule's float32 states for each output of a matrix.
+    """
+
+    advance_elements: int = 2**23
+    advance_bytes: int = 4
+    apply_elements: int = 2**23
+    apply_bytes: int = 4
+    finish_bytes: int = 0
+    states: int = 0
+
+
+FLOAT32_PASSES = Passes()
+
+
 class WorkOf(Protocol):
     """The work of a rows x cols matrix of parameter number `parameter`, or of one of `slices` slices."""
 

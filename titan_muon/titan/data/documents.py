@@ -88,7 +88,9 @@ class Documents:
         fraction, count = self.data.validation_fraction, len(self.all)
         # A document's name decides on the side, so additions and removals move no document. A run on more text does not
         # train on the held-out documents of an earlier run.
-        keys = np.array([_split_key(document.name) for document in self.all], dtype=np.uint64)
+        names = (document.name.encode(errors="surrogateescape") for document in self.all)
+        hashes = (hashlib.blake2b(name, digest_size=8).digest() for name in names)
+        keys = np.array([int.from_bytes(digest, "little") for digest in hashes], dtype=np.uint64)
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
@@ -101,11 +103,6 @@ class Documents:
             # With few documents all may fall on one side; then the nearest document changes sides.
             held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), count - 1)
         return np.sort(order[held_out:]), order[:held_out]
-
-
-def _split_key(name: str) -> int:
-    hashed = hashlib.blake2b(name.encode(errors="surrogateescape"), digest_size=8)
-    return int.from_bytes(hashed.digest(), "little")
 
 
 def _python_files() -> dict[str, Path]:

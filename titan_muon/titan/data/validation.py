@@ -24,7 +24,10 @@ class HeldOutValidator(Validator):
     dl_config: BaseDataLoader.Config
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
-        super().__init__(_with_an_end(config), **kwargs)
+        # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes a number, equal on all ranks.
+        limited = copy(config)
+        limited.steps = max(config.steps, 1)
+        super().__init__(limited, **kwargs)
         self.last = self.stopped = False
         """Whether this step is the run's last, and whether a stop was requested; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
@@ -65,10 +68,3 @@ class HeldOutValidator(Validator):
         with self.metrics_processor.paused():
             super().validate(model_parts, step)
             self.check(step)
-
-
-def _with_an_end(config: HeldOutValidator.Config) -> HeldOutValidator.Config:
-    # TorchTitan warns that -1 may hang on loaders of unequal length. Here -1 becomes a number, equal on all ranks.
-    ends = copy(config)
-    ends.steps = max(config.steps, 1)
-    return ends

@@ -17,7 +17,6 @@ from titan_muon.plan import Summary
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.search.state import state_elements
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
-from titan_muon.step.foreach import call_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
@@ -32,7 +31,7 @@ class Memory:
         parameters: on the device between steps, as gradients are after backward; 0 if offloaded.
         optimizer_states: on the device between steps, or the peak in a step if offloaded, with the parameters and
             gradients transferred beside them.
-        orthogonalization: whole matrices and Newton-Schulz workspace, or updates in the parameters' dtype if larger.
+        orthogonalization: whole matrices, and the temporary memory of the largest stage, `StepBytes.work`.
         host_parameters: allocated pinned memory; host_gradients and host_states likewise.
         uncounted: optimizers of other packages with unknown states.
     """
@@ -86,37 +85,20 @@ def memory_per_rank(
     offload = offload_of(recipe)
     parameters, states = [item.bytes for item in held], [size for item in held for size in item.states]
     on_device, pinned_parameters = sum(parameters), 0
-    states_on_device, pinned_states = sum(states), 0
+    of_rule = 0 if summary is None else max(cost.rule_state_bytes for cost in summary.ranks)
+    states_on_device, pinned_states = sum(states) + of_rule, 0
     if offload != "none":
         pinned_states = sum(host_bytes(size, device) for size in states)
-        states_on_device = _window_bytes(held, summary, recipe)
+        states_on_device = _window_bytes(held, summary, recipe) + of_rule
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
     if summary is not None:
-        # Newton-Schulz of a round ends before the updates of the round begin, so take the maximum.
-        updates = summary.whole_bytes_max + _update_bytes(meta, elements, recipe, device)
-        step = summary.buffer_bytes_max, max(summary.work_bytes_max, updates)
+        step = summary.buffer_bytes_max, summary.work_bytes_max
     # FSDP2's gradients have the dtype and the shards of the parameters.
     host = (pinned_parameters, pinned_parameters, pinned_states)
     return Memory(on_device, on_device, states_on_device, *step, *host, tuple(uncounted))
-
-
-def _update_bytes(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe, device: str) -> int:
-    """Largest bytes of updates wider than the wire dtype, on a rank with `elements` of each parameter."""
-    assert meta.plan is not None, "a summary is of a plan"
-    # A call updates several pieces, or a larger one: in a stack of experts, a piece of a single expert.
-    largest: dict[str, int] = {}
-    for matrix in meta.plan.matrices:
-        name = meta.plan.parameters[matrix.parameter].fqn
-        largest[name] = max(matrix.numel, largest.get(name, 0))
-    wire = TORCH_DTYPE_MAP[recipe.muon.wire_dtype].itemsize
-    sizes = {name: meta.parameters[name].element_size() for name in largest}
-    wide = [name for name, size in sizes.items() if size > wire]
-    together = sum(elements[name] * sizes[name] for name in wide)
-    piece = max((min(elements[name], largest[name]) * sizes[name] for name in wide), default=0)
-    return min(together, max(call_bytes(device), piece))
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:

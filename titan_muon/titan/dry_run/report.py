@@ -55,7 +55,9 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
     print("\n".join(["", *counts, *weights, *clips, f"planned for {KINDS.get(kind, kind)}"]))
     for part in parts:
         owned = owned_step_lines(part.meta.plan, part.meta.parameters, skips=recipe.muon.missing_grad == "skip")
-        peers = peer_lines(part.meta.parameters, *_pass_itemsizes(recipe))
+        gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+        reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
+        peers = peer_lines(part.meta.parameters, gathered, reduced)
         plan = plan_lines(part.meta.plan, part.summary, part.timeline)
         lines = [*plan, *owned, *peers, "", *_memory_lines(part.memory)]
         owners = ["", *owner_lines(part.loads, full=full)] if part.loads else []
@@ -66,14 +68,6 @@ def report(recipe: Recipe, world_size: int | None, *, full: bool, json: str | No
         print(f"\nwarning: training would be refused: {problem}")
     if json is not None:
         _write(Path(json), parts)
-
-
-def _pass_itemsizes(recipe: Recipe) -> tuple[int, int]:
-    """Bytes per element of a parameter in forward and backward, and of its gradient."""
-    training = recipe.training
-    return tuple(
-        TORCH_DTYPE_MAP[name].itemsize for name in (training.mixed_precision_param, training.mixed_precision_reduce)
-    )
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ ENDED = "titan_muon_ended"
 
 
 def record_end(message: str, code: int, *, first: bool) -> None:
-    """Write why this process ends, with exit code `code`, to torchrun's error file. Other launchers have no such file.
+    """Write the reason and the exit code of this process to torchrun's error file. Other launchers have none.
 
     `first`: whether this rank is the first with the error.
     """
@@ -39,7 +39,7 @@ def earlier_end() -> int | None:
     for path in file.parents[2].glob("attempt_*/*/error.json"):
         with suppress(OSError, ValueError, KeyError):
             message, code = json.loads(path.read_text(encoding="utf-8"))[ENDED]
-            # By each rank: the first to end has the others killed, and they record nothing.
+            # On each rank, because torchrun kills the others at the first end.
             record_end(message, code, first=True)
             return int(code)
     return None

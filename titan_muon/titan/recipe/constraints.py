@@ -128,7 +128,10 @@ RELATIONS = (
     Relation(
         "loss.chunks",
         '"auto", or a divisor of training.seq_len / parallelism.context_parallel_degree',
-        lambda recipe: recipe.loss.chunks == "auto" or _tokens_of_a_rank(recipe) % recipe.loss.chunks == 0,
+        lambda r: (
+            r.loss.chunks == "auto"
+            or (r.training.seq_len // r.parallelism.context_parallel_degree) % r.loss.chunks == 0
+        ),
     ),
     # Decay would continue below zero after the end of the schedule.
     Relation(
@@ -265,10 +268,6 @@ def scheduled_steps(recipe: Recipe) -> int:
     """Steps of the learning-rate schedule."""
     total = recipe.lr_scheduler.total_steps
     return recipe.training.steps if total is None else total
-
-
-def _tokens_of_a_rank(recipe: Recipe) -> int:
-    return recipe.training.seq_len // recipe.parallelism.context_parallel_degree
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMe
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
-from torchtitan.components.optimizer import LRSchedulersContainer
 from torchtitan.tools.utils import GarbageCollection
 
 from titan_muon.titan import compat
@@ -275,7 +274,11 @@ class RunCheckpoints(CheckpointManager):
                 self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
-        _use_scheduled_rates(self.states["lr_scheduler"])
+        # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run
+        # would otherwise use the rate after the old end, 0.
+        for scheduler in self.states["lr_scheduler"]:
+            for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
         for change in (*self.states["optimizer"].changes, *self._dtypes, *self.schedule.changes):
             say(f"changed since the checkpoint: {change}")
         for value in missing_values(self.states["optimizer"], self._missing):
@@ -346,14 +349,6 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
             f"{loader.dp_world_size}. Restore their number (world size / (tensor x context x pipeline degree)), or set "
             'checkpoint.exclude_from_loading = ["dataloader"] to start this data from its beginning.'
         )
-
-
-def _use_scheduled_rates(schedulers: LRSchedulersContainer) -> None:
-    # TorchTitan's schedules leave the loaded rates in the optimizers' groups. The first step of an extended run would
-    # otherwise use the rate after the old end, 0.
-    for scheduler in schedulers:
-        for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-            group["lr"] = rate
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:

@@ -57,11 +57,11 @@ def say_error(error: Exception, code: int) -> None:
     """Print an error of the user on stderr, by the first rank with the error. torchrun's summary gets the error too.
 
     Args:
-        error: what the user has to know.
+        error: the error.
         code: exit code of this process.
     """
     first = _is_first("errors")
-    # In place of the traceback that TorchTitan's trainer leaves for torchrun to print.
+    # Replaces the traceback of TorchTitan's trainer in torchrun's error file.
     record_end(str(error), code, first=first)
     if first:
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -72,12 +72,12 @@ def _is_first(event: str) -> bool:
     try:
         return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
     except RuntimeError:
-        # The process that keeps the store has already ended, after it reported its own events.
+        # The process with the store has already ended, after reporting its own events.
         return False
 
 
 class _Useful(logging.Filter):
-    """Lets messages through that are not noise; from ranks other than 0, a warning that no rank has said before."""
+    """Drops noise. Ranks other than 0 print only errors, and warnings new to the job."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -86,7 +86,7 @@ class _Useful(logging.Filter):
             return False
         if record.levelno != logging.WARNING or not dist.is_initialized():
             return rank == 0 or record.levelno > logging.WARNING
-        # A slow link or a faulty GPU warns on its own rank alone; most other warnings are the same on all ranks.
+        # A slow link or a faulty GPU warns on its own rank only. Most other warnings are equal on all ranks.
         if not _is_first(f"warnings/{hashlib.sha256(text.encode()).hexdigest()}"):
             return rank == 0
         if rank != 0:

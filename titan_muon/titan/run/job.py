@@ -201,7 +201,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
 
 
 def _traced(error: Exception, run: Run) -> str:
-    """Where an error was raised, and the file of the run's folder with its traceback."""
+    """Line of an error, and the file with the traceback in the run's folder."""
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
     # The first rank with an error writes, because most errors of building are the same on all ranks.
     with suppress(OSError), file.open("x", encoding="utf-8") as stream:

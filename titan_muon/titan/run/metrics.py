@@ -115,7 +115,7 @@ class WandB(BaseLogger):
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested metrics by their path, joined with slashes. Text is left out."""
+    """Numbers of nested metrics by path, joined with slashes, without text."""
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
@@ -138,7 +138,7 @@ def read_until(path: Path, step: int) -> tuple[list[str], float]:
         except ValueError:
             # A crash has torn the last line. A step is logged before the save, so this step is repeated.
             continue
-        # A line without a step is of another tool.
+        # Keep lines without a step, from other tools.
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
@@ -276,7 +276,7 @@ class RunMetrics(MetricsProcessor):
         )
 
     def log_divergence(self, step: int, reason: str) -> None:
-        """Record that training ended at `step` because numbers were not finite; called on every rank."""
+        """Record the divergence at `step`; called on every rank."""
         self.logger.log({"diverged": reason}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

@@ -166,7 +166,7 @@ class MuonTrainer(Trainer):
             self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
-            # In the recipe's words: Muon knows its keyword alone.
+            # Name the recipe's key instead of Muon's keyword.
             reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
             self.metrics_processor.log_divergence(self.step, reason)
             raise FloatingPointError(reason) from error

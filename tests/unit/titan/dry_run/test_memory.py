@@ -1,29 +1,39 @@
-"""What the dry run says of memory that no plan is of."""
+"""The memory of the dry run is the memory of the plan."""
 
+from dataclasses import replace
+
+import pytest
 import torch
+from torch import nn
 
+from benchmarks.memory_use import allocated
 from titan_muon import Muon
-from titan_muon.step.foreach import CPU_BYTES
+from titan_muon.plan.summary import summarize
 from titan_muon.titan import compat
 
 compat.install()
 
-from titan_muon.titan.dry_run import memory  # noqa: E402
+from titan_muon.assignment.rules import Assignment  # noqa: E402
+from titan_muon.titan.dry_run.memory import memory_per_rank  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
 from titan_muon.titan.recipe import Recipe  # noqa: E402
 
+SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
 
-def test_updates_in_the_dtype_of_their_parameters_are_counted() -> None:
-    """A step makes them in calls of at most so many bytes, or of one matrix."""
-    for shapes, expected in (
-        ({"wide": (64, 4096), "small": (64, 64)}, 64 * 4096 * 4),
-        ({f"w{i}": (64, 64) for i in range(4)}, CPU_BYTES),
-        ({"small": (8, 8)}, 8 * 8 * 4),
-    ):
-        parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
-        optimizer = Muon(list(parameters.items()))
-        applies = [apply for run in optimizer.engine.rank.runs for apply in run.applies]
-        meta = MetaModel(1, range(1), dict(parameters), (), (), {}, optimizer.plan, 0)
-        elements = {name: parameter.numel() for name, parameter in parameters.items()}
-        said = memory._update_bytes(meta, elements, Recipe(), "cpu")
-        assert max(apply.scratch_bytes for apply in applies) == said == expected
+
+@pytest.mark.parametrize("rule", ["muon", "normuon"])
+def test_the_memory_of_a_step_and_its_states_are_counted(rule: str) -> None:
+    parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
+    for parameter in parameters.values():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    muon = Muon(list(parameters.items()), rule=rule, orthogonalize="standard", ns_dtype="bfloat16")
+    muon.step()
+    _, peak, _ = allocated(muon.step)
+    assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in SHAPES.items())
+    meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0)
+    recipe = Recipe()
+    recipe = replace(recipe, muon=replace(recipe.muon, rule=rule))
+    memory = memory_per_rank(meta, summarize(muon.plan), {}, recipe, "cpu")
+    states = [tensor for state in muon.state.values() for tensor in state.values()]
+    assert memory.optimizer_states == sum(tensor.nbytes for tensor in states)
+    assert memory.orthogonalization == pytest.approx(peak, rel=0.1)

@@ -54,7 +54,7 @@ def test_the_first_rule_that_matches_decides_and_what_none_matches_follows_the_c
         ([owned("*", "first")], r"placement\.rule\[0\]\.owner = 'first' is not accepted; it takes \"balanced\""),
         ([owned("*", -1)], r"placement\.rule\[0\]\.owner = -1 is not accepted"),
         ([replace(owned("*"), placement="own")], r"placement\.rule\[0\]\.placement = 'own' is not one of owned"),
-        ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: what is sharded has no owner"),
+        ([shard0("head", 1)], r"placement\.rule\[0\]\.owner = 1: sharded parameters have no owner"),
     ],
 )
 def test_a_rule_that_nothing_follows_is_refused(rules: list[PlacementRule], message: str) -> None:

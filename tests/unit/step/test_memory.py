@@ -1,0 +1,153 @@
+"""A step allocates as many bytes as its plan says, stage by stage."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from benchmarks.memory_use import allocated
+from titan_muon import Muon, own
+from titan_muon.comm.buffers import fragmentation
+from titan_muon.options import PlacementRule
+from titan_muon.plan.summary import summarize
+from titan_muon.step.foreach import CPU_CHUNK_BYTES
+
+MIB = 2**20
+# One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
+OPTIONS: dict[str, Any] = {"ns_steps": 1, "ns_dtype": "bfloat16", "orthogonalize": "standard"}
+
+
+def peak(muon: Muon) -> tuple[int, int]:
+    """Bytes that a second step allocates at most, and the bytes of the plan."""
+    muon.step()
+    _, new, left = allocated(muon.step)
+    assert left == 0, "a step keeps no memory"
+    cost = summarize(muon.plan).ranks[0]
+    return new, cost.buffer_bytes + cost.work_bytes
+
+
+def with_gradient(param: nn.Parameter) -> nn.Parameter:
+    param.grad = torch.full_like(param, 1e-3)
+    return param
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "options"),
+    [
+        (torch.bfloat16, 2**20, {}),
+        (torch.float32, 2**19, {}),
+        (torch.bfloat16, 2**18, {"rounding": "nearest"}),
+        (torch.bfloat16, 2**18, {"state_dtype": "bfloat16"}),
+        (torch.float32, 2**18, {"state_dtype": "bfloat16", "cautious": True}),
+        (torch.float32, 2**18, {"rule": "normuon"}),
+        (torch.float32, 2**18, {"wire_dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_the_peak_of_a_step_is_the_plans(dtype: torch.dtype, rows: int, options: dict[str, Any]) -> None:
+    """A local matrix of 16 to 128 MiB. Momentum and weights are updated in chunks of rows."""
+    weight = with_gradient(nn.Parameter(torch.zeros(rows, 64, dtype=dtype)))
+    measured, planned = peak(Muon([("w", weight)], **OPTIONS, **options))
+    # The library for matrix products has scratch of its own.
+    assert 0.98 * planned < measured < 1.02 * planned + MIB
+
+
+@pytest.mark.parametrize("shape", [(40, 3), (700, 300), (3, 200_000)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_stages_of_small_matrices_fit_the_plan(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """Several tensors share a call, and a row longer than a chunk has a call of its own."""
+    params = [(f"w{i}", with_gradient(nn.Parameter(torch.zeros(shape, dtype=dtype)))) for i in range(5)]
+    muon = Muon(params, **OPTIONS)
+    rank = muon.engine.rank
+    rows = max(4 * shape[1], 12 * shape[1] if dtype == torch.bfloat16 else 0) + 256
+    for call in (call for run in rank.runs for call in run.applies):
+        assert call.scratch_bytes <= max(CPU_CHUNK_BYTES, rows)
+    for advance in (advance for run in rank.runs for advance in run.advances):
+        assert 4 * sum(average.numel() for average in advance.averages) <= max(CPU_CHUNK_BYTES, rows)
+    measured, planned = peak(muon)
+    assert measured < 1.1 * planned + MIB / 4
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """Rank 0 of a world of two. Collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize(("dtype", "rows"), [(torch.bfloat16, 2**19), (torch.float32, 2**18)], ids=str)
+def test_the_peak_of_a_step_on_an_owned_matrix_is_the_plans(dtype: torch.dtype, rows: int) -> None:
+    module = nn.Linear(64, rows, bias=False, dtype=dtype)
+    rule = PlacementRule(match="weight", placement="owned", owner=0)
+    own(module, mesh=init_device_mesh("cpu", (2,)), params=[module.weight], rules=[rule])
+    with_gradient(module.weight)
+    measured, planned = peak(Muon(module.named_parameters(), **OPTIONS))
+    assert 0.98 * planned < measured < 1.02 * planned + MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"state_dtype": "bfloat16"}], ids=str)
+def test_chunks_of_rows_have_the_bits_of_whole_tensors(
+    dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrices, stacks, and columns of a fused projection."""
+    results = []
+    for limit in (2**24, 2**11, 1):
+        monkeypatch.setattr("titan_muon.step.foreach.CPU_CHUNK_BYTES", limit)
+        generator = torch.Generator().manual_seed(0)
+        values = {name: torch.randn(s, generator=generator) for name, s in {"a": (37, 50), "b": (3, 24, 31)}.items()}
+        params = {name: nn.Parameter(value.to(dtype)) for name, value in values.items()}
+        muon = Muon(list(params.items()), lr=0.02, orthogonalize="reference", **options)
+        for _ in range(3):
+            for param in params.values():
+                param.grad = torch.randn(param.shape, generator=generator).to(dtype)
+            muon.step()
+        states = [muon.state[param]["momentum_buffer"] for param in params.values()]
+        results.append([*(param.detach() for param in params.values()), *states])
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_buffers_and_workspace_stay_allocated_with_keep_buffers(kept: bool) -> None:
+    weight = with_gradient(nn.Parameter(torch.zeros(512, 64)))
+    muon = Muon([("w", weight)], keep_buffers=kept, **OPTIONS)
+    muon.step()
+    (run,) = muon.engine.rank.runs
+    workspace = run.batches[0].batch.whole.untyped_storage()
+    assert workspace.nbytes() == (weight.numel() * 2 if kept else 0)
+    address = workspace.data_ptr()
+    muon.step()
+    assert not kept or workspace.data_ptr() == address
+
+
+@pytest.mark.parametrize(
+    ("device", "mib", "settings", "warns"),
+    [
+        ("cuda", 1024, {}, True),
+        ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128, expandable_segments:False"}, True),
+        ("cuda", 1024, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments: True"}, False),
+        ("cuda", 1024, {"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}, False),
+        ("cuda", 16, {}, False),
+        ("cpu", 1024, {}, False),
+    ],
+    ids=str,
+)
+def test_an_allocator_that_fragments_is_warned_about(
+    device: str, mib: int, settings: dict[str, str], warns: bool
+) -> None:
+    warning = fragmentation(device, mib * MIB, {"HOME": "/", **settings})
+    assert ("keep_buffers" in warning) == warns
+
+
+def test_a_step_allocates_its_buffers_and_workspace_unless_they_are_kept() -> None:
+    for kept in (False, True):
+        muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
+        assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
