@@ -142,19 +142,24 @@ class Watchdog:
         self._told = time.monotonic()
 
     def _watch(self) -> None:
-        try:
-            while not self._closed.wait(self._interval):
-                self._tell()
-                waited = time.monotonic() - self._moved
-                if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
-                    self._named = self._stage
-                    self._name_late_ranks()
-                gone = waited > self.timeout + GRACE_SECONDS and self._end_silent()
-                if gone or self._outlives_failure():
-                    print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
-                    os._exit(1)
-        except RuntimeError:
-            self._end_without_store()
+        while not self._closed.wait(self._interval):
+            try:
+                alone = self._is_alone()
+            except RuntimeError:
+                self._end_without_store()
+                return
+            if alone:
+                print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _is_alone(self) -> bool:
+        """Give a sign of life, and name late ranks. Returns whether this rank waits for peers that are gone."""
+        self._tell()
+        waited = time.monotonic() - self._moved
+        if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
+            self._named = self._stage
+            self._name_late_ranks()
+        return (waited > self.timeout + GRACE_SECONDS and self._end_silent()) or self._outlives_failure()
 
     def _end_without_store(self) -> None:
         """End this process, because nobody keeps watch any more: the process with the store has ended.
