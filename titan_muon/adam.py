@@ -196,12 +196,12 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch.optim.AdamW. Offloaded averages are host tensors."""
-        self._synchronize()
+        self.synchronize()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch.optim.AdamW, but averages keep this optimizer's dtype and device."""
-        self._synchronize()
+        self.synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
         # torch.optim.AdamW would move all averages to the device at once.
         super().load_state_dict({**state_dict, "state": {}})
@@ -230,13 +230,13 @@ class AdamW(torch.optim.AdamW):
     def _move(self, to: Offload) -> None:
         if not moves(self._offload, to):
             return
-        self._synchronize()
+        self.synchronize()
         self._offload = to
         for parameter, state in self.state.items():
             for name in AVERAGES:
                 state[name] = moved_state(state[name], parameter, to)
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until all averages have arrived."""
         if self._window is not None:
             self._window.synchronize()

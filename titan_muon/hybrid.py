@@ -13,11 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
 from .assignment.groups import ParamGroup, built, decided
 from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
 from .assignment.table import parameter_table
+from .comm.agreement import Agreement
+from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .tensors.names import canonical_fqn
@@ -115,6 +118,18 @@ class OfParts:
         """Raise ValueError on all ranks for missing or non-finite gradients in Muon's last step."""
         for muon in self._muons:
             muon.check_last_step()
+
+    def check_replicas(self, own: Iterable[str] = ()) -> None:
+        """Raise ValueError on every rank if replicas of weights or states differ, of any optimizer.
+
+        As `Muon.check_replicas`, for the parameters and states of all optimizers.
+        """
+        for optimizer in self.parts.optimizers.values():
+            if isinstance(optimizer, Muon | AdamW):
+                # States and late updates may be under way.
+                optimizer.synchronize()
+        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.own]
+        check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of the collectives in Muon's process groups."""

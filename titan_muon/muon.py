@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 
 from . import registry
 from .comm.agreement import Agreement
+from .comm.equality import check_equal
 from .comm.exchange import Exchange
 from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
 from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
+from .features import features_of_step
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
@@ -34,8 +36,7 @@ from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import check_saved_groups, saved_averages
-from .step.feature import Feature
-from .step.gradients import Step
+from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -106,7 +107,9 @@ class Muon(Optimizer):
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_keywords(unknown)
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -145,7 +148,7 @@ class Muon(Optimizer):
                 changes.
         """
         if self._engine is not None:
-            self._synchronize()
+            self.synchronize()
             trained = {param.fqn: param for param in self._engine.rank.params}
             offload = self._options.offload
             states = self._agreed.together(lambda: list(followed(self.param_groups, self.state, trained, offload)))
@@ -190,13 +193,13 @@ class Muon(Optimizer):
                 previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
                 (`rebuild` accepts most changes).
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        first = self._engine is None
         self.engine.flush()
+        if first and self._options.missing_grad == "error":
+            self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
         step = self._checked()
-        self.engine.run(step, *self._features_of_step())
+        self.engine.run(step, *features_of_step(self, self.engine.rank))
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
@@ -223,19 +226,8 @@ class Muon(Optimizer):
         if self._engine is not None:
             self._engine.flush()
 
-    def _features_of_step(self) -> Iterator[Feature]:
-        """Features of this step alone: torch.amp.GradScaler sets `found_inf` during a step."""
-        if getattr(self, "found_inf", None) is not None:
-            from .features.scaling import GradScaling
-
-            yield GradScaling(self, self.engine.rank)
-
     def _checked(self) -> Step:
         """The gradients of this step. Raises ValueError on all ranks together, before anything changes."""
-        if getattr(self, "found_inf", None) is not None:
-            from .features.scaling import GradScaling
-
-            GradScaling.check(self._options)
         engine, rank = self.engine, self.engine.rank
         for feature in engine.features:
             feature.ready()
@@ -272,6 +264,19 @@ class Muon(Optimizer):
         self.finish_step()
         if self._engine is not None:
             self._raise_faults(self._engine.rank.report.read())
+
+    def check_replicas(self, own: Iterable[str] = ()) -> None:
+        """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
+
+        All ranks of the default process group call `check_replicas` together, and wait, between steps: every few
+        hundred steps, and before a save. The error names the parameter, or its state, and the ranks.
+
+        Args:
+            own: globs on names of plain tensors that each rank trains separately.
+        """
+        self.synchronize()
+        separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
+        check_equal({"muon": self}, self._agreed, (*own, *separate))
 
     def _raise_faults(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults, equal on all ranks; warn of faults allowed by the options."""
@@ -314,7 +319,7 @@ class Muon(Optimizer):
         # The momentum of the steps, because a state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
-        self._synchronize()
+        self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of the state to the device at
         # once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
@@ -326,9 +331,8 @@ class Muon(Optimizer):
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
-            self._engine = self.engine.rebuilt(
-                self._trained_params(), self._options, self._agreed, self._rule_states(self.plan)
-            )
+            states, trained = self._rule_states(self.plan), self._trained_params()
+            self._engine = self.engine.rebuilt(trained, self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
         """The states of the rule on this rank, created if missing. Collective."""
@@ -348,7 +352,7 @@ class Muon(Optimizer):
         like `check_last_step`.
         """
         self.check_last_step()
-        self._synchronize()
+        self.synchronize()
         return super().state_dict()
 
     def offload(self) -> None:
@@ -363,12 +367,12 @@ class Muon(Optimizer):
         self.build()
         if not moves(self._options.offload, to):
             return
-        self._synchronize()
+        self.synchronize()
         self._options = with_offload(self.plan, self._options, to)
         params = moved(self.engine.rank.params, self.plan.parameters, self.state, self._options)
         self._engine = self.engine.rebuilt(params, self._options, self._agreed)
 
-    def _synchronize(self) -> None:
+    def synchronize(self) -> None:
         """Block the host until momentum transfers are complete; drops gathers launched in backward."""
         if self._engine is not None:
             self._engine.flush(discard=True)
@@ -400,7 +404,7 @@ class Muon(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled data: options, groups and state. The copy plans on first use."""
-        self._synchronize()
+        self.synchronize()
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -438,5 +442,5 @@ class Muon(Optimizer):
         )
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
-        stochastic = self._options.rounding == "stochastic"
-        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=stochastic))
+        draws = self._options.rounding == "stochastic"
+        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=draws))

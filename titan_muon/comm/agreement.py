@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,21 @@ class Agreement:
         return frozenset(
             key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
         )
+
+    def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
+        """The keys with another value on some rank with the key. All ranks of the world call this together."""
+        _, reports = self._exchange(dict(sorted(values.items())))
+        return frozenset(
+            key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
+        )
+
+    def gathered(self, value: T) -> list[T]:
+        """The values of all ranks of the world, in order. All ranks call this together."""
+        if self._size == 1:
+            return [value]
+        values: list[Any] = [None] * self._size
+        dist.all_gather_object(values, value)
+        return values
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
         """The digests of all ranks' reports, and a report for each digest."""

@@ -47,11 +47,16 @@ def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> fro
 
 def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
     """Shape, dtype, and a weighted sum of the elements' bits. Integer sums are exact in any order."""
+    return tuple(tensor.shape), str(tensor.dtype), int(bit_sum(tensor).item())
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """A weighted sum of the elements' bits, () int64. A change of any single bit changes the sum."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
-    # Row weights distinguish permutations of the rows.
+    # Row weights distinguish permutations of the rows. Odd weights lose no bit modulo 2^64.
     rows = bits.sum(-1, dtype=torch.int64)
     weights = torch.arange(1, 2 * rows.numel(), 2, device=rows.device).view(rows.shape)
-    return tuple(tensor.shape), str(tensor.dtype), int((rows * weights).sum().item())
+    return (rows * weights).sum()
 
 
 def sizes(grads: Sequence[Tensor]) -> Tensor:

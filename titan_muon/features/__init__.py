@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from torch.optim import Optimizer
+
 from ..comm.agreement import Agreement
 from ..options import MuonOptions, OptionError
 from ..plan.terms.types import Plan
@@ -36,6 +38,18 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+
+
+def features_of_step(optimizer: Optimizer, rank: RankStages) -> Iterator[Feature]:
+    """Features of one step alone: torch.amp.GradScaler sets `found_inf` on the optimizer during a step.
+
+    Raises OptionError for options without support for a gradient scale.
+    """
+    if getattr(optimizer, "found_inf", None) is not None:
+        from .scaling import GradScaling
+
+        GradScaling.check(rank.options)
+        yield GradScaling(optimizer, rank)
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:

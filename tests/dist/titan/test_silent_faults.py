@@ -140,6 +140,11 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     def beyond(original: Any, loader: Any, state: Any) -> None:
         original(loader, {**state, "blocks": state["blocks"] + 64})
 
+    def drift(trainer: Any) -> None:
+        if trainer.step == 2:
+            trainer.model_parts[0].layers["1"].attention.wo.weight.to_local()[0, 0] += 1e-6
+
+    replicas = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas": 2}
     saved = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
     rare = {**saved, "checkpoint__interval": 2, "metrics__log_freq": 10}
     return {
@@ -151,6 +156,8 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "no step": outcome(folder, "none", patched(HybridOptimizers, "step", nothing)),
         "two steps": outcome(folder, "two", patched(HybridOptimizers, "step", lambda step, self: twice(step, self))),
         "not cleared": outcome(folder, "kept", patched(HybridOptimizers, "zero_grad", nothing)),
+        "equal": outcome(folder, "equal", **replicas),
+        "drift": outcome(folder, "drift", only(rank == 1, gradients(drift)), **replicas),
         "position": outcome(
             folder,
             "healthy",
@@ -176,6 +183,11 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert "RunFault: step 1: an optimizer took another number of steps" in text["no step"]
         assert "an optimizer took another number of steps" in text["two steps"]
         assert "gradients of the step before were not cleared" in text["not cleared"]
+        assert "Error" not in text["equal"]
+        assert "Fault" not in text["equal"]
+        assert (
+            "RunFault: step 2: values that must be equal on ranks differ: layers.1.attention.wo.weight" in text["drift"]
+        )
         assert "the data stands +4096 tokens from where step 3 ended" in text["position"]
     assert "step 4: the norm of all gradients is 0" in shown[0]["dead"]
     assert not list((tmp_path / "runs" / "nan").rglob("step-*")), "nothing may be saved from a step with NaN"

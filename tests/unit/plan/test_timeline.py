@@ -134,7 +134,7 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
     assert (played.tail, played.last.seconds > 0) == (0, True)
 
 
-def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
+def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
     (one,) = plan.buckets
@@ -231,7 +231,7 @@ def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> N
     assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
 
 
-def test_what_an_option_says_comes_before_the_named_machine() -> None:
+def test_an_option_overrides_the_named_machine() -> None:
     machine = machine_of(Machine(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
     assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
     assert machine.node == MACHINES["a100x8"].node

@@ -294,6 +294,9 @@ class Debug:
     moe_force_load_balance: bool = False
     """Route tokens round robin, only for speed measurements."""
 
+    check_replicas: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps between comparisons of replicas of weights and states over ranks; 0 compares before each save alone."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Profiler:

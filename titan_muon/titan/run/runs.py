@@ -17,11 +17,10 @@ import torch.distributed as dist
 from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
-from titan_muon.titan.recipe.files import written_values
-from titan_muon.titan.recipe.toml import read_file, value_text
+from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import distinguishing_keys
+from titan_muon.titan.run_name import OVERRIDES_FILE, distinguishing_keys, other_experiment
 from titan_muon.titan.storage.checksums import damage
 
 OPTIMIZERS_FILE = "optimizers.txt"
@@ -95,7 +94,7 @@ def _answer(
             if interrupted is None:
                 opened = open_run(recipe, overrides, flaws)
             else:
-                opened = _open_again(recipe, interrupted, flaws)
+                opened = _open_again(recipe, overrides, interrupted, flaws)
             lock.take(opened.folder)
             answer[0] = opened
         except ValueError as error:
@@ -147,7 +146,7 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
     return flaws[checkpoint] if checkpoint in flaws else flaw(checkpoint)
 
 
-def _open_again(recipe: Recipe, folder: str, flaws: Flaws) -> Run:
+def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
     """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says. Without a checkpoint of
     that attempt, the run starts again as `open_run` says, in the same folder.
     """
@@ -157,7 +156,7 @@ def _open_again(recipe: Recipe, folder: str, flaws: Flaws) -> Run:
         with contextlib.suppress(RecipeError):
             return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
     print(f"the attempt before this one left no whole checkpoint in {folder}", flush=True)
-    return open_run(recipe, flaws=flaws, folder=Path(folder))
+    return open_run(recipe, overrides, flaws, Path(folder))
 
 
 def begin(run: Run, recipe: Recipe) -> None:
@@ -202,58 +201,16 @@ def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
     lock.take(run.folder)
 
 
-ELSEWHERE = ("muon.", "adamw.", "lr_scheduler.")
-"""Keys whose changes the checkpoint itself tells."""
-NO_PART_OF_THE_CURVE = (
-    "name",
-    "dump_folder",
-    "model.hf_assets_path",
-    "model.attention",
-    "data.cache",
-    "data.num_workers",
-    "data.prefetch_factor",
-    "data.persistent_workers",
-    "data.pin_memory",
-    "training.local_batch_size",
-    "training.steps",
-    "training.enable_cpu_offload",
-    "training.disable_cuda_graphs",
-    "training.gc_",
-    "parallelism.",
-    "placement.",
-    "machine.",
-    "optimizer.implementation",
-    "optimizer.offload",
-    "loss.",
-    "validator.",
-    "checkpoint.",
-    "metrics.",
-    "activation_checkpoint.",
-    "compile.",
-    "comm.",
-    "debug.",
-    "profiler.",
-    "monitor.",
-)
-"""Beginnings of keys that change the loss by rounding at most."""
+SAVED_IN_CHECKPOINTS = ("muon.", "adamw.", "lr_scheduler.")
+"""Tables whose values are in the checkpoint, which tells their changes."""
 
 
 def changed_keys(run: Run, recipe: Recipe) -> list[str]:
-    """Keys that change the loss curve and differ from the recipe of the continued run, as `key: old -> new`."""
+    """Keys that change the loss curve and differ from the recipe of the continued run, as `key = old, here new`."""
     if run.source is None:
         return []
-    try:
-        before = {key: entry.value for key, entry in read_file(Path(run.source) / RECIPE_FILE).items()}
-    except RecipeError:
-        return []
-    now, defaults = written_values(recipe), written_values(Recipe())
-    lines = []
-    for key in dict.fromkeys((*now, *before)):
-        old, new = before.get(key, defaults.get(key)), now.get(key)
-        if old != new and not key.startswith((*ELSEWHERE, *NO_PART_OF_THE_CURVE)):
-            texts = ("absent" if value is None else value_text(value) for value in (old, new))
-            lines.append(f"{key}: {' -> '.join(texts)}")
-    return lines
+    differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
+    return [line for line in differences if not line.startswith(SAVED_IN_CHECKPOINTS)]
 
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
@@ -305,8 +262,12 @@ def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
 
 
 def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
+    others: list[str] = []
     # The newest run may have ended before the first checkpoint. Then the run before is meant.
     for folder in run_folders(runs):
+        if differences := other_experiment(recipe, folder / RECIPE_FILE):
+            others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
+            continue
         whole = _whole_step(recipe, folder, flaws)
         if whole is not None:
             return folder, whole
@@ -314,7 +275,10 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
     # No error: a job that is always submitted with `latest` also has a first start.
-    print(f'checkpoint.load = "latest": no run in {runs} has a whole checkpoint; starting anew', flush=True)
+    reason = f"no run in {runs} has a whole checkpoint"
+    if others:
+        reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
+    print(f'checkpoint.load = "latest": {reason}; starting anew', flush=True)
     return None
 
 
@@ -364,6 +328,8 @@ def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
         with contextlib.suppress(FileExistsError):
             if path.name not in stamps:
                 folder.mkdir(parents=True)
+                if overrides:
+                    (folder / OVERRIDES_FILE).write_text("\n".join(overrides) + "\n", encoding="utf-8")
                 return folder
     raise AssertionError("there is always another number")
 

@@ -106,6 +106,8 @@ class MuonTrainer(Trainer):
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
         )
         self.checks = self._new_checks()
+        self.compared = 0
+        """Step after which replicas were compared last."""
 
     def _new_checks(self) -> TrainingChecks:
         dims = self.parallel_dims
@@ -229,6 +231,8 @@ class MuonTrainer(Trainer):
             # TorchTitan shortens the time-outs of the mesh's groups here; Muon has further groups.
             self.first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
+            self._check_replicas(self.step)
         self.stopped = self.stop.stop_after_step()
         # TorchTitan saves next, and then validates: a failed or interrupted validation loses no step.
         self.checkpointer.forced = self.stopped
@@ -237,7 +241,6 @@ class MuonTrainer(Trainer):
         self.metrics_processor.tokens = self.tokens
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        """TorchTitan's batches, timed."""
         batches = super().batch_generator(data_iterable)
         while True:
             with self.timer.phase("data"):
@@ -274,6 +277,7 @@ class MuonTrainer(Trainer):
         # A restart would continue from a checkpoint with NaN, which counts as whole and replaces good checkpoints.
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
+        self._check_replicas(step)
         shards = [local(p) for part in self.model_parts for p in part.parameters()]
         norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
         broken = [norm.to(self.device).isfinite().logical_not() for norm in norms]
@@ -284,8 +288,17 @@ class MuonTrainer(Trainer):
                 f"step {step}: some weights are not finite, and nothing is saved from this step. {ADVICE}"
             )
 
+    def _check_replicas(self, step: int) -> None:
+        """Raise RunFault on all ranks if weights, states or hyperparameters differ between ranks with replicas."""
+        if step == self.compared:
+            return
+        self.compared = step
+        try:
+            self.optimizers.check_replicas()
+        except ValueError as error:
+            raise RunFault(f"step {step}: {error}") from error
+
     def _check_validation(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks if the validation's loss is not finite."""
         loss = self.metrics_processor.validation_loss
         broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)

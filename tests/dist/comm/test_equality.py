@@ -1,0 +1,172 @@
+"""Replicas of weights and states, and hyperparameters, that differ between ranks are an error that names them."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS
+from titan_muon import Hybrid
+from titan_muon.comm.equality import tensors_of
+
+
+class Model(nn.Module):
+    """Two matrices for Muon, and an embedding and a norm for AdamW."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
+        self.norm = nn.LayerNorm(16)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.norm(hidden)
+
+
+def trained(*, sharded: bool, steps: int = 2) -> tuple[Model, Hybrid]:
+    """A model after some steps: HSDP with 2 replicas, or plain tensors with reduced gradients as under DDP."""
+    torch.manual_seed(0)
+    model = Model()
+    if sharded:
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    optimizer = Hybrid(model, lr=0.02).build()
+    for _ in range(steps):
+        step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: Model, optimizer: Hybrid) -> None:
+    model(torch.arange(8)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def flip_a_bit(tensor: Tensor) -> None:
+    local(tensor).view(torch.int32).view(-1)[3] ^= 1
+
+
+def weight_of_muon(model: Model, optimizer: Hybrid) -> None:
+    flip_a_bit(model.layers[1].weight)
+
+
+def weight_of_adamw(model: Model, optimizer: Hybrid) -> None:
+    local(model.embedding.weight).mul_(1.01)
+
+
+def momentum(model: Model, optimizer: Hybrid) -> None:
+    flip_a_bit(optimizer.state[model.layers[0].weight]["momentum_buffer"])
+
+
+def average_of_adamw(model: Model, optimizer: Hybrid) -> None:
+    local(optimizer.state[model.norm.weight]["exp_avg_sq"]).zero_()
+
+
+def counter_of_adamw(model: Model, optimizer: Hybrid) -> None:
+    optimizer.state[model.norm.bias]["step"].add_(1)
+
+
+def learning_rate(model: Model, optimizer: Hybrid) -> None:
+    optimizer.optimizers["muon"].param_groups[0]["lr"] = 0.01
+
+
+def betas(model: Model, optimizer: Hybrid) -> None:
+    optimizer.optimizers["adamw"].param_groups[0]["betas"] = (0.9, 0.95)
+
+
+def nothing(model: Model, optimizer: Hybrid) -> None:
+    pass
+
+
+INJECTED: dict[Callable[..., None], str] = {
+    weight_of_muon: "layers.1.weight: ranks [1] differ from ranks [0]",
+    weight_of_adamw: "embedding.weight: ranks [1] differ from ranks [0]",
+    momentum: "layers.0.weight (momentum_buffer): ranks [1] differ from ranks [0]",
+    average_of_adamw: "norm.weight (exp_avg_sq): ranks [1] differ from ranks [0]",
+    counter_of_adamw: "norm.bias (step): ranks [1] differ from ranks [0]",
+    learning_rate: "lr of muon's group of layers.0.weight is 0.02 on ranks [0] and 0.01 on ranks [1]",
+    betas: "betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.95) on ranks [1]",
+    nothing: "",
+}
+"""Faults of rank 1, and the errors of all ranks."""
+
+
+def message(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def inject(rank: int, world_size: int) -> dict[tuple[str, bool], str]:
+    errors = {}
+    for sharded in (True, False):
+        model, optimizer = trained(sharded=sharded)
+        tensors = [tensor for _, _, tensor in tensors_of(optimizer.optimizers)]
+        kept = [local(tensor).clone() for tensor in tensors]
+        for fault in INJECTED:
+            groups = [dict(group) for group in optimizer.param_groups]
+            if rank == 1:
+                with torch.no_grad():
+                    fault(model, optimizer)
+            errors[fault.__name__, sharded] = message(optimizer.check_replicas)
+            if fault is weight_of_adamw and not sharded:
+                errors["own", False] = message(partial(optimizer.check_replicas, own=["embed*"]))
+            with torch.no_grad():
+                for tensor, before in zip(tensors, kept, strict=True):
+                    local(tensor).copy_(before)
+            for group, old in zip(optimizer.param_groups, groups, strict=True):
+                group.update(old)
+    return errors
+
+
+@cache
+def injected() -> list[dict[tuple[str, bool], str]]:
+    return run_ranks(inject, 2, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["hsdp", "plain"])
+@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
+def test_a_difference_is_named_with_its_ranks_on_all_ranks(fault: Callable[..., None], sharded: bool) -> None:
+    for errors in injected():
+        error = errors[fault.__name__, sharded]
+        assert INJECTED[fault] in error
+        assert bool(error) == bool(INJECTED[fault])
+
+
+def test_tensors_that_each_rank_trains_itself_may_differ() -> None:
+    for errors in injected():
+        assert errors["own", False] == ""
+
+
+def on_four_ranks(rank: int, world_size: int) -> list[str]:
+    """2 replicas of 2 shards: the error after rank 3 has changed its shard; and without a change."""
+    torch.manual_seed(0)
+    model = Model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    optimizer = Hybrid(model, lr=0.02, muon={"state": "owner"}).build()
+    step(model, optimizer)
+    errors = [message(optimizer.check_replicas)]
+    if rank == 3:
+        weight_of_muon(model, optimizer)
+    return [*errors, message(optimizer.check_replicas)]
+
+
+def test_the_shard_that_differs_is_named_by_the_ranks_that_hold_it() -> None:
+    for before, after in run_ranks(on_four_ranks, 4, timeout=SECONDS):
+        assert before == ""
+        assert "layers.1.weight: ranks [3] differ from ranks [1]" in after

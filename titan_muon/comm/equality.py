@@ -1,0 +1,160 @@
+"""A check that weights, states and hyperparameters are equal on all ranks that must hold equal ones."""
+
+# [Note: replicas]
+# - Ranks along a Replicate axis of a mesh hold equal shards, as under HSDP. Plain tensors are equal on all ranks, as
+#   under DDP. A flipped bit or another learning rate on one rank would go unnoticed: each rank trains on from its own.
+# - Each rank sums the bits of its shards. The maximum of a sum and of its complement over the replicas shows a
+#   difference. Only then do ranks send names and sums, to say which rank differs.
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..tensors.dtensor import local
+from ..tensors.mesh import without_groups
+from .agreement import Agreement
+from .replicas import bit_sum
+
+LISTED = 5
+"""Number of differences in an error text."""
+
+
+class Held(NamedTuple):
+    """A value on this rank. `shard`: coordinates of the shard; only equal shards can be compared."""
+
+    value: Hashable
+    shard: tuple[int, ...] = ()
+    is_tensor: bool = True
+
+
+def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter name, label, tensor) of every parameter of the optimizers, and of its states."""
+    for optimizer in optimizers.values():
+        for group in optimizer.param_groups:
+            for fqn, parameter in zip(_names(group), group["params"], strict=True):
+                yield fqn, fqn, parameter
+                for key, state in sorted(optimizer.state.get(parameter, {}).items()):
+                    if isinstance(state, Tensor):
+                        yield fqn, f"{fqn} ({key})", state
+
+
+def hyperparameters_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
+    """The hyperparameters of every group with a parameter, by a name that says which."""
+    return {
+        f"{key} of {name}'s group of {_names(group)[0]}": text_of(value)
+        for name, optimizer in optimizers.items()
+        for group in optimizer.param_groups
+        if group["params"]
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def text_of(value: object) -> str:
+    """A hyperparameter as text. A learning rate in a tensor prints its device, which differs between ranks."""
+    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
+
+
+def _names(group: Mapping[str, Any]) -> Sequence[str]:
+    return group.get("param_names") or [f"parameter {index}" for index in range(len(group["params"]))]
+
+
+def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
+    """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
+
+    All ranks of the world call this together. The host waits for the device and for all ranks.
+
+    Args:
+        optimizers: optimizers by name.
+        own: globs on names of plain tensors that each rank trains separately.
+    """
+    patterns = tuple(own)
+    shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
+    plain: dict[str, Tensor] = {}
+    for fqn, label, tensor in tensors_of(optimizers):
+        if not isinstance(tensor, DTensor):
+            if not any(fnmatchcase(fqn, pattern) for pattern in patterns):
+                plain[label] = tensor
+        elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
+            shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
+    values: dict[str, Held] = {
+        label: Held(text, is_tensor=False) for label, text in hyperparameters_of(optimizers).items()
+    }
+    values |= {
+        label: Held((tuple(plain[label].shape), number)) for label, number in zip(plain, _sums(plain), strict=True)
+    }
+    differing = {label: values[label] for label in sorted(agreement.differing(values))}
+    for (mesh, axes), tensors in shards.items():
+        differing |= _differing_shards(mesh, axes, tensors)
+    if agreement.any_rank(bool(differing)):
+        raise ValueError(_message(agreement.gathered(differing)))
+
+
+def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
+    """The mesh axes along which this rank has replicas."""
+    mesh = tensor.device_mesh
+    if mesh.get_coordinate() is None:
+        return ()
+    return tuple(a for a, placement in enumerate(tensor.placements) if placement.is_replicate() and mesh.size(a) > 1)
+
+
+def _sums(tensors: Mapping[str, Tensor]) -> list[int]:
+    """The bit sum of each local tensor. Tensors on a device cost one transfer together."""
+    sums: dict[str, Tensor] = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
+    numbers: dict[str, int] = {}
+    for device in dict.fromkeys(total.device for total in sums.values()):
+        there = [label for label, total in sums.items() if total.device == device]
+        numbers |= zip(there, torch.stack([sums[label] for label in there]).tolist(), strict=True)
+    return [numbers[label] for label in tensors]
+
+
+def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Held]:
+    """The tensors that differ over the axes of a mesh. All ranks of the mesh call this with the same names."""
+    sums = _sums(tensors)
+    own = torch.tensor(sums, dtype=torch.int64, device=mesh.device_type)
+    # The complement instead of the negative, which overflows for the smallest integer.
+    extremes = torch.cat((own, ~own))
+    for axis in axes:
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    largest, smallest = extremes[: len(sums)], ~extremes[len(sums) :]
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None, "ranks outside of a mesh hold no replica"
+    shard = tuple(place for axis, place in enumerate(coordinate) if axis not in axes)
+    differs = (largest != smallest).tolist()
+    return {label: Held(s, shard) for label, s, d in zip(tensors, sums, differs, strict=True) if d}
+
+
+def _message(everywhere: Sequence[Mapping[str, Held]]) -> str:
+    """The error text for the differing values of all ranks."""
+    labels = list(dict.fromkeys(label for held in everywhere for label in held))
+    lines = [_line(label, everywhere) for label in labels[:LISTED]]
+    more = f"; and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
+    return (
+        f"values that must be equal on ranks differ: {'; '.join(lines)}{more}. Each rank would train on from its own: "
+        "continue from a checkpoint from before, with the same options, gradients and number of steps on every rank"
+    )
+
+
+def _line(label: str, everywhere: Sequence[Mapping[str, Held]]) -> str:
+    ranks: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
+    for rank, held in enumerate(everywhere):
+        if label in held:
+            ranks.setdefault(held[label].shard, {}).setdefault(held[label].value, []).append(rank)
+    if any(not held[label].is_tensor for held in everywhere if label in held):
+        (values,) = ranks.values()
+        return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in values.items())
+    # The majority is right most likely, and among equals the rank that saves.
+    texts = []
+    for values in ranks.values():
+        first, *others = sorted(values.values(), key=lambda where: (-len(where), where))
+        texts.append(f"ranks {sorted(rank for other in others for rank in other)} differ from ranks {first}")
+    return f"{label}: {', '.join(texts)}"
