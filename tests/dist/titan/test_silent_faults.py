@@ -142,7 +142,7 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
 
     def drift(trainer: Any) -> None:
         if trainer.step == 2:
-            trainer.model_parts[0].layers["1"].attention.wo.weight.to_local()[0, 0] += 1e-6
+            trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] += 1e-6
 
     replicas = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas": 2}
     saved = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
