@@ -72,15 +72,16 @@ class TrainingChecks:
         # PyTorch takes a step to make the optimizers' states before it loads them.
         self._steps, self._taken = 0, [0] * len(self._taken)
 
-    def begin_step(self, *, reported: bool, place: Place) -> None:
-        """Start a step. `place`: where the rank begins to read."""
+    def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
+        """Start a step. `place`: where the rank begins to read. `counted`: whether experts' tokens are counted."""
         self._steps += 1
+        if counted:
+            self.experts.begin_step()
         if not reported:
             return
         self._place = place
         self._stale = 0
         self._inputs.take()
-        self.experts.begin_step()
 
     def before_backward(self, parameters: Iterable[Tensor]) -> None:
         """Count the parameters that have a gradient before the first backward of a reported step."""
@@ -90,13 +91,13 @@ class TrainingChecks:
         """Take a batch of a reported step: token ids, int64 on the CPU."""
         self._inputs.add(inputs)
 
-    def after_clip(self, step: int, norm: Tensor, local_norms: Tensor, *, reported: bool) -> list[str]:
+    def after_clip(self, step: int, norm: Tensor, local_norms: Tensor, *, counted: bool) -> list[str]:
         """Take the norm of a step before the optimizers' step; raises FloatingPointError as `check_norm`."""
         lines = self.check_norm() if self._norms.is_late else []
         self._norms.watch(step, norm, local_norms)
         if not self._norms.is_late:
             lines = self.check_norm()
-        if reported:
+        if counted:
             self.tokens = self.experts.of_step()
         return lines
 

@@ -28,7 +28,9 @@ from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.validation import HeldOutValidator
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.model.qk_clip import build_qk_clip
+from titan_muon.titan.monitor.monitor import Monitor
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import say
@@ -53,6 +55,9 @@ class MuonTrainer(Trainer):
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
         """Whether attention logits are observed, and whether large logits are clipped."""
 
+        monitor: MonitorSection = field(default_factory=MonitorSection)
+        """Which steps are measured, and what."""
+
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         """Changes of the model's configuration before the model is made, in this order."""
 
@@ -69,6 +74,7 @@ class MuonTrainer(Trainer):
     first_step: bool
     passes: int
     reported: bool
+    counted: bool
     grad_norm: torch.Tensor
     rates: dict[str, float]
     keep_folder: Callable[[], None]
@@ -106,6 +112,16 @@ class MuonTrainer(Trainer):
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
         )
         self.checks = self._new_checks()
+        self.monitor: Monitor | None = None
+        if config.monitor.every > 0:
+            self.monitor = Monitor(
+                self.model_parts,
+                self.optimizers,
+                self.device,
+                stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
+                every=config.monitor.every,
+                matrices=config.monitor.matrices,
+            )
         self.compared = 0
         """Step after which replicas were compared last."""
 
@@ -217,7 +233,9 @@ class MuonTrainer(Trainer):
         self.stop.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
-        self.checks.begin_step(reported=self.reported, place=self._place())
+        monitored = self.monitor is not None and self.monitor.is_due(self.step)
+        self.counted = self.reported or monitored
+        self.checks.begin_step(reported=self.reported, counted=self.counted, place=self._place())
         try:
             with compat.clipping_by(self._clip_gradients):
                 super().train_step(data_iterator)
@@ -231,6 +249,9 @@ class MuonTrainer(Trainer):
             # TorchTitan shortens the time-outs of the mesh's groups here; Muon has further groups.
             self.first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        if monitored:
+            assert self.monitor is not None
+            self.metrics_processor.log_monitor(self.step, self.monitor.after_step(self.checks.tokens))
         if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
             self._check_replicas(self.step)
         self.stopped = self.stop.stop_after_step()
@@ -263,8 +284,10 @@ class MuonTrainer(Trainer):
         """Replacement of TorchTitan's clipping. Returns the norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
-            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, reported=self.reported)
+            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
             self._warn(lines)
+        if self.monitor is not None and self.monitor.is_due(self.step):
+            self.monitor.before_step()
         # The rates of this step: the schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
         # A hook of the optimizers ends this phase. The phase includes TorchTitan's wait for an asynchronous save.

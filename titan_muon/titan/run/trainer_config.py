@@ -62,6 +62,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
+        monitor=recipe.monitor,
         converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_assets(model.hf_assets_path),
