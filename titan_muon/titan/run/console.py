@@ -26,6 +26,7 @@ NOISE = (
     "Last step checkpoint completed",
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
+    "Sleeping 2 seconds",
 )
 """Beginnings of TorchTitan's redundant messages (no warnings)."""
 

@@ -45,6 +45,7 @@ from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
+<<<<<<< HEAD
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import (
     OPTIMIZERS_FILE,
@@ -56,6 +57,11 @@ from titan_muon.titan.run.runs import (
     earlier_optimizers,
     keep_folder,
 )
+=======
+from titan_muon.titan.recipe.constraints import owns
+from titan_muon.titan.run.console import say, say_error, set_up_logging
+from titan_muon.titan.run.runs import Run, agree, begin, discard
+>>>>>>> main
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
@@ -195,7 +201,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
             say(f"warning: {line}")
         begin(run, recipe)
         _say_optimizers(trainer, recipe, run, reports)
-        _say_start(trainer, run)
+        _say_start(trainer, recipe, run)
     return trainer
 
 
@@ -208,12 +214,16 @@ def _traced(error: Exception, run: Run) -> str:
     return f"{where.filename}:{where.lineno}; traceback in {file}"
 
 
-def _say_start(trainer: MuonTrainer, run: Run) -> None:
+def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
+    if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
+        say(note)
     steps = trainer.config.training.steps
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
         say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
+        if recipe.checkpoint.last_save_in_hf:
+            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"

@@ -189,6 +189,7 @@ class MuonTrainer(Trainer):
             self.metrics_processor.log_divergence(self.step, reason)
             raise FloatingPointError(reason) from error
         self.checkpointer.maybe_wait_for_saving()
+        self.metrics_processor.say_end(self.step, self.config.dump_folder)
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
             off = "load_only = true" if checkpoint.enable else "enable = false"
@@ -323,6 +324,7 @@ class MuonTrainer(Trainer):
 
     def _check_validation(self, step: int) -> None:
         loss = self.metrics_processor.validation_loss
+        assert loss is not None, "a validation reports its loss"
         broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken.item():

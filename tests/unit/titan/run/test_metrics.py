@@ -94,6 +94,18 @@ def test_mfu_is_shown_on_gpus(reporter: RunMetrics, tmp_path: Path, capsys: pyte
     )
 
 
+def test_the_end_of_a_run_is_one_line(reporter: RunMetrics, capsys: pytest.CaptureFixture[str]) -> None:
+    """The user needs the folder and the last losses, which may be hundreds of lines above."""
+    reporter.say_end(0, "runs/x")
+    assert capsys.readouterr().out == "", "nothing was trained"
+    reporter.log_step(REPORT)
+    reporter.log_validation(2.25, 10)
+    capsys.readouterr()
+    reporter.say_end(10, "runs/x")
+    shown = capsys.readouterr().out
+    assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 2\.2500, \d+:\d\d:\d\d; runs/x\n", shown)
+
+
 def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
     reporter.log_divergence(7, "step 7: the loss is nan")
     assert record(tmp_path) == {"step": 7, "diverged": "step 7: the loss is nan"}
