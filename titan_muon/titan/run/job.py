@@ -45,7 +45,7 @@ from titan_muon.titan.launch.watchdog import Watchdog
 from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
-<<<<<<< HEAD
+from titan_muon.titan.recipe.constraints import owns
 from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
 from titan_muon.titan.run.runs import (
     OPTIMIZERS_FILE,
@@ -57,11 +57,6 @@ from titan_muon.titan.run.runs import (
     earlier_optimizers,
     keep_folder,
 )
-=======
-from titan_muon.titan.recipe.constraints import owns
-from titan_muon.titan.run.console import say, say_error, set_up_logging
-from titan_muon.titan.run.runs import Run, agree, begin, discard
->>>>>>> main
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
