@@ -312,8 +312,8 @@ class StepOptions:
     state: Literal["replicated", "owner"] = "replicated"
     """Keepers of the momentum of replicas, as under HSDP and DDP: every holder, or only the owner."""
 
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the momentum."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of the momentum. `int8`: 8 bits with a float32 scale for each 64 elements of a row, rounded stochastically."""
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
@@ -364,6 +364,13 @@ class MuonOptions(StepOptions, Hyperparameters):
         if self.overlap != "none" and self.offload != "none":
             problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
             raise OptionError("overlap", problem)
+        for name, needed in (("offload", "none"), ("state", "replicated")):
+            if self.state_dtype == "int8" and getattr(self, name) != needed:
+                problem = f"= {getattr(self, name)!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
+                raise OptionError(name, problem)
+        if self.state_dtype == "int8" and self.overlap == "backward":
+            problem = "= 'backward' reads the momentum before a step decodes it"
+            raise OptionError("overlap", f"{problem}; set 'none' or 'forward', or state_dtype = 'bfloat16'")
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
             raise OptionError("overlap", problem)

@@ -23,6 +23,7 @@ from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
 from .rules import check_rule, rule_of, sliced_names
+from .state.eight_bit import check_eight_bit
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
@@ -87,6 +88,8 @@ def plan_step(
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
+    for (_, tensor), parameter in zip(named, parameters, strict=True):
+        check_eight_bit(tensor, parameter, options)
     check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))

@@ -18,6 +18,7 @@ from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
 from ..tensors.mesh import StateMesh
 from ..tensors.storage import TrainedParam, placement_key
+from .eight_bit import SCALES
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,8 @@ def saved_rule_states(
             if key == "momentum_buffer":
                 continue
             loaded = saved[trained.param].get(key)
+            if loaded is None and key == SCALES:
+                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
             if loaded is None or placement_key(loaded) != placement_key(old):
                 raise ValueError(
                     f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "

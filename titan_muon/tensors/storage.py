@@ -31,6 +31,7 @@ class TrainedParam:
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
         stored: dtype and device of the local tensor when the step was planned.
         average_device: type of the device with the momentum.
+        scales: scales of an int8 momentum.
     """
 
     fqn: str
@@ -41,6 +42,7 @@ class TrainedParam:
     on_mesh: bool
     stored: tuple[torch.dtype, torch.device]
     average_device: str = ""
+    scales: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
@@ -72,13 +74,14 @@ def trained_params(
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
             rounds = options.rounding == "stochastic" and parameter.dtype == torch.bfloat16
-            if rounds or options.momentum_warmup_steps:
+            if rounds or options.momentum_warmup_steps or options.state_dtype == "int8":
                 # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
             shard, key = local(parameter), placement_key(parameter)
             trained = TrainedParam(fqn, parameter, None, group, key, on_mesh, (shard.dtype, shard.device))
-            average = state.get(parameter, {}).get("momentum_buffer")
+            average, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
+            trained = replace(trained, scales=scales)
             yield trained if average is None else with_average(trained, average)
 
 
