@@ -313,7 +313,7 @@ class StepOptions:
     """Keepers of the momentum of replicas, as under HSDP and DDP: every holder, or only the owner."""
 
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
-    """Dtype of the momentum. `int8`: 8 bits with a float32 scale for each 64 elements of a row, rounded stochastically."""
+    """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
@@ -369,7 +369,7 @@ class MuonOptions(StepOptions, Hyperparameters):
                 problem = f"= {getattr(self, name)!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
                 raise OptionError(name, problem)
         if self.state_dtype == "int8" and self.overlap == "backward":
-            problem = "= 'backward' reads the momentum before a step decodes it"
+            problem = "= 'backward' reads the momentum before a step decodes it from int8"
             raise OptionError("overlap", f"{problem}; set 'none' or 'forward', or state_dtype = 'bfloat16'")
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
