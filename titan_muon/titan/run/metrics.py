@@ -290,6 +290,10 @@ class RunMetrics(MetricsProcessor):
         """Record the divergence at `step`; called on every rank."""
         self.logger.log({"diverged": reason}, step)
 
+    def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the measurements of a step; called on every rank."""
+        self.logger.log({"monitor": record}, step)
+
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""
         self.validation_loss = loss
