@@ -110,7 +110,7 @@ class Block(nn.Module):
 
     def __init__(self, *other: int) -> None:
         super().__init__()
-        self.up, self.other = Weight(32, 16), Weight(*other)
+        self.up, self.other = Weight(32, 128), Weight(*other)
 
 
 class Model(nn.Module):

@@ -46,12 +46,14 @@ def check_eight_bit(tensor: Tensor, planned: Parameter, options: MuonOptions) ->
             cut *= size if isinstance(placement, Shard) and placement.dim == tensor.ndim - 1 else 1
     columns = tensor.shape[-1]
     if planned.stack.interleaved:
-        problem = f"shares rows between the matrices of {planned.fqn}"
+        problem = f"{planned.fqn} has matrices that share rows"
     elif (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
-        problem = f"needs shards of {BLOCK} columns, and {planned.fqn} has {columns} on {cut} ranks"
+        problem = f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
     else:
         return
-    raise OptionError("state_dtype", f"= 'int8' has a scale for {BLOCK} columns of a row; it {problem}; set 'bfloat16'")
+    raise OptionError(
+        "state_dtype", f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
+    )
 
 
 def new_scales(parameter: Tensor) -> Tensor:

@@ -143,4 +143,4 @@ def refused(rank: int, world_size: int) -> str:
 def test_blocks_that_would_cross_shards_are_refused() -> None:
     for message in run_ranks(refused, 2):
         assert "state_dtype = 'int8'" in message
-        assert "w has 96 on 2 ranks" in message
+        assert "w has 96 columns on 2 ranks" in message
