@@ -202,6 +202,9 @@ def page(study: dict[str, Any]) -> str:
         "",
     ]
     results = [Run(**{**run, "losses": tuple(run["losses"])}) for run in study["runs"]]
+    total = size["seeds"] * len(size["recipes"]) * sum(len(CONTENDERS[name][1]) for name in size["contenders"])
+    if len(results) < total:
+        lines += [f"**Incomplete: {len(results)} of {total} runs.** The same command goes on with the others.", ""]
     for recipe in size["recipes"]:
         rows = {key: rates for key, rates in summary(results, size["steps"]).items() if key[0] == recipe}
         lines += [f"## {recipe}: `configs/{RECIPES[recipe]}`", ""]

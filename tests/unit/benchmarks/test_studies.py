@@ -52,6 +52,8 @@ def test_a_study_trains_writes_its_page_and_goes_on(tmp_path: Path) -> None:
     assert (tmp_path / "rules.png").stat().st_size > 10_000
     arguments, keys = Arguments(tmp_path, recipes=("dense",), contenders=("muonh",), **size), words[-2:]
     assert study_rules.main(arguments, keys) == found, "no run is repeated"
+    assert "Incomplete" not in page
+    assert "**Incomplete: 3 of 4 runs.**" in study_rules.page({**found, "runs": found["runs"][:3]})
     with pytest.raises(SystemExit, match="is of another command"):
         study_rules.main(arguments, [*keys, "--muon.momentum", "0.9"])
 
