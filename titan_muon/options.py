@@ -197,6 +197,8 @@ class Machine:
 
 Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
+MissingGrad = Literal["error", "skip"]
+Nonfinite = Literal["error", "skip"]
 Overlap = Literal["none", "backward", "forward"]
 """Computation that hides communication of a step."""
 
@@ -296,10 +298,10 @@ class StepOptions:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
-    missing_grad: Literal["error", "skip"] = "error"
+    missing_grad: MissingGrad = "error"
     """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks."""
 
-    nonfinite: Literal["error", "skip"] = "error"
+    nonfinite: Nonfinite = "error"
     """A non-finite matrix gets no update. The next step raises on all ranks, or (`skip`) warns and goes on."""
 
     release_grads: bool = False

@@ -20,6 +20,7 @@ class MuonRule:
     """
 
     states: tuple[StateSpec, ...] = ()
+    keeps_spectrum = True
     finish_bytes = 0
 
     def __init__(self, *, cautious: bool) -> None:

@@ -28,6 +28,7 @@ class NorMuonRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+    keeps_spectrum = False
     # The matrix and its squares in float32.
     finish_bytes = 8
 

@@ -22,10 +22,12 @@ class Rule(Protocol):
 
     Attributes:
         states: states of each matrix besides the momentum.
+        keeps_spectrum: whether `finish` keeps singular values; otherwise it keeps at most the norm.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
     states: tuple[StateSpec, ...]
+    keeps_spectrum: bool
     finish_bytes: int
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
