@@ -11,7 +11,7 @@ Choose = Callable[[Plan, Bucket, int], int]
 
 
 def round_robin(plan: Plan, bucket: Bucket, matrix: int) -> int:
-    """The i-th matrix of a group belongs to the group's rank i modulo its size, in the order of the parameters."""
+    """Matrix i of a group of n ranks belongs to rank i modulo n, in the order of the parameters."""
     numbers = sorted(number for other in plan.buckets if other.group == bucket.group for number in other.matrices)
     return numbers.index(matrix) % len(bucket.group)
 

@@ -50,7 +50,7 @@ def least_seconds(plan: Plan, machine: MachineRates, played: Timeline) -> float:
     `played` is the plan's own timeline on the machine.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
     place = {rank: index for index, rank in enumerate(pieces.ranks())}
     beside = [home.seconds for home in costs.local(plan.local).values()]
     for bucket in plan.buckets:

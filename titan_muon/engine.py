@@ -76,6 +76,7 @@ class Engine:
             Act.ORTHOGONALIZE: (stages.orthogonalize, stages.send_back),
             Act.APPLY: (stages.apply,),
         }
+        rank.report.begin_step()
         rank.begin(step)
         for feature in features:
             feature.before(step)

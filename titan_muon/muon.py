@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from .comm.replicas import unequal_tensors
 from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
-from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split
+from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
 from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
@@ -39,7 +39,7 @@ from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
 from .state.saved import check_saved_groups, saved_averages
-from .step.gradients import Step
+from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -111,7 +111,9 @@ class Muon(SkipsSteps, Optimizer):
         machine: Machine = MuonOptions.machine,
         offload: Offload = "none",
         adjust_lr_fn: str | None = None,
+        **unknown: Never,
     ) -> None:
+        refuse_keywords(unknown)
         check_lr(lr)
         lr_scale = lr_scale if adjust_lr_fn is None else lr_scale_of(adjust_lr_fn)
         ns_coefficients = rows_of(ns_coefficients)
@@ -195,14 +197,13 @@ class Muon(SkipsSteps, Optimizer):
                 previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
                 (`rebuild` accepts most changes).
         """
-        with torch.enable_grad():
-            loss = None if closure is None else closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.flush()
+        if self.engine.rank.report.steps == 0 and self._options.missing_grad == "error":
+            self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
         step = self._checked()
-        rank = self.engine.rank
-        rank.report.begin_step()
-        with self._agreed.located(rank.report.steps):
-            self.engine.run(step, *features_of_step(self, rank, self.take_skip()))
+        with self._agreed.located(self.engine.rank.report.steps + 1):
+            self.engine.run(step, *features_of_step(self, self.engine.rank, self.take_skip()))
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1

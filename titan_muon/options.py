@@ -8,8 +8,9 @@ PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -384,5 +385,19 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
         if name in values and values[name] not in accepted:
             raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
     for name, constraint in constraints(table):
-        if values.get(name) is not None and not constraint.holds(values[name]):
+        try:
+            holds = values.get(name) is None or constraint.holds(values[name])
+        except TypeError:
+            # For example "1e-3" for a number.
+            holds = False
+        if not holds:
             raise OptionError(prefix + name, f"= {values[name]!r} is not accepted; it takes {constraint.accepted}")
+
+
+def refuse_keywords(unknown: Iterable[str]) -> None:
+    """Raise TypeError for keywords that Muon has not, with the nearest and all keywords."""
+    known = [item.name for item in fields(MuonOptions)]
+    for name in unknown:
+        near = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)
+        hint = f" Did you mean {near}?" if near else ""
+        raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")

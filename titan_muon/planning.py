@@ -21,7 +21,7 @@ from .plan.terms.blocks import blocks_reason
 from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
-from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf
+from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
 from .rules import check_rule, rule_of
 from .state.groups import iteration_of
 from .state.host import check_offload
@@ -114,7 +114,7 @@ def plan_parameters(
 
 
 def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str) -> Passes:
-    """Temporary memory of the element-wise stages, for weights of these dtypes with gradients of the same dtypes."""
+    """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
     for dtype in dtypes:
@@ -125,6 +125,17 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
         apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+    # Of several dtypes, the one with the most traffic.
+    moved = (
+        traffic(
+            dtype.itemsize,
+            state_bytes,
+            options.wire_bytes,
+            stochastic=options.rounding == "stochastic" and dtype == torch.bfloat16,
+            cautious=options.cautious,
+        )
+        for dtype in dtypes
+    )
     return Passes(
         advance_elements=limit // WIDE_BYTES,
         advance_bytes=max(advance),
@@ -132,6 +143,7 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         apply_bytes=max(apply),
         finish_bytes=rule.finish_bytes,
         states=len(rule.states),
+        traffic=max(moved, key=lambda found: found.advance + found.apply, default=FLOAT32_PASSES.traffic),
     )
 
 

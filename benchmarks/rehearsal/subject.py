@@ -17,7 +17,7 @@ from titan_muon.titan.run.trainer_config import trainer_config
 
 @dataclass(frozen=True)
 class NoTokenizer:
-    """Replaces the tokenizer and its configuration, because the tokenizer's file may be absent."""
+    """Replaces tokenizer and configuration, because the tokenizer's file may be absent."""
 
     def build(self, **kwargs: Any) -> NoTokenizer:
         return self
@@ -29,7 +29,7 @@ class NoTokenizer:
 
 @dataclass(frozen=True)
 class NoData:
-    """Replaces the data and their configuration: batches of zeros, a document each."""
+    """Replaces data and configuration: batches of zeros, a document each."""
 
     shape: tuple[int, int] = (0, 0)
 

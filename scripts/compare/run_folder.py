@@ -2,17 +2,21 @@
 
 import json
 import math
+import os
 import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from statistics import fmean, median
 
 import tomli
 
-RECIPE, METRICS = "recipe.toml", "metrics.jsonl"
+RECIPE, METRICS, LATEST = "recipe.toml", "metrics.jsonl", "latest"
+PLACE = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
+"""Keys that say where a run is, and nothing of what it computes."""
+MOST_KEYS, LONGEST_LABEL = 4, 60
 LOSSES = {"loss": "Training loss", "val_loss": "Validation loss", "bits_per_byte": "Bits per byte"}
 
 Series = dict[int, float]
@@ -75,6 +79,16 @@ def find_run(path: Path) -> Path:
         raise RunError(f"{path}: neither a run ({RECIPE}, {METRICS}) nor a folder with runs that logged a step")
     # By time only, not by the differences behind the time.
     return max(folders, key=lambda folder: folder.name.partition("_")[0])
+
+
+def _is_no_run(path: Path) -> bool:
+    """Whether `runs/recipe/*` matches `path` only because the shell cannot know: the file `latest`, or an empty run."""
+    if path.name == LATEST and path.is_file():
+        return True
+    empty = path.is_dir() and (path.parent / LATEST).is_file() and not (path / METRICS).is_file()
+    if empty:
+        print(f"{path}: passed over, because the run has logged no step", file=sys.stderr)
+    return empty
 
 
 def flatten(document: object, prefix: str = "") -> dict[str, object]:
@@ -149,17 +163,41 @@ def step_of(record: dict[str, object]) -> int:
     return step
 
 
-def unique_labels(folders: Sequence[Path]) -> list[str]:
-    """Names of the recipes (`runs/<recipe>/<time>`), extended by the differing part of the path for equal names."""
+def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
+    """The recipes' names (`runs/<recipe>/<time>`). Where two are equal, `key=value` of the first keys that tell all
+    runs apart; where no keys do, as much of the path as differs.
+    """
     paths = [folder.resolve() for folder in folders]
     for path, folder in zip(paths, folders, strict=True):
         if paths.count(path) > 1:
             raise RunError(f"{folder}: the same run is given twice")
-    labels, depth = [path.parent.name for path in paths], 1
+    names = [path.parent.name for path in paths]
+    if len(set(names)) == len(names):
+        return names
+    values = [{key: value for key, value in recipe.items() if key not in PLACE} for recipe in recipes]
+    differing = [key for key in dict.fromkeys(chain(*values)) if len({value.get(key) for value in values}) > 1]
+    for count in range(1, MOST_KEYS + 1):
+        labels = [_differences(value, differing[:count]) for value in values]
+        if len(set(labels)) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
+            return labels
+    depth = 1
     while len(set(labels)) < len(labels):
         depth += 1
         labels = ["/".join(path.parts[-depth:]) for path in paths]
-    return labels
+    # The recipe's name, if all are runs of it.
+    same = len(os.path.commonpath(labels))
+    return [label[same:].removeprefix("/") for label in labels]
+
+
+def _differences(values: dict[str, str], keys: Sequence[str]) -> str:
+    """`lr=0.01 placement=owned`, for a legend."""
+    return " ".join(f"{_leaf(key)}={values.get(key, 'absent')}" for key in keys).replace('"', "")
+
+
+def _leaf(key: str) -> str:
+    # `muon` alone says nothing of a placement, nor does `lr` of whose.
+    table, _, leaf = key.rpartition(".")
+    return table if leaf == "muon" else key if leaf in ("lr", "weight_decay") else leaf
 
 
 def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[RunRecord]:
@@ -167,13 +205,14 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
 
     Raises RunError for fewer than two runs, an unreadable run, or runs without a common step with `metric`.
     """
-    if len(paths) < 2:
-        raise RunError(f"a comparison takes two or more runs, not {len(paths)}")
-    folders = [find_run(path) for path in paths]
-    labels, metrics = unique_labels(folders), [folder / METRICS for folder in folders]
+    folders = [find_run(path) for path in paths if not _is_no_run(path)]
+    if len(folders) < 2:
+        raise RunError(f"a comparison takes two or more runs, not {len(folders)}")
+    recipes = [read_recipe(folder / RECIPE) for folder in folders]
+    labels, metrics = unique_labels(folders, recipes), [folder / METRICS for folder in folders]
     runs = [
-        RunRecord(label, folder, read_recipe(folder / RECIPE), series, tokens_per_step(series.get("tokens", {})))
-        for label, folder, series in zip(labels, folders, map(read_series, metrics), strict=True)
+        RunRecord(label, folder, recipe, series, tokens_per_step(series.get("tokens", {})))
+        for label, folder, recipe, series in zip(labels, folders, recipes, map(read_series, metrics), strict=True)
     ]
     if axis == "tokens":
         for run in runs:

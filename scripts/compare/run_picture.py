@@ -15,6 +15,8 @@ from compare.run_folder import LOSSES, RunRecord, smooth
 
 # Okabe and Ito's colors, distinct for all color vision; lines and markers differ for print without color.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+FEW, LONGEST = 30, 100
+"""Steps below which a curve has a dot for each, and characters of the longest label."""
 LINES, MARKERS = ("-", "--", "-.", ":"), ("o", "s", "^", "D")
 
 
@@ -43,22 +45,33 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: int,
         else f"{LOSSES[metric]} (mean of the last {window:,} {'steps' if axis == 'step' else axis})"
     )
     validated = metric == "loss" and any(run.of("val_loss") for run in runs)
-    legend = []
     for i, run in enumerate(runs):
         color, line = COLORS[i % len(COLORS)], LINES[i % len(LINES)]
         marker = MARKERS[i % len(MARKERS)] if validated and run.of("val_loss") else ""
         raw, curve, validation = run.of(metric), smooth(run.of(metric), window), run.of("val_loss")
         style: dict[str, Any] = {"color": color, "marker": marker, "markersize": 8, "markeredgecolor": "white"}
         axes.plot([*raw], [*raw.values()], color=color, linewidth=0.8, alpha=0.4)
-        axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2)
+        # Where few steps were logged the line alone does not show which.
+        dots = "." if len(curve) < FEW else ""
+        axes.plot([*curve], [*curve.values()], color=color, linestyle=line, linewidth=2, marker=dots)
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
-        legend.append(Line2D([], [], **style | {"linestyle": line, "linewidth": 2, "label": run.label}))
     axes.set_xlabel(axis)
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)
-    axes.legend(handles=legend, frameon=False, handlelength=3)
+
+
+def legend_of(runs: Sequence[RunRecord], metric: str) -> list[Line2D]:
+    """A line for each run as its curve is drawn, with the run's label, cut in the middle if it is long."""
+    validated = metric == "loss" and any(run.of("val_loss") for run in runs)
+    handles = []
+    for i, run in enumerate(runs):
+        marker = MARKERS[i % len(MARKERS)] if validated and run.of("val_loss") else ""
+        style: dict[str, Any] = {"color": COLORS[i % len(COLORS)], "linestyle": LINES[i % len(LINES)], "linewidth": 2}
+        label = run.label if len(run.label) <= LONGEST else f"{run.label[: LONGEST // 2]}…{run.label[-LONGEST // 2 :]}"
+        handles.append(Line2D([], [], marker=marker, markersize=8, markeredgecolor="white", label=label, **style))
+    return handles
 
 
 def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
@@ -70,12 +83,11 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
             face = to_rgba(color, fill.opacity)
             axes.barh(i, width, 0.45, left, color=face, edgecolor=color, hatch=fill.hatch)
             left += width
-        axes.text(0, i - 0.28, run.label, fontsize="small")
         axes.text(left, i, f" {left:.0f}" if left > 0 else " not recorded", va="center", fontsize="small")
         longest = max(longest, left)
     # Space for the numbers right of the bars and for the legend below.
     axes.set_xlim(0, longest * 1.2)
-    axes.set_ylim(len(runs) * 1.35 - 0.3, -0.75)
+    axes.set_ylim(len(runs) + 0.6, -0.6)
     axes.set_yticks([])
     axes.set_xlabel("time (ms)")
     axes.set_title("Time of a step (medians)")
@@ -100,15 +112,26 @@ def parts_of_step(run: RunRecord) -> dict[Fill, float]:
 def write_picture(
     runs: Sequence[RunRecord], metric: str, window: int, title: str | None, output: Path, axis: str = "step"
 ) -> None:
-    """Write the picture, 1200 x 500 pixels: the curves, and step phases if recorded."""
+    """Writes the picture."""
     with rc_context({"font.size": 12, "hatch.linewidth": 0.6, "svg.hashsalt": "compare_runs"}):
-        figure = Figure(figsize=(12, 5), dpi=100, layout="constrained")
-        if any(parts_of_step(run) for run in runs):
-            curves, times = figure.subplots(1, 2, width_ratios=(2, 1))
-            plot_times(times, runs)
-        else:
-            curves = figure.subplots()
-        plot_curves(curves, runs, metric, window, axis)
-        if title is not None:
-            figure.suptitle(title, fontweight="bold")
+        figure = picture(runs, metric, window, title, axis)
         figure.savefig(output, metadata={"Date": None} if output.suffix == ".svg" else None)
+
+
+def picture(runs: Sequence[RunRecord], metric: str, window: int, title: str | None, axis: str) -> Figure:
+    """The curves, the parts of the step if any run recorded some, and the runs' labels below; 1200 pixels wide."""
+    handles = legend_of(runs, metric)
+    # As many beside each other as fit into the width.
+    columns = max(1, min(len(runs), 120 // (8 + max(len(str(handle.get_label())) for handle in handles))))
+    height = 5 + 0.25 * -(-len(runs) // columns)
+    figure = Figure(figsize=(12, height), dpi=100, layout="constrained")
+    if any(parts_of_step(run) for run in runs):
+        curves, times = figure.subplots(1, 2, width_ratios=(2, 1))
+        plot_times(times, runs)
+    else:
+        curves = figure.subplots()
+    plot_curves(curves, runs, metric, window, axis)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, frameon=False, handlelength=3)
+    if title is not None:
+        figure.suptitle(title, fontweight="bold")
+    return figure

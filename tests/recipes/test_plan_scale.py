@@ -69,7 +69,7 @@ def test_bytes_of_an_even_shard0_are_exact() -> None:
     assert numbers.sent_mib_mean * 2**20 == 2 * (ranks - 1) * elements * 2 // ranks**2
 
 
-def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
+def test_gathers_of_backward_are_not_sent_in_the_step() -> None:
     without, overlapped = plan_numbers("llama3_8b", 64), plan_numbers("llama3_8b", 64, overlap="backward")
     assert without.hidden_ms == 0 < overlapped.hidden_ms
     assert overlapped.link_ms < without.link_ms
@@ -78,7 +78,7 @@ def test_what_backward_gathers_is_not_sent_in_the_step() -> None:
         assert 0 < numbers.exposed_ms <= numbers.waits_ms
 
 
-def test_what_forward_awaits_is_not_in_the_step() -> None:
+def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
     without, overlapped = (plan_numbers("llama3_8b", 64, overlap=each, replicas=8) for each in ("none", "forward"))
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms

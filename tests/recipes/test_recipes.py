@@ -194,7 +194,7 @@ def test_a_rule_that_names_an_owner_has_an_owner_in_each_replica(tmp_path: Path)
     assert plans[0] == plans[1]
 
 
-def test_what_backward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_the_exchange_hidden_in_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = r"in backward +([\d.,]+) ms of gathers are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
     dry_run("llama3_8b_muon", 64, tmp_path)
     assert not re.search(said, capsys.readouterr().out)
@@ -210,7 +210,7 @@ def test_what_backward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pyt
 HSDP = ("--parallelism.data_parallel_replicate_degree", "8")
 
 
-def test_what_forward_hides_of_the_exchange_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_the_exchange_hidden_in_forward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = (
         r"in forward +([\d.,]+) ms of results .* are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
     )
@@ -508,7 +508,7 @@ def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["--parallelism.tensor_parallel_degree", "3"], "does not divide the world size 2"),
     ],
 )
-def test_what_cannot_be_had_is_refused_before_any_process_starts(
+def test_impossible_recipes_are_refused_before_any_process_starts(
     overrides: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(RecipeError, match=message):

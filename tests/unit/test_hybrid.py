@@ -196,7 +196,10 @@ def test_rules_come_before_defaults_and_have_options() -> None:
 @pytest.mark.parametrize(
     ("options", "fault"),
     [
-        ({"rules": [Rule(match="nothing", optimizer="muon")]}, r"^rules: 'nothing' takes no parameter"),
+        (
+            {"rules": [Rule(match="nothing", optimizer="muon")]},
+            r"^rules\[0\]: 'nothing' takes no parameter",
+        ),
         ({"rules": [Rule(match="*", optimizer="muno")]}, "'muno' is unknown; did you mean 'muon'"),
         ({"rules": [Rule(match="*.up.weight", optimizer="adamw")], "defaults": False}, "^rules: no rule matches embed"),
         ({"rules": [Rule(match="*.up.weight", optimizer="muon", options={"lrr": 1})]}, r"^rules\[0\].options.lrr "),

@@ -28,9 +28,38 @@ def test_muon_shows_every_option_with_its_default() -> None:
     shown = {
         name: parameter.default
         for name, parameter in inspect.signature(Muon).parameters.items()
-        if name not in ("self", "params", "adjust_lr_fn")
+        if name not in ("self", "params", "adjust_lr_fn", "unknown")
     }
     assert shown == {item.name: getattr(MuonOptions(), item.name) for item in fields(MuonOptions)}
+
+
+@pytest.mark.parametrize(
+    ("keyword", "named"),
+    [
+        ("learning_rate", "Did you mean lr"),
+        ("betas", "beta2"),
+        ("momentun", "Did you mean momentum"),
+        ("zzz", "It takes"),
+    ],
+)
+def test_an_unknown_keyword_is_told_the_options(keyword: str, named: str) -> None:
+    unknown: dict[str, Any] = {keyword: 1}
+    with pytest.raises(TypeError, match=f"no option {keyword}.*weight_decay") as error:
+        Muon([("w", Parameter(torch.zeros(4, 4)))], **unknown)
+    assert named in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["lr", "momentum", "ns_steps"])
+def test_a_text_for_a_number_is_refused_by_name(option: str) -> None:
+    text: dict[str, Any] = {option: "1e-3"}
+    with pytest.raises(OptionError, match=f"^{option} = '1e-3' is not accepted"):
+        Muon([("w", Parameter(torch.zeros(4, 4)))], **text)
+
+
+def test_a_state_dict_of_nothing_is_refused_in_words() -> None:
+    muon = Muon([("w", Parameter(torch.zeros(4, 4)))])
+    with pytest.raises(ValueError, match="no state and no param_groups"):
+        muon.load_state_dict({})
 
 
 def test_muon_keeps_what_it_was_given() -> None:

@@ -108,7 +108,7 @@ def test_the_optimizers_of_a_recipe() -> None:
     assert isinstance(optimizers.get("adamw").build([dict(group)], foreach=False), torch.optim.AdamW)
 
 
-def test_shared_options_are_those_of_the_whole_optimizer() -> None:
+def test_shared_options_belong_to_the_whole_optimizer() -> None:
     options = {"lr": 0.1, "exchange": "all_gather", "fused": True}
     assert shared_options("muon", options) == {"exchange": "all_gather"}
     assert shared_options("adamw", options) == {"fused": True}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from ..options import OptionError, Rule, Split
@@ -96,12 +97,16 @@ def assign(
 def _refuse_unused(rules: Sequence[Rule], assigned: Sequence[Assignment]) -> None:
     # A misspelt glob would otherwise silently leave its parameters to the defaults.
     used = {assignment.rule for assignment in assigned}
-    unused = [rule.match for index, rule in enumerate(rules) if index not in used]
+    unused = [(index, rule.match) for index, rule in enumerate(rules) if index not in used]
     if unused:
+        index, match = unused[0]
+        near = get_close_matches(match, [assignment.fqn for assignment in assigned], 1, 0.3)
+        hint = f" The nearest name is {near[0]}." if near else ""
+        more = f" The same holds for {', '.join(repr(other) for _, other in unused[1:])}." if unused[1:] else ""
         raise OptionError(
-            "rules:",
-            f"{', '.join(map(repr, unused))} takes no parameter: no parameter has such a name, or earlier rules take "
-            "all of these; correct the rule, move it up or remove it",
+            f"rules[{index}]:",
+            f"{match!r} takes no parameter: no parameter has such a name, or rules before take all of them; correct "
+            f"it, move it up or remove it.{hint}{more}",
         )
 
 

@@ -41,7 +41,8 @@ REMEDIES: Mapping[Fault, str] = {
     "without an update; lower the learning rate, clip gradients, or skip such updates (nonfinite = 'skip')",
     Fault.NO_GRADIENT: "no gradient for {names}: use the parameter in the loss, freeze it before building Muon "
     "(requires_grad = False), give it to another optimizer, or skip it in such steps (missing_grad = 'skip'); if the "
-    "model was sharded, or the parameter frozen, after Muon was built, call rebuild() on every rank",
+    "parameter was frozen after Muon was built, call rebuild() on every rank; if the model was sharded after Muon was "
+    "made, make Muon from the sharded model's parameters",
     Fault.GRADIENT_ELSEWHERE: "{names}: the gradient's mesh or placements differ from the parameter's; redistribute "
     "the gradient",
     Fault.RESHARDED: "{names}: resharded since Muon was built; build a new optimizer, and load its momentum from a "

@@ -69,6 +69,7 @@ class FaultReport:
         self._sizes.fill_(NO_SIZE)
         self._late = torch.zeros(len(self.names), dtype=torch.int32, device=device)
         self._shared = torch.zeros_like(self._codes)
+        self._told_steps = 0
         self._sent_values: list[dict[str, Hashable]] = []
         self._agreement, self.device = agreement, device
         self._work: Work | None = None
@@ -151,7 +152,7 @@ class FaultReport:
         # Kept for `details`, because a scheduler changes the groups after the step.
         self._sent_values = [hyperparameters(group) for o in self._optimizers.values() for group in o.param_groups]
         hashes = [zlib.crc32(repr(values).encode()) & 0x7FFFFFFF for values in self._sent_values]
-        hashes.append(self.steps & 0x7FFFFFFF)
+        hashes.append((self.steps - self._told_steps) & 0x7FFFFFFF)
         self._hashes.copy_(torch.tensor([*hashes, *(-number for number in hashes)], dtype=torch.int32))
 
     def send(self) -> None:
@@ -211,8 +212,8 @@ class FaultReport:
                 for label, group in zip(labels, self._sent_values, strict=True)
                 for key, value in group.items()
             }
-        # The next steps count from zero on all ranks.
-        self.steps = 0
+        # Told once: later steps are compared from here on.
+        self._told_steps = self.steps
         return difference(self._agreement.gathered_from_peers(values))
 
     def clear(self) -> None:

@@ -84,7 +84,14 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the groups of torch.optim.Muon or of TorchTitan's DistMuon."""
+    """Whether a state dict has the groups of torch.optim.Muon or of TorchTitan's DistMuon.
+
+    Raises ValueError for a dict that is no optimizer's.
+    """
+    if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
+        raise ValueError(
+            f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"
+        )
     return any("adjust_lr_fn" in group and "lr_scale" not in group for group in state_dict["param_groups"])
 
 

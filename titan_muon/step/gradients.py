@@ -42,6 +42,17 @@ class Step:
         return None if grad is None else grad.dtype
 
 
+def check_first_gradients(params: Sequence[TrainedParam]) -> None:
+    """Raise ValueError if no parameter on this rank has a gradient in the first step."""
+    trained = [each for each in params if each.on_mesh]
+    if trained and all(each.param.grad is None for each in trained):
+        raise ValueError(
+            f"no gradient for {trained[0].fqn} or any other parameter of Muon in the first step: either backward did "
+            "not run, or other tensors replaced these parameters in the model after Muon was made. Make Muon from the "
+            "parameters of the sharded model, after fully_shard, own and the like"
+        )
+
+
 def grad_matrix(grad: Tensor | None, planned: Parameter) -> Tensor | None:
     """The (rows, cols) local gradient of a parameter, or None."""
     if grad is None:

@@ -1,4 +1,4 @@
-"""Name of a run's folder after the time: keys different from the file and from earlier runs."""
+"""Keys that tell a run from its recipe's file and from earlier runs: for its name, and for whether to continue one."""
 
 import hashlib
 import re
@@ -18,21 +18,42 @@ COMPARED = 20
 
 # Keys without influence on the computation: name, folders and the checkpoint to load.
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
+OVERRIDES_FILE = "overrides.txt"
+"""File of a run's folder with the keys that the command line changed, one a line."""
+
+SAME_EXPERIMENT = frozenset(
+    {
+        *IGNORED,
+        *("training.steps", "training.enable_cpu_offload", "training.gc_freq", "training.gc_debug"),
+        *("data.num_workers", "data.prefetch_factor", "data.persistent_workers", "data.pin_memory"),
+        *("muon.exchange", "muon.owners", "muon.replicas", "muon.split_over", "muon.state", "muon.overlap"),
+        *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
+    }
+)
+"""Keys that may change within an experiment, besides the tables below: how far, on what, and how fast a run trains."""
+
+SAME_EXPERIMENT_TABLES = frozenset(
+    {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "parallelism", "placement"}
+    | {"profiler", "validator"}
+)
 
 
 def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
-    """`key=value` for keys different from the `earlier` resolved recipes, newest first; empty without differences.
+    """`key=value` for the keys that tell a recipe from its file and from earlier runs; empty without any.
 
-    First the differences from the last run, then `overrides`, the keys of the command line, then differences from older
-    runs: a repetition of the last run would otherwise get the name of an older run.
+    First come `overrides`, the keys that the command line changed. Then come changes of the file, the newest first:
+    keys with another value in an earlier run, unless the command line of one of the two runs set the key.
+
+    Args:
+        recipe: recipe of the new run.
+        earlier: recipe files in the folders of earlier runs, the newest first.
+        overrides: dotted keys.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
-    # A recipe of an older version lacks new keys: compare with their defaults.
-    changed = [
-        [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
-        for other in _readable(earlier[:COMPARED])
-    ]
-    keys = [key for part in (*changed[:1], overrides, *changed[1:]) for key in part]
+    keys = [*overrides]
+    for file in earlier[:COMPARED]:
+        if (other := _values_of(file)) is not None:
+            keys += [key for key in _differing(mine, other, defaults) if key not in _overrides_of(file)]
     pairs = [f"{_short(key, mine)}={_value(mine.get(key))}" for key in dict.fromkeys(keys) if key not in IGNORED]
     name = ""
     for number, pair in enumerate(pairs):
@@ -43,15 +64,54 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
     return name
 
 
-def _readable(files: Sequence[Path]) -> list[Mapping[str, object]]:
-    recipes: list[Mapping[str, object]] = []
-    for file in files:
-        try:
-            recipes.append({key: entry.value for key, entry in read_file(file).items()})
-        except RecipeError:
-            # A run without a completed start has no recipe.
-            continue
-    return recipes
+def other_experiment(recipe: Recipe, file: Path) -> list[str]:
+    """Differences that make an earlier run another experiment, as `muon.lr = 0.001, here 0.02`; empty for the same one.
+
+    Args:
+        recipe: recipe of the run that may continue the earlier run.
+        file: recipe file in the folder of the earlier run. Without a readable file there is no difference.
+    """
+    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
+    if other is None:
+        return []
+    may_change = set(SAME_EXPERIMENT)
+    keys = _differing(mine, other, defaults)
+    if "training.steps" in keys:
+        # A schedule follows the number of steps.
+        may_change |= {"lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
+    if recipe.training.global_batch_size != -1:
+        # Sequences at once of a step whose size is fixed.
+        may_change.add("training.local_batch_size")
+    return [
+        f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
+        for key in keys
+        if key not in may_change and key.partition(".")[0] not in SAME_EXPERIMENT_TABLES
+    ]
+
+
+def _text(value: object) -> str:
+    return "absent" if value is None else value_text(value)
+
+
+def _values_of(file: Path) -> Mapping[str, object] | None:
+    """The values of a resolved recipe by dotted key; None for a run that ended before it wrote one."""
+    try:
+        return {key: entry.value for key, entry in read_file(file).items()}
+    except RecipeError:
+        return None
+
+
+def _overrides_of(file: Path) -> frozenset[str]:
+    """The keys that the command line changed in the run with the recipe `file`."""
+    try:
+        return frozenset(file.with_name(OVERRIDES_FILE).read_text(encoding="utf-8").split())
+    except OSError:
+        return frozenset()
+
+
+def _differing(mine: Mapping[str, object], other: Mapping[str, object], defaults: Mapping[str, object]) -> list[str]:
+    # A recipe of an older version lacks new keys: compare with their defaults.
+    return [key for key in {**mine, **other} if mine.get(key) != other.get(key, defaults.get(key))]
 
 
 def _short(key: str, keys: Mapping[str, object]) -> str:
@@ -64,7 +124,8 @@ def _short(key: str, keys: Mapping[str, object]) -> str:
 
 
 def _value(value: object) -> str:
-    text = value if isinstance(value, str) else "absent" if value is None else value_text(value)
-    plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-")
+    text = value if isinstance(value, str) else _text(value)
+    # Brackets and quotes at the ends go. A minus stays: -1 is not 1.
+    plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", re.sub(r"^[^A-Za-z0-9_.+-]+|[^A-Za-z0-9_.+-]+$", "", text))
     # A digest distinguishes long values with the same beginning.
     return plain if len(plain) <= LONGEST_VALUE else hashlib.sha256(text.encode()).hexdigest()[:6]

@@ -63,7 +63,7 @@ def payload_of_construction(rank: int, world_size: int, layers: int) -> int:
     return sum(call.payload for call in counter.calls)
 
 
-def test_what_ranks_compare_at_construction_does_not_grow_with_the_plan() -> None:
+def test_the_comparison_at_construction_does_not_grow_with_the_plan() -> None:
     assert run_ranks(payload_of_construction, 2, 2, timeout=SECONDS) == run_ranks(
         payload_of_construction, 2, 40, timeout=SECONDS
     )

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from benchmarks.c10d_counter import CollectiveCounter
@@ -237,7 +238,7 @@ def refusals() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("fn", REFUSED, ids=lambda fn: fn.__name__)
-def test_what_cannot_be_planned_is_refused_at_construction(fn: Callable[..., object]) -> None:
+def test_impossible_plans_are_refused_at_construction(fn: Callable[..., object]) -> None:
     for messages in refusals():
         assert REFUSED[fn] in messages[fn.__name__]
 
@@ -302,7 +303,7 @@ def stop(rank: int, world_size: int, change: Callable[..., None], asked: str, **
 
 
 @pytest.mark.parametrize("fn", STOPPED, ids=lambda fn: fn.__name__)
-def test_what_cannot_be_stepped_with_gets_no_update_and_is_an_error_on_every_rank(fn: Callable[..., None]) -> None:
+def test_unusable_gradients_give_no_update_and_an_error_on_every_rank(fn: Callable[..., None]) -> None:
     for found in run_ranks(stop, 2, fn, "the next step", timeout=SECONDS):
         assert found.error_of_the_step == "", "a rank that raised alone would leave the others waiting"
         assert STOPPED[fn] in found.error_when_asked
@@ -384,3 +385,26 @@ def test_when_a_rank_dies_in_a_step_the_others_stop_with_an_error(tmp_path: Path
     with pytest.raises(AssertionError, match="rank"):
         run_ranks(die_in_step, 4, str(tmp_path), timeout=SECONDS)
     assert {path.name for path in tmp_path.iterdir()} == {"0", "2", "3"}
+
+
+def sharded_after_muon(rank: int, world_size: int) -> tuple[str, bool]:
+    model = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False))
+    optimizer = Muon(model.named_parameters())
+    before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    model(torch.randn(4, 32)).sum().backward()
+    try:
+        optimizer.step()
+    except ValueError as error:
+        params = optimizer.param_groups[0]["params"]
+        return str(error), all(map(torch.equal, before, params))
+    return "", False
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_model_that_was_sharded_after_muon_is_an_error_of_the_first_step(world_size: int) -> None:
+    """The first step would otherwise train nothing, and the second name another remedy."""
+    for said, untouched in run_ranks(sharded_after_muon, world_size, timeout=SECONDS):
+        assert "no gradient for 0.weight or any other parameter of Muon in the first step" in said
+        assert "after fully_shard" in said
+        assert untouched

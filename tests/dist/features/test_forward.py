@@ -180,7 +180,7 @@ def digits(rank: int, world_size: int) -> dict[str, tuple[bool, int, bool, list[
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_digits_are_those_of_steps_that_leave_nothing(world_size: int) -> None:
+def test_digits_equal_steps_without_forward_overlap(world_size: int) -> None:
     for cases in run_ranks(digits, world_size):
         for name, (equal, begun, after, _, ours, theirs) in cases.items():
             assert begun > 0, name
@@ -544,7 +544,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
     ]
 
 
-def test_what_cannot_be_left_is_refused_before_anything_is() -> None:
+def test_unfit_results_are_refused_before_the_first_is_left() -> None:
     for bare, none, unattached, scaled, part, twice in run_ranks(refusals, 2):
         assert twice == "apply_in_forward: was called for this Muon before; call it only once"
         assert "inner.weight, outer.weight are in no module of fully_shard" in bare

@@ -313,7 +313,7 @@ def test_a_backward_that_failed_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluated", "state dict", "started anew", "moved"])
-def test_what_comes_between_backward_and_step_changes_nothing(name: str) -> None:
+def test_code_between_backward_and_step_changes_nothing(name: str) -> None:
     assert found(name) == [True, True]
 
 
@@ -329,7 +329,7 @@ def test_gradients_that_are_missing_or_not_finite_are_as_without(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["clipped", "accumulated", "momentum"])
-def test_what_changed_after_it_was_sent_is_an_error(name: str) -> None:
+def test_a_change_after_the_send_is_an_error(name: str) -> None:
     """What the host sees is left alone at once."""
     for kept, message in found(name):
         assert kept == (name != "clipped")
@@ -337,7 +337,7 @@ def test_what_changed_after_it_was_sent_is_an_error(name: str) -> None:
         assert "changed between the send in backward" in message
 
 
-def test_what_cannot_be_sent_in_backward_is_refused() -> None:
+def test_matrices_unfit_for_backward_gathers_are_refused() -> None:
     for message in found("scaled"):
         assert "GradScaler" in message
     for message in found("plain"):

@@ -103,7 +103,7 @@ def compare(rank: int, world_size: int) -> dict[str, tuple[bool, list[int], list
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_digits_are_those_of_training_without_in_any_layout(world_size: int) -> None:
+def test_digits_equal_training_without_overlap_in_any_layout(world_size: int) -> None:
     for layouts in run_ranks(compare, world_size):
         for name, (equal, without, overlapped, gathers) in layouts.items():
             assert gathers > 1, "the case this test is for"

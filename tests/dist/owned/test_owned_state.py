@@ -96,7 +96,7 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str
     ],
     ids=lambda side: f"{side[1]}@{side[0]}",
 )
-def test_a_checkpoint_is_of_the_model_and_not_of_its_placement(
+def test_a_checkpoint_does_not_depend_on_the_placement(
     saving: tuple[int, str], loading: tuple[int, str], tmp_path: Path
 ) -> None:
     """Parameters and momentum come back bit for bit, and training goes on from them as it would have."""

@@ -138,7 +138,7 @@ def compare(rank: int, world_size: int, variant: str) -> dict[str, Found]:
 
 @pytest.mark.parametrize("world_size", CASES)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_bits_are_those_of_owners_that_send_to_all_and_bytes_are_as_planned(world_size: int, variant: str) -> None:
+def test_bits_equal_all_to_all_and_bytes_are_as_planned(world_size: int, variant: str) -> None:
     for cases in run_ranks(compare, world_size, variant):
         for name, found in cases.items():
             assert found.exchanges == ({"hierarchical"}, {"all_to_all"}), f"{name}: the case this test is for"
@@ -172,7 +172,7 @@ def overlapped(rank: int, world_size: int) -> tuple[float, int, set[str], set[st
 
 
 @pytest.mark.parametrize("world_size", [4, 8])
-def test_what_is_gathered_in_backward_goes_over_copies_in_the_step(world_size: int) -> None:
+def test_gathers_of_backward_return_over_replicas_in_the_step(world_size: int) -> None:
     for difference, gathers, ours, theirs in run_ranks(overlapped, world_size):
         assert (ours, theirs) == ({"hierarchical"}, {"all_to_all"}), "the case this test is for"
         assert gathers > 0

@@ -159,7 +159,7 @@ def test_blocks_are_matrices_of_their_own_bit_for_bit_and_muon_says_so(world_siz
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_duplicated_matrices_are_those_of_one_owner_bit_for_bit(world_size: int) -> None:
+def test_duplicated_matrices_equal_those_of_one_owner_bit_for_bit(world_size: int) -> None:
     assert [one.not_owner for one in found(world_size)] == [[]] * world_size
 
 
@@ -170,7 +170,7 @@ def test_slices_of_tensor_parallel_groups_are_the_owners_to_rounding(world_size:
 
 @pytest.mark.parametrize("mode", ["blocks", "owner", "duplicated", "distributed"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_what_is_sent_is_what_the_plan_says(world_size: int, mode: str) -> None:
+def test_the_sent_bytes_are_as_planned(world_size: int, mode: str) -> None:
     for one in found(world_size):
         sent, planned = one.sent[mode]
         assert sent == planned

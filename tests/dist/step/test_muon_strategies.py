@@ -157,7 +157,7 @@ def build_with_a_frozen_rank(rank: int, world_size: int) -> str:
     return "built"
 
 
-def test_what_only_one_rank_cannot_do_is_refused_on_all() -> None:
+def test_options_impossible_on_one_rank_are_refused_on_all() -> None:
     messages = run_ranks(build_with_a_frozen_rank, 4)
     assert set(messages) == {messages[0]}
     assert "no parameter to train" in messages[0]

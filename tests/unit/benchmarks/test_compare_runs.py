@@ -227,8 +227,47 @@ def test_a_recipe_folder_stands_for_its_newest_run_with_metrics(tmp_path):
 
 def test_labels_are_recipe_names_made_unique_by_their_path(tmp_path):
     folders = [tmp_path / "a/t1", tmp_path / "b/t1", tmp_path / "b/t2"]
-    assert run_folder.unique_labels(folders[:2]) == ["a", "b"]
-    assert run_folder.unique_labels(folders) == ["a/t1", "b/t1", "b/t2"]
+    assert run_folder.unique_labels(folders[:2], [{}, {}]) == ["a", "b"]
+    assert run_folder.unique_labels(folders, [{}, {}, {}]) == ["a/t1", "b/t1", "b/t2"]
+    assert run_folder.unique_labels(folders[1:], [{}, {}]) == ["t1", "t2"], "what all have in common says nothing"
+
+
+def three_runs(folder: Path) -> list[Path]:
+    """Runs of one recipe with the long names that train.py gives, and a few logged steps each."""
+    runs = []
+    for number, (lr, optimizer) in enumerate(((0.002, "muon"), (0.02, "adamw"), (0.02, "muon"))):
+        name = f"2026010{number}-000000_muon.lr={lr},optimizer={optimizer},training.steps=30,warmup_steps=0,+6"
+        runs.append(write_run(folder / name, falling(2, 10, range(1, 31, 10)), lr=lr, optimizer=optimizer))
+    return runs
+
+
+def test_runs_of_one_recipe_are_labelled_by_the_keys_that_differ(tmp_path):
+    labels = [run.label for run in run_folder.read_runs(three_runs(tmp_path), "loss")]
+    assert labels == ["muon.lr=0.002 optimizer=muon", "muon.lr=0.02 optimizer=adamw", "muon.lr=0.02 optimizer=muon"]
+
+
+def test_every_label_is_inside_the_picture_and_hides_no_curve(tmp_path):
+    """A legend inside the axes would be wider than the axes."""
+    runs = three_runs(tmp_path / "a") + [write_run(tmp_path / "b" / f"{'long' * 30}-{i}", falling(2, 10)) for i in "ab"]
+    figure = run_picture.picture(run_folder.read_runs(runs, "loss"), "loss", 1, None, "step")
+    figure.draw_without_rendering()
+    inside, (legend,) = figure.bbox.padded(1), figure.legends
+    area = legend.get_window_extent()
+    assert inside.contains(*area.min)
+    assert inside.contains(*area.max)
+    for axes in figure.axes:
+        assert not axes.get_tightbbox().overlaps(area)
+        for text in axes.texts:
+            assert axes.bbox.padded(2).contains(*text.get_window_extent().max), text.get_text()
+
+
+def test_a_glob_over_the_runs_of_a_recipe_is_accepted(tmp_path, capsys):
+    """The shell gives the file `latest` too, and runs that ended before their first step."""
+    runs = three_runs(tmp_path)
+    (tmp_path / "latest").write_text(runs[-1].name)
+    (tmp_path / "20260105-000000").mkdir()
+    assert compare_runs.main([*map(str, sorted(tmp_path.iterdir())), "--output", str(tmp_path / "c.png")]) == 0
+    assert "20260105-000000: passed over" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG\r\n\x1a\n"), (".svg", b"<?xml")])

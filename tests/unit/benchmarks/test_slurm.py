@@ -7,13 +7,13 @@ from pathlib import Path
 SCRIPT = Path(__file__).parents[3] / "scripts" / "slurm.sh"
 
 
-def slurm(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def slurm(folder: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
     for name, program in (("scontrol", "printf 'node7\\nnode8\\n'"), ("srun", 'printf "%s\\n" "$@"')):
         file = folder / name
         file.write_text(f"#!/bin/bash\n{program}\n")
         file.chmod(0o755)
     given = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_ID": "20003", "SLURM_JOB_NUM_NODES": "2"}
-    env = {**os.environ, **given, "PATH": f"{folder}:{os.environ['PATH']}"}
+    env = {**os.environ, **given, **more, "PATH": f"{folder}:{os.environ['PATH']}"}
     return subprocess.run(["bash", str(SCRIPT), *arguments], capture_output=True, text=True, env=env, timeout=60)
 
 
@@ -22,8 +22,13 @@ def test_one_torchrun_is_started_on_each_node(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     words = done.stdout.split()
     assert {"torchrun", "--nnodes=2", "--rdzv-endpoint=node7:20003"} <= {*words}
-    trained = ["train.py", "--config", "recipe.toml", "--checkpoint.load", "latest", "--training.steps", "5"]
-    assert words[-7:] == trained
+    trained = ["train.py", "--config", "recipe.toml", "--name", "recipe-20003", "--checkpoint.load", "latest"]
+    assert words[-9:] == [*trained, "--training.steps", "5"]
+
+
+def test_a_job_goes_on_with_another_jobs_runs_where_it_is_told_to(tmp_path: Path) -> None:
+    words = slurm(tmp_path, "folder/recipe.toml", RUN="17").stdout.split()
+    assert words[words.index("--name") + 1] == "recipe-17"
 
 
 def test_a_start_without_a_recipe_says_how(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ def test_auto_never_takes_gram_in_bfloat16_or_near_squares(shape: tuple[int, int
 
 
 @pytest.mark.parametrize(("rows", "cols", "offered"), [(64, 95, False), (64, 96, True), (31, 310, False)])
-def test_whatever_the_rates_gram_is_no_candidate_near_squares_or_when_tiny(rows: int, cols: int, offered: bool) -> None:
+def test_gram_is_no_candidate_near_squares_or_when_tiny_at_any_rates(rows: int, cols: int, offered: bool) -> None:
     candidates = Dispatch(device="cuda")._candidates(rows, cols, 5)
     assert any(method.algorithm == "gram" for method in candidates) == offered
 
@@ -72,7 +72,7 @@ def test_a_cpu_without_instructions_for_it_does_not_compute_in_bfloat16(shape: t
         ({}, False),
     ],
 )
-def test_what_the_cpu_has_is_what_pytorch_says(
+def test_the_features_of_the_cpu_agree_with_pytorch(
     capabilities: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
@@ -116,7 +116,7 @@ def test_an_automatic_choice_says_why() -> None:
     assert Dispatch("standard", "bfloat16", "cuda").choose(4096, 12288, JORDAN).reason == ""
 
 
-def test_rates_are_of_the_machine_that_the_plan_is_for_and_on_cpus_of_the_cpu() -> None:
+def test_rates_belong_to_the_planned_machine_and_on_cpus_to_the_cpu() -> None:
     machine = MACHINES["b200x8"]
     assert Dispatch(device="cuda", machine=machine).rates == machine
     for bfloat16, name in ((True, "cpu"), (False, "cpu_float32")):
@@ -174,6 +174,6 @@ def test_it_is_made_of_muons_options() -> None:
         ({"algorithm": "reference", "dtype": "float32"}, "'reference' is torch.optim.Muon's arithmetic"),
     ],
 )
-def test_what_is_unknown_or_unsafe_is_refused(options: dict[str, str], message: str) -> None:
+def test_unknown_and_unsafe_options_are_refused(options: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Dispatch(**options)  # type: ignore[arg-type]

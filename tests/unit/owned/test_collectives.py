@@ -95,7 +95,7 @@ def test_a_layers_operations_are_one_group(monkeypatch: pytest.MonkeyPatch, worl
     assert len(every.calls) == sum(groups)
 
 
-def test_what_a_forward_keeps_is_never_used_by_another() -> None:
+def test_buffers_kept_by_a_forward_are_never_reused_by_another() -> None:
     """The last layer's copies serve its own backward: a forward without one, and then an update, leave nothing old."""
     for blocks in (1, 3):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)

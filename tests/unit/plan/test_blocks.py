@@ -86,7 +86,7 @@ def test_columns_are_cut_where_tensor_parallelism_cuts_them() -> None:
     ]
 
 
-def test_what_one_place_has_whole_stays_as_it_is() -> None:
+def test_whole_blocks_stay_unchanged() -> None:
     """Three heads over two places: the one in the middle is on both."""
     found = blocks(matrix((12, 6), Shard(1), Shard(0), heights=(4, 4, 4)))
     assert [(block.label, block.rows) for block in found] == [

@@ -59,7 +59,7 @@ def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[i
 
 @settings(PROPERTY, max_examples=200)
 @given(st.integers(1, 60), st.integers(1, 20))
-def test_rounds_are_of_about_the_same_bytes(tasks: int, count: int) -> None:
+def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
     found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], [(0, 1)], count)
     assert len(found) == min(tasks, count)
     assert max(map(len, found)) - min(map(len, found)) <= 1

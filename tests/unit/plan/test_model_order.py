@@ -38,7 +38,7 @@ def pieces_of(plan: Plan) -> Pieces:
 
 @settings(PROPERTY, max_examples=200)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
-def test_what_takes_anothers_place_costs_its_owner_the_same(plan: Plan, overlap: Overlap) -> None:
+def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
     found, owned = ModelOrder(overlap, pieces, {}).exchanged(rounds, owners)
     assert sorted(task for tasks in found for task in tasks) == sorted(task for tasks in rounds for task in tasks)
@@ -90,7 +90,9 @@ def test_a_matrix_stays_with_those_that_can_own_it() -> None:
         ([(5, 9)], 0, 0),
     ],
 )
-def test_what_has_no_early_matrix_is_hidden(matrices: list[tuple[int, int]], backward: int, forward: int) -> None:
+def test_buckets_without_an_early_matrix_are_hidden(
+    matrices: list[tuple[int, int]], backward: int, forward: int
+) -> None:
     assert EARLY * 16 == 2
     one = plan_of(parameters(16, 4)).buckets[0]
     buckets: list[Bucket] = [replace(one, matrices=of, owners=(0, 1), round=k) for k, of in enumerate(matrices)]

@@ -139,7 +139,7 @@ def test_owners_that_are_named_count_first() -> None:
         assign_owners([replace(others[0], owner=4)], 4)
 
 
-def test_what_nobody_orthogonalizes_is_even_in_bytes() -> None:
+def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
     """Beside a matrix: by FLOPs all of it would go to the ranks without one."""
     free = [OwnedItem(f"f{i}", f"f{i}", 0, 100) for i in range(9)]
     loads = assign_owners([OwnedItem("c", "c", 10**6, 100), *free], 2).loads()

@@ -77,7 +77,7 @@ def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> 
             assert {plan.out_in(number) for number in (0, 1)} == {shape[::-1] if transposed else shape}
 
 
-def test_what_does_not_divide_evenly_is_cut_so_that_it_does() -> None:
+def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
     """Three equal matrices over two ranks: one has two of them, unless the third is shared."""
     alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
     assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
@@ -99,7 +99,7 @@ def test_a_matrix_stays_whole_where_slices_cannot_be_or_end_no_sooner(machine: M
     assert len(plan.matrices) == 1
 
 
-def test_the_owners_of_a_matrix_are_of_one_node() -> None:
+def test_the_owners_of_a_sliced_matrix_share_a_node() -> None:
     plan = plan_of(parameters(4, 8), machine=replace(SLICING, ranks_per_node=2), split_over=8)
     assert teams(plan)
     assert all(len({rank // 2 for rank in team}) == 1 for team in teams(plan))

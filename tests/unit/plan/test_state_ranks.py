@@ -74,7 +74,7 @@ def test_a_stack_is_kept_in_chunks_of_whole_experts(experts: int, parts: list[in
     assert [kept[rank][0] // 24 for rank in ranks] == parts
 
 
-def test_what_is_kept_stays_when_the_step_is_planned_again() -> None:
+def test_keepers_stay_when_the_step_is_planned_again() -> None:
     """Momentum does not move by itself."""
     found = with_state_ranks([parameter(name, (8, 8), DDP) for name in "abcd"], OWNER, work, {})
     kept = {each.fqn: each.state_ranks for each in found}
@@ -84,7 +84,7 @@ def test_what_is_kept_stays_when_the_step_is_planned_again() -> None:
     assert len(again["z"]) == 1
 
 
-def test_what_each_rank_has_for_itself_keeps_its_own_momentum() -> None:
+def test_unshared_matrices_keep_their_own_momentum() -> None:
     own = replace(parameter("own", (8, 8), DDP), plain=True, own=True)
     plan = kept_on_owners([own, parameter("copy", (8, 8), DDP)])
     assert plan.parameters[0].state_ranks == ()

@@ -56,7 +56,7 @@ def test_matrices_are_shared_out_over_the_tensor_parallel_groups() -> None:
     assert "matrices in slices: 4" in plan.reason
 
 
-def test_what_tensor_parallelism_leaves_whole_has_one_owner() -> None:
+def test_matrices_left_whole_by_tensor_parallelism_have_one_owner() -> None:
     """A router that tensor parallelism replicates, beside a matrix that it cuts."""
     given = [matrix("w", (64, 32), (2, 2), Shard(1), Shard(0)), matrix("r", (8, 32), (2, 2), Shard(1), Replicate())]
     for mode in ("distributed", "duplicated"):

@@ -14,7 +14,7 @@ from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.search.search import Simulation
 from titan_muon.plan.terms.layout import Geometries
-from titan_muon.plan.terms.machine import MACHINES, Link, MachineRates, machine_of
+from titan_muon.plan.terms.machine import COLLECTIVE_LAUNCHES, LAUNCHES, MACHINES, Link, MachineRates, machine_of
 from titan_muon.plan.terms.pieces import Pieces
 from titan_muon.plan.terms.schedule import ordered_rounds
 from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Plan, Shard
@@ -50,8 +50,26 @@ def test_each_thing_takes_its_time(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 12 + 2 bytes to pack, 8 + 2 to apply, and four times 2 to make matrices whole and to cut them up again.
-    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(14 + 10 + 8)
+    # 30 bytes to advance and pack, 26 to apply, four times 2 to make matrices whole and to cut them up, and 10 to
+    # normalize them.
+    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 26 + 8 + 10)
+    # A rank sends to three others, and receives from three, in each of two collectives.
+    assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
+
+
+def test_the_host_is_a_bound_of_its_own(plan: Plan) -> None:
+    """Four stored pieces, a batch of Newton-Schulz and two collectives on each rank."""
+    played = timeline(plan, replace(FREE, host=1, host_piece=100))
+    assert played.host == 4 * 100 + LAUNCHES + 2 * COLLECTIVE_LAUNCHES
+    assert played.last.seconds == pytest.approx(0, abs=1e-12)
+
+
+def test_nothing_waits_for_less_than_no_time() -> None:
+    """A rank without a wait has computed until it is done, and sums of seconds are rounded."""
+    for machine in ("h100x8", "b200x8"):
+        for ranks in (1, 2, 4):
+            played = timeline(plan_of(parameters(7, ranks)), MACHINES[machine])
+            assert all(rank.waits >= 0 for rank in played.ranks)
 
 
 def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
@@ -122,8 +140,8 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
 def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their buffer_sets."""
     plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are read and written.
-    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 10 / 0.2))
+    # A rank has a quarter of each of the four matrices of a round, of whose elements 26 bytes are read and written.
+    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 26 / 0.2))
     assert played.tail == pytest.approx(tail)
 
 
@@ -134,7 +152,7 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
     assert (played.tail, played.last.seconds > 0) == (0, True)
 
 
-def test_what_ranks_wait_for_each_other_is_not_exposed_exchange() -> None:
+def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
     (one,) = plan.buckets
@@ -231,7 +249,7 @@ def test_small_products_are_slower_and_large_ones_reach_the_rate(name: str) -> N
     assert rates[-1] == pytest.approx(machine.flops["bfloat16"])
 
 
-def test_what_an_option_says_comes_before_the_named_machine() -> None:
+def test_an_option_overrides_the_named_machine() -> None:
     machine = machine_of(Machine(name="a100x8", tflops=100, network_gb=20, ranks_per_node=4))
     assert (machine.flops["float16"], machine.network.bandwidth, machine.ranks_per_node) == (100e12, 20e9, 4)
     assert machine.node == MACHINES["a100x8"].node

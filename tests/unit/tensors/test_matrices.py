@@ -102,12 +102,12 @@ def test_rules_win_over_defaults() -> None:
 
 @pytest.mark.parametrize("pattern", ["layers.*.wz.weight", "WO", "*.wo.weight "])
 def test_a_rule_that_matches_nothing_is_an_error(pattern: str) -> None:
-    with pytest.raises(ValueError, match=r"rules: .* takes no parameter.*remove it"):
+    with pytest.raises(ValueError, match=r"rules\[0\]: .* takes no parameter.*remove it"):
         assigned([rule(pattern, "adamw")])
 
 
 def test_a_rule_in_the_shadow_of_another_is_an_error_that_names_it() -> None:
-    with pytest.raises(ValueError, match=r"rules: '\*\.wo\.weight' takes no parameter.*move it up"):
+    with pytest.raises(ValueError, match=r"rules\[1\]: '\*\.wo\.weight' takes no parameter.*move it up"):
         assigned([rule("layers.*", "adamw"), rule("*.wo.weight", "muon")])
 
 

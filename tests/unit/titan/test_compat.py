@@ -94,7 +94,7 @@ def test_installing_after_torchtitan_took_the_device_is_an_error() -> None:
 
 
 @cpu_only
-def test_what_is_replaced_is_what_is_used() -> None:
+def test_the_replaced_functions_are_the_used_functions() -> None:
     compat.install()
     from torch.distributed.tensor.experimental._context_parallel import _attention as context_parallel
     from torchtitan.models.common import attention

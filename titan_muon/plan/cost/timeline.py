@@ -14,7 +14,7 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces
 from ..terms.schedule import NOTHING, Act, Hidden, hidden_rounds, ordered_rounds, schedule
 from ..terms.types import Plan
-from .times import BucketTimes, Costs, bucket_times
+from .times import BucketTimes, Costs, OwnerTime, bucket_times
 from .totals import Totals
 
 
@@ -22,7 +22,8 @@ from .totals import Totals
 class RankTime:
     """Seconds of a rank in a step: Newton-Schulz, memory passes, waits for collectives, and the busiest link.
 
-    Excludes gathers in the previous backward, and returns and applies in the next forward.
+    Excludes gathers in the previous backward, and returns and applies in the next forward. `host`: seconds in which the
+    host launches the step.
     """
 
     rank: int
@@ -30,9 +31,11 @@ class RankTime:
     passes: float
     waits: float
     link: float
+    host: float = 0.0
 
     @property
     def seconds(self) -> float:
+        """End of the rank's step, if the host is ahead."""
         return self.orthogonalize + self.passes + self.waits
 
 
@@ -68,6 +71,11 @@ class Timeline:
     def link(self) -> float:
         return max(rank.link for rank in self.ranks)
 
+    @property
+    def host(self) -> float:
+        """Seconds of the busiest host: a lower bound of the step, unless the host is ahead of the device."""
+        return max(rank.host for rank in self.ranks)
+
 
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
     """Simulate a plan. Deterministic; time grows with ranks, matrices and collectives, not with pieces.
@@ -76,14 +84,15 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     assumed to be long enough.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
-    costs = Costs(pieces, plan.works, plan.wire_bytes, machine)
+    costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
     ranks = pieces.ranks()
     place = {rank: index for index, rank in enumerate(ranks)}
     totals = Totals(plan.buckets, pieces).of_buckets
     times = [bucket_times(b, t, costs, place) for b, t in zip(plan.buckets, totals, strict=True)]
-    local_times = costs.local(plan.local).values()
-    newton, passes = [time.owned.seconds for time in local_times], [time.passes for time in local_times]
-    local = [time.seconds for time in local_times]
+    local_times = costs.local(plan.local)
+    newton = [time.owned.seconds for time in local_times.values()]
+    passes = [time.passes for time in local_times.values()]
+    local = [time.seconds for time in local_times.values()]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
     clock = _run_clock(times, rounds, local, plan.buffer_sets, hidden)
@@ -101,7 +110,8 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
             newton[index] += owned.seconds
             passes[index] += pack + copies + (0.0 if late else apply)
     links = _links(totals, before, behind, ranks, plan.wire_bytes, machine)
-    columns = zip(ranks, newton, passes, ends, links, strict=True)
+    hosts = _hosts(totals, {rank: time.owned for rank, time in local_times.items()}, costs)
+    columns = zip(ranks, newton, passes, ends, links, hosts, strict=True)
     hidden_seconds = {
         "none": None,
         "backward": _gathered(compress(times, before), len(ranks)),
@@ -110,7 +120,8 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     return Timeline(
         machine.name,
         overlap,
-        tuple(RankTime(rank, ns, moved, end - ns - moved, link) for rank, ns, moved, end, link in columns),
+        # Rounding of the sums could make waits negative.
+        tuple(RankTime(rank, ns, moved, max(0.0, end - ns - moved), *rest) for rank, ns, moved, end, *rest in columns),
         _least(plan, costs, len(ranks)),
         max(ends, default=0.0) - max(free, default=0.0),
         hidden_seconds[overlap],
@@ -245,12 +256,24 @@ def _links(
     machine: MachineRates,
 ) -> list[float]:
     """Seconds of each rank's busiest link in a step, without gathers of `gathered` and returns of `late` buckets."""
-    sums = {rank: [0, 0, 0, 0] for rank in ranks}
+    sums = {rank: [0] * len(Flow._fields) for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, rank_totals in bucket.items():
             for flow in rank_totals.phases[before : 1 if behind else None]:
                 sums[rank] = [total + more for total, more in zip(sums[rank], flow, strict=True)]
     return [Flow(*sums[rank]).seconds(wire_bytes, machine) for rank in ranks]
+
+
+def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, OwnerTime], costs: Costs) -> list[float]:
+    """Seconds in which the host of each rank launches the step."""
+    launches = {rank: [time.matrices, time.batches, 0] for rank, time in local.items()}
+    for bucket in totals:
+        for rank, rank_totals in bucket.items():
+            owned, counts = costs.owned(rank_totals.owned), launches[rank]
+            counts[0] += rank_totals.pieces
+            counts[1] += owned.batches
+            counts[2] += rank_totals.collectives + owned.team_calls
+    return [costs.machine.host_seconds(*counts) for counts in launches.values()]
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:

@@ -11,13 +11,8 @@ from ..terms.machine import MachineRates
 from ..terms.pieces import Pieces, Ranks
 from ..terms.slices import teams_in
 from ..terms.types import Bucket, Matrix
-from ..terms.work import FLOAT32_PASSES, Passes, Work
+from ..terms.work import FLOAT32_PASSES, NORMALIZING_BYTES, Passes, Work
 from .batches import counted_batches
-
-MOMENTUM_BYTES = 12
-"""Per element of a piece: read a float32 gradient, read and write a float32 momentum."""
-APPLY_BYTES = 8
-"""Per element of a piece: read and write a float32 parameter."""
 
 
 class OwnerTime(NamedTuple):
@@ -52,7 +47,7 @@ class LocalTime(NamedTuple):
 class Costs:
     """Seconds from a plan's counts, on a machine; `wire_bytes` per element in transit.
 
-    `passes`: temporary memory of the element-wise stages. `longest_row`: columns of the widest matrix.
+    `passes`: element-wise stages. `longest_row`: columns of the widest matrix.
     """
 
     def __init__(
@@ -81,10 +76,26 @@ class Costs:
         for kind, ranks in zip(self.pieces.kinds, local, strict=True):
             for rank in ranks:
                 by_kind[rank][kind] = by_kind[rank].get(kind, 0) + 1
-        # Momentum writes the matrix in the wire dtype, and apply reads the result in the wire dtype.
-        moved = MOMENTUM_BYTES + APPLY_BYTES + 2 * self.wire_bytes
         owned = {rank: self.owned(tuple(sorted(kinds.items()))) for rank, kinds in by_kind.items()}
-        return {rank: LocalTime(time, self.machine.pass_seconds(time.elements * moved)) for rank, time in owned.items()}
+        return {rank: LocalTime(time, self._local_passes(time)) for rank, time in owned.items()}
+
+    def _local_passes(self, time: OwnerTime) -> float:
+        normalized = self.machine.pass_seconds(time.elements * NORMALIZING_BYTES)
+        return (
+            self.pack_seconds(time.elements, time.batches)
+            + normalized
+            + self.apply_seconds(time.elements, time.batches)
+        )
+
+    def pack_seconds(self, elements: int, calls: int = 1) -> float:
+        """Seconds to advance the momentum of this many stored elements and to pack them."""
+        moved = self.passes.traffic
+        return self.machine.pass_seconds(elements * moved.advance, calls * moved.advance_launches)
+
+    def apply_seconds(self, elements: int, calls: int = 1) -> float:
+        """Seconds to decay and update this many stored elements."""
+        moved = self.passes.traffic
+        return self.machine.pass_seconds(elements * moved.apply, calls * moved.apply_launches)
 
     def _find(self, counts: KindCounts) -> OwnerTime:
         total = OwnerTime(0, 0.0, 0, 0)
@@ -109,8 +120,8 @@ class Costs:
         return work.flops / self.machine.rate(work.dtype, min(matrix.rows, matrix.cols))
 
     def copied_bytes(self, elements: int) -> int:
-        """Bytes read and written to assemble matrices and to fill the return buffer."""
-        return elements * 2 * 2 * self.wire_bytes
+        """Bytes read and written to assemble matrices, to normalize them and to fill the return buffer."""
+        return elements * (2 * 2 * self.wire_bytes + NORMALIZING_BYTES)
 
 
 @dataclass(frozen=True)
@@ -150,10 +161,10 @@ def bucket_times(
     owned = tuple(costs.owned(t.owned) for t in rank_totals)
     return BucketTimes(
         group=tuple(place[rank] for rank in bucket.group),
-        pack=tuple(machine.pass_seconds(t.stored * (MOMENTUM_BYTES + wire)) for t in rank_totals),
+        pack=tuple(costs.pack_seconds(t.stored) for t in rank_totals),
         owned=owned,
         copies=tuple(machine.pass_seconds(costs.copied_bytes(time.elements)) for time in owned),
-        apply=tuple(machine.pass_seconds(t.stored * (APPLY_BYTES + wire)) for t in rank_totals),
+        apply=tuple(costs.apply_seconds(t.stored) for t in rank_totals),
         phases=(gather, *_one_after_another(back, latency)),
         latency=latency,
         teams=tuple(_teams(bucket, costs, place)),

@@ -36,17 +36,18 @@ class AllGather(Pattern):
         return Phase(Collective.ALL_GATHER, home, owned, (), splits(stored, bucket.group), group=bucket.group)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
-        stored = dict.fromkeys(bucket.group, 0)
+        stored, parts = dict.fromkeys(bucket.group, 0), dict.fromkeys(bucket.group, 0)
         held: dict[int, dict[int, int]] = {}
         for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
             holders = pieces.holders(kind, bucket.group)
             held[kind] = dict.fromkeys(holders.on_rank, count)
             for rank, elements in holders.on_rank.items():
                 stored[rank] += count * elements
+                parts[rank] += count
         whole, flows, mine, others = sum(stored.values()), ring(stored, pieces), counts(held), len(bucket.group) - 1
         return {
             rank: BucketTotals(
-                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1
+                mine.get(rank, ()), kept, kept * others, whole - kept, (kept, whole, 0), (flows[rank],), 1, parts[rank]
             )
             for rank, kept in stored.items()
         }
@@ -70,9 +71,15 @@ class AllGatherReduceScatter(AllGather):
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         owned, result = counts(owned_by_kind(bucket, pieces)), {}
         for rank, gather in super().totals(bucket, pieces).items():
-            both, (home, inbox, _), phases = gather.sent + gather.received, gather.buffers, 2 * gather.phases
-            buffers = (home, inbox, inbox)
-            result[rank] = BucketTotals(owned.get(rank, ()), gather.stored, both, both, buffers, phases, 2)
+            both, (home, inbox, _) = gather.sent + gather.received, gather.buffers
+            result[rank] = gather._replace(
+                owned=owned.get(rank, ()),
+                sent=both,
+                received=both,
+                buffers=(home, inbox, inbox),
+                phases=2 * gather.phases,
+                collectives=2,
+            )
         return result
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..terms.pieces import Holders, Pieces, Ranks
+from ..terms.pieces import Holders, KeySums, Pieces, Ranks
 from ..terms.types import Bucket, Piece
 from .pattern import BucketTotals, Flow, Pattern, counts
 from .phases import BucketProgram, Collective, Phase, parcels, splits
@@ -82,23 +82,30 @@ class AllToAll(Pattern):
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         gather, back = self._flows(bucket, pieces)
-        mine = counts({kind: workers for kind, _, workers in self._kinds(bucket, pieces)})
+        mine = counts({kind: workers for kind, _, workers, _ in self._kinds(bucket, pieces)})
         calls = sum(any(flow.owned for flow in by_rank.values()) for by_rank in (gather, back))
         return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
 
-    def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int]]]:
+    def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int], int]]:
+        """For each kind in the bucket: its routes, the number of matrices by worker, and their number."""
         for kind, owners in owned_by_kind(bucket, pieces).items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
                 workers.update(dict.fromkeys(routes.of(owner), count))
-            yield kind, routes, workers
+            yield kind, routes, workers, owners.total()
 
     def _flows(self, bucket: Bucket, pieces: Pieces) -> tuple[dict[int, _Amounts], dict[int, _Amounts]]:
         flows = ({rank: _Amounts() for rank in bucket.group}, {rank: _Amounts() for rank in bucket.group})
-        for kind, routes, workers in self._kinds(bucket, pieces):
-            holders = pieces.holders(kind, bucket.group)
-            for by_rank, key in zip(flows, routes.keys, strict=True):
-                _add(by_rank, holders, workers, key, pieces, parts=bool(routes.workers))
+        partners = (_Partners(), _Partners())
+        for kind, routes, workers, count in self._kinds(bucket, pieces):
+            holders, parts = pieces.holders(kind, bucket.group), bool(routes.workers)
+            for direction, key in enumerate(routes.keys):
+                sums = holders.sums(self.name, direction, key)
+                _add(flows[direction], partners[direction], holders, sums, workers, key, pieces, parts=parts)
+            for rank in holders.on_rank:
+                flows[RETURN][rank].pieces += count
+        for by_rank, known in zip(flows, partners, strict=True):
+            known.count(by_rank, pieces)
         return flows
 
 
@@ -128,6 +135,9 @@ class _Amounts:
         owned: elements of pieces from further ranks, for the matrices orthogonalized on this rank.
         home_near, owned_near: elements of `home` and `owned` exchanged within the node.
         parts: whether any matrix has several workers.
+        pieces: number of the rank's pieces.
+        key: key of the last piece's route; pieces of a bucket nearly always share the key.
+        peers, peers_near: ranks that exchange pieces with this rank, in total and within the node.
     """
 
     home: int = 0
@@ -136,6 +146,27 @@ class _Amounts:
     home_near: int = 0
     owned_near: int = 0
     parts: bool = False
+    key: Hashable = None
+    pieces: int = 0
+    peers: int = 0
+    peers_near: int = 0
+
+
+class _Partners:
+    """The workers of a bucket by the key of their routes."""
+
+    def __init__(self) -> None:
+        self.workers: dict[Hashable, set[int]] = {}
+
+    def count(self, by_rank: Mapping[int, _Amounts], pieces: Pieces) -> None:
+        """Count the peers of each holder. `_add` counts the peers of each worker."""
+        near = {key: Counter(map(pieces.node, ranks)) for key, ranks in self.workers.items()}
+        for rank, amounts in by_rank.items():
+            if amounts.home and amounts.key in near:
+                workers = self.workers[amounts.key]
+                itself = rank in workers
+                amounts.peers = max(amounts.peers, len(workers) - itself)
+                amounts.peers_near = max(amounts.peers_near, near[amounts.key][pieces.node(rank)] - itself)
 
 
 def _everywhere(rank: int) -> Hashable:
@@ -144,7 +175,9 @@ def _everywhere(rank: int) -> Hashable:
 
 def _add(
     by_rank: Mapping[int, _Amounts],
+    partners: _Partners,
     holders: Holders,
+    sums: KeySums,
     workers: Mapping[int, int],
     key: Key,
     pieces: Pieces,
@@ -152,12 +185,8 @@ def _add(
     parts: bool,
 ) -> None:
     """Add the routes of all matrices of a kind in a phase; `workers`: number of matrices by worker."""
-    stored, stored_near = Counter[Hashable](), Counter[Hashable]()
     done, done_near = Counter[Hashable](), Counter[Hashable]()
-    for rank, elements, node, _ in holders.holders:
-        place = key(rank)
-        stored[place] += elements
-        stored_near[place, node] += elements
+    stored, stored_near, ranks, ranks_near = sums
     for worker, count in workers.items():
         place, node, mine = key(worker), pieces.node(worker), holders.on_rank.get(worker, 0)
         done[place] += count
@@ -166,22 +195,41 @@ def _add(
         direction.owned += count * (stored[place] - mine)
         direction.owned_near += count * (stored_near[place, node] - mine)
         direction.parts = direction.parts or parts
+        itself = worker in holders.on_rank
+        direction.peers = max(direction.peers, ranks[place] - itself)
+        direction.peers_near = max(direction.peers_near, ranks_near[place, node] - itself)
+        partners.workers.setdefault(place, set()).add(worker)
     for rank, elements, node, _ in holders.holders:
         place, count, direction = key(rank), workers.get(rank, 0), by_rank[rank]
         direction.home += elements * done[place]
         direction.kept += elements * count
         direction.home_near += elements * (done_near[place, node] - count)
         direction.parts = direction.parts or parts
+        direction.key = place
 
 
 def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...], calls: int) -> BucketTotals:
     leaves, comes = gather.home - gather.kept, back.home - back.kept
-    gathered = Flow(gather.home_near, leaves - gather.home_near, gather.owned_near, gather.owned - gather.owned_near)
-    returned = Flow(back.owned_near, back.owned - back.owned_near, back.home_near, comes - back.home_near)
+    gathered = Flow(
+        sent_near=gather.home_near,
+        sent_far=leaves - gather.home_near,
+        received_near=gather.owned_near,
+        received_far=gather.owned - gather.owned_near,
+        near_peers=gather.peers_near,
+        far_peers=gather.peers - gather.peers_near,
+    )
+    returned = Flow(
+        sent_near=back.owned_near,
+        sent_far=back.owned - back.owned_near,
+        received_near=back.home_near,
+        received_far=comes - back.home_near,
+        near_peers=back.peers_near,
+        far_peers=back.peers - back.peers_near,
+    )
     mirrored = not gather.parts and (gather.home, gather.owned) == (back.home, back.owned)
     buffers = (max(gather.home, back.home), gather.owned, 0 if mirrored else back.owned)
     sent, received = leaves + back.owned, comes + gather.owned
-    return BucketTotals(owned, back.home, sent, received, buffers, (gathered, returned), calls)
+    return BucketTotals(owned, back.home, sent, received, buffers, (gathered, returned), calls, back.pieces)
 
 
 def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:

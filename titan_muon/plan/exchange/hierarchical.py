@@ -60,6 +60,7 @@ class Hierarchical(AllToAll):
         for replica_group in zip(*replicas, strict=True):
             stored = {rank: within[rank].stored for rank in sorted(replica_group)}
             whole, flows = sum(stored.values()), ring(stored, pieces)
+            parts = sum(within[rank].pieces for rank in replica_group)
             for rank, kept in stored.items():
                 own = within[rank]
                 result[rank] = own._replace(
@@ -69,6 +70,7 @@ class Hierarchical(AllToAll):
                     buffers=(*own.buffers, whole),
                     phases=(*own.phases, flows[rank]),
                     collectives=own.collectives + bool(whole),
+                    pieces=parts,
                 )
         return result
 

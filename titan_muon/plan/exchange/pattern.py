@@ -17,18 +17,23 @@ KindCounts = tuple[tuple[int, int], ...]
 
 
 class Flow(NamedTuple):
-    """Elements exchanged by a rank in a collective, within the node (near) and with further nodes (far)."""
+    """Elements exchanged by a rank in a collective, within the node (near) and with further nodes (far).
+
+    `near_peers`, `far_peers`: number of ranks with a message in either direction.
+    """
 
     sent_near: int
     sent_far: int
     received_near: int
     received_far: int
+    near_peers: int = 0
+    far_peers: int = 0
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
         # Links within the node and to the network run concurrently, in both directions.
-        near = max(self.sent_near, self.received_near) / machine.node.bandwidth
-        far = max(self.sent_far, self.received_far) / machine.network.bandwidth
-        return max(near, far) * element_bytes
+        near = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
+        far = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
+        return max(near, far)
 
 
 class BucketTotals(NamedTuple):
@@ -42,6 +47,7 @@ class BucketTotals(NamedTuple):
         buffers: elements of the home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
         phases: traffic of the gather, the return and the all-gather over replicas.
         collectives: number of phases with traffic on any rank; all ranks skip a phase without traffic.
+        pieces: number of the rank's pieces.
     """
 
     owned: KindCounts
@@ -51,6 +57,7 @@ class BucketTotals(NamedTuple):
     buffers: tuple[int, ...]
     phases: tuple[Flow, ...]
     collectives: int
+    pieces: int
 
 
 def counts(owned: Mapping[int, Mapping[int, int]]) -> dict[int, KindCounts]:
@@ -75,7 +82,8 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
         node = pieces.node(rank)
         near = whole - elements if members[node] > 1 else 0
         far = -(-(whole - inside[node]) // members[node])
-        flows[rank] = Flow(near, far, near, far)
+        # A ring has a hop for each other rank of the node, and for each other node.
+        flows[rank] = Flow(near, far, near, far, members[node] - 1, len(members) - 1)
     return flows
 
 

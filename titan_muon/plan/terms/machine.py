@@ -17,14 +17,46 @@ LARGE_SIDE = 8192
 """Smaller side of a product with the rate `MachineRates.flops`."""
 LAUNCHES = 20
 """Launches of a batch of matrices: five steps of three products, and the normalization."""
+COLLECTIVE_LAUNCHES = 10
+"""Launches that take the host as long as a collective: checks, events and streams take about 50 us."""
+ERROR = (0.8, 1.5)
+"""Least and most of measured over modelled time: an assumption, because no GPU was measured. On gloo, a step took
+1 / 0.90 of the modelled time (docs/results/timeline.md)."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per second in each direction, and the seconds of an empty collective."""
+    """Links of a rank, in each direction.
+
+    Attributes:
+        bandwidth: bytes per second in large messages.
+        latency: seconds of an empty collective.
+        per_peer: seconds of each message besides the bytes. A message of `per_peer * bandwidth` bytes has half of the
+            bandwidth.
+    """
 
     bandwidth: float
     latency: float
+    per_peer: float = 0.0
+
+    def seconds(self, sent: float, peers: int) -> float:
+        """Seconds that the rank's links are at work for so many bytes in messages to so many peers."""
+        return sent / self.bandwidth + peers * self.per_peer
+
+
+@dataclass(frozen=True)
+class CommunicatorBytes:
+    """Bytes of a GPU that NCCL and CUDA take.
+
+    Attributes:
+        context: CUDA's context and the first communicator.
+        group: a further communicator.
+        near_peer: a peer of an all-to-all on the same node.
+    """
+
+    context: int = 0
+    group: int = 0
+    near_peer: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,6 +73,10 @@ class MachineRates:
         network: links between ranks of different nodes.
         launch: seconds of an empty launch.
         batch_bytes: bytes of a batch that is large enough to fill the device.
+        host: seconds of the host for each launch.
+        host_piece: seconds of the host for each piece that the rank stores.
+        capacity: bytes of a rank's memory; 0 if unknown.
+        communicators: bytes of that memory for CUDA and NCCL.
     """
 
     name: str
@@ -52,11 +88,19 @@ class MachineRates:
     network: Link
     launch: float
     batch_bytes: int = 2**28
+    host: float = 0.0
+    host_piece: float = 0.0
+    capacity: int = 0
+    communicators: CommunicatorBytes = CommunicatorBytes()
 
     def rate(self, dtype: str, side: int) -> float:
         # Partial tiles, start and end of a product weigh less in a larger product.
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
         return self.flops[dtype] * min(1.0, share)
+
+    def host_seconds(self, pieces: int, batches: int, collectives: int) -> float:
+        """Time in which the host launches a step: a lower bound of the step, unless the host is ahead of the device."""
+        return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
         """Seconds to orthogonalize a batch of `count` matrices of equal shape, `side` the smaller side.
@@ -68,9 +112,9 @@ class MachineRates:
             return computed
         return computed + count * (work.team.sent / self.node.bandwidth + work.team.calls * self.node.latency)
 
-    def pass_seconds(self, moved: float) -> float:
+    def pass_seconds(self, moved: float, launches: int = 1) -> float:
         """Seconds of element-wise launches with `moved` bytes read plus written; 0 for no bytes."""
-        return moved / self.memory + self.launch if moved else 0.0
+        return moved / self.memory + launches * self.launch if moved else 0.0
 
 
 def _flops(large: float, float32: float) -> dict[str, float]:
@@ -82,22 +126,54 @@ def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
     return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
-# Network: 400 Gb/s per GPU are 50 GB/s; NCCL's all-to-all reaches 45 GB/s and 15 us between nodes (bus bandwidth as
-# defined in NVIDIA/nccl-tests, PERFORMANCE.md). NVLink: data sheets give 600, 900, 900 and 1,800 GB/s in both
-# directions together; all-to-all reaches about 80 %.
-_NETWORK = Link(45e9, 15e-6)
+# Network: 400 Gb/s per GPU are 50 GB/s, of which NCCL reaches 46 to 48 (NVIDIA/nccl-tests#290), here 45, and 15 us
+# between nodes. NVLink: data sheets give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all
+# reaches 75 % of a direction (335 GB/s on 4 H100s, NVIDIA/nccl#2169) to 80 %.
+# Messages: an estimate. NCCL cuts a message into chunks of 128 KiB ("P2P Chunksize set to 131072", NVIDIA/nccl#1953),
+# and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures large messages alone.
+_NETWORK = Link(45e9, 15e-6, 2e-6)
+
+# Host: about 5 us for an operator of PyTorch. 18 to 20 us for a piece: benchmarks/host_cost.py took 9.8 ms for 480
+# pieces and 25.7 ms for 1,446, without Newton-Schulz, on one core of a server's CPU.
+_HOST, _HOST_PIECE = 5e-6, 18e-6
+
+# NCCL's memory: on 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB
+# for CUDA and other collectives (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
+_NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
+
+
+def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, node: Link, gib: int) -> MachineRates:
+    """Nodes of 8 GPUs, each with so many GiB that PyTorch can use."""
+    launch = 5e-6 if name.startswith("a100") else 4e-6
+    capacity = gib * 2**30
+    return MachineRates(
+        name,
+        8,
+        flops,
+        half_side,
+        memory,
+        node,
+        _NETWORK,
+        launch,
+        host=_HOST,
+        host_piece=_HOST_PIECE,
+        capacity=capacity,
+        communicators=_NCCL,
+    )
+
 
 MACHINES: Mapping[str, MachineRates] = {
     machine.name: machine
     for machine in (
-        # NVIDIA H100 data sheet: 989 TFLOP/s dense bfloat16, 67 float32, 3.35 TB/s; large products sustain about 700.
-        MachineRates("h100x8", 8, _flops(700e12, 50e12), 280, 3.0e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
-        # One H200, measured with plain products and copies: 790 TFLOP/s and 4.3 TB/s (data sheet: 989 and 4.8).
-        MachineRates("h200x8", 8, _flops(790e12, 50e12), 280, 4.3e12, Link(360e9, 10e-6), _NETWORK, 4e-6),
-        # NVIDIA DGX B200 data sheet: 2,250 TFLOP/s dense bfloat16 and 75 float32 for each GPU, 8 TB/s.
-        MachineRates("b200x8", 8, _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6), _NETWORK, 4e-6),
+        # NVIDIA H100 data sheet: 989 TFLOP/s dense bfloat16, 67 float32, 3.35 TB/s, 80 GB;
+        # large products sustain about 700.
+        _gpus("h100x8", _flops(700e12, 50e12), 280, 3.0e12, Link(360e9, 10e-6, 1e-6), 79),
+        # One H200, measured with plain products and copies: 790 TFLOP/s and 4.3 TB/s (data sheet: 989, 4.8 and 141 GB).
+        _gpus("h200x8", _flops(790e12, 50e12), 280, 4.3e12, Link(360e9, 10e-6, 1e-6), 139),
+        # NVIDIA DGX B200 data sheet: 2,250 TFLOP/s dense bfloat16 and 75 float32 for each GPU, 8 TB/s, 180 GB.
+        _gpus("b200x8", _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6, 1e-6), 178),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
-        MachineRates("a100x8", 8, _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6), _NETWORK, 5e-6),
+        _gpus("a100x8", _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6, 1e-6), 79),
         # One core with bfloat16 instructions, and gloo on one host; the core has no float16 instructions.
         _cpu("cpu", {**_flops(700e9, 150e9), "float16": 150e9}),
         # One core with AVX2, without vector instructions for 16-bit products.
@@ -127,12 +203,15 @@ def machine_of(options: Machine, device: str = "cuda", measured: str | None = No
         ranks_per_node=machine.ranks_per_node if options.ranks_per_node is None else options.ranks_per_node,
         flops={**large, "float32": override(options.tflops_float32, 1e12, flops["float32"])},
         memory=override(options.memory_gb, 1e9, machine.memory),
-        node=Link(
-            override(options.node_gb, 1e9, node.bandwidth), override(options.node_latency_us, 1e-6, node.latency)
+        node=replace(
+            node,
+            bandwidth=override(options.node_gb, 1e9, node.bandwidth),
+            latency=override(options.node_latency_us, 1e-6, node.latency),
         ),
-        network=Link(
-            override(options.network_gb, 1e9, network.bandwidth),
-            override(options.network_latency_us, 1e-6, network.latency),
+        network=replace(
+            network,
+            bandwidth=override(options.network_gb, 1e9, network.bandwidth),
+            latency=override(options.network_latency_us, 1e-6, network.latency),
         ),
         launch=override(options.launch_us, 1e-6, machine.launch),
     )
@@ -154,8 +233,9 @@ def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
 def _with_links(machine: MachineRates, rates: Mapping[str, Any]) -> MachineRates:
     if rates["bandwidth"] is None:
         return machine
-    link, per_node = Link(float(rates["bandwidth"]), float(rates["latency"])), int(rates["ranks_per_node"])
+    measured = {name: float(rates[name]) for name in ("bandwidth", "latency")}
+    per_node = int(rates["ranks_per_node"])
     # A measurement on a single node gives the node's link, a measurement over several nodes gives the network's.
     if int(rates["ranks"]) > per_node:
-        return replace(machine, ranks_per_node=per_node, network=link)
-    return replace(machine, node=link)
+        return replace(machine, ranks_per_node=per_node, network=replace(machine.network, **measured))
+    return replace(machine, node=replace(machine.node, **measured))

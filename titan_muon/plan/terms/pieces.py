@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from .layout import Geometries, Geometry
@@ -22,12 +22,22 @@ class Holder(NamedTuple):
     replica: Replica
 
 
+class KeySums(NamedTuple):
+    """Elements and ranks of the holders with one key of a route: of all, and by (key, node)."""
+
+    elements: Counter[Hashable]
+    elements_near: Counter[tuple[Hashable, int]]
+    ranks: Counter[Hashable]
+    ranks_near: Counter[tuple[Hashable, int]]
+
+
 class Holders:
     """The holders of the matrices of a kind in a group, and the elements of one such matrix by rank, node, replica,
     and (replica, node)."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
+        self._sums: dict[tuple[str, int], KeySums] = {}
         self.total, self.on_rank = 0, dict[int, int]()
         self.on_node, self.of_replica = Counter[int](), Counter[Replica]()
         self.of_part = Counter[tuple[Replica, int]]()
@@ -37,6 +47,20 @@ class Holders:
             self.on_node[node] += elements
             self.of_replica[replica] += elements
             self.of_part[replica, node] += elements
+
+    def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
+        """Sums by the `key` of a rank, which is the same in every call for a pattern and a direction."""
+        # A search deals the same matrices to buckets hundreds of times.
+        if (pattern, direction) not in self._sums:
+            sums = KeySums(Counter(), Counter(), Counter(), Counter())
+            for rank, elements, node, _ in self.holders:
+                place = key(rank)
+                sums.elements[place] += elements
+                sums.elements_near[place, node] += elements
+                sums.ranks[place] += 1
+                sums.ranks_near[place, node] += 1
+            self._sums[pattern, direction] = sums
+        return self._sums[pattern, direction]
 
 
 class Pieces:

@@ -246,6 +246,7 @@ class Plan:
         wire_bytes: bytes of an element in transit.
         works: the distinct methods and costs of orthogonalization.
         reason: notes for the user: search truncated, slicing outcome, differing plain tensors.
+        passes: element-wise stages over stored pieces.
     """
 
     # A Plan is plain data and equal on every rank, because ranks compare digests before the first collective.

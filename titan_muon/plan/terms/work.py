@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 def standard_flops(rows: int, cols: int, steps: int, cubic: int = 0) -> int:
@@ -95,9 +95,55 @@ class Work:
     team: TeamCost | None = None
 
 
+class Traffic(NamedTuple):
+    """Element-wise stages on one element of a stored piece.
+
+    Attributes:
+        advance: bytes read and written to advance the momentum and to pack.
+        advance_launches: operators of a call.
+        apply: bytes read and written to decay and update.
+        apply_launches: operators of a call.
+    """
+
+    advance: int
+    advance_launches: int
+    apply: int
+    apply_launches: int
+
+
+NORMALIZING_BYTES = 10
+"""Bytes for an element of a whole matrix: norm (2), quotient in float16 (2 + 2), result in bfloat16 (2 + 2)."""
+
+
+def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: bool) -> Traffic:
+    """The traffic for elements of weights, momentum and buffers with these sizes in bytes.
+
+    Counts the operators of `step/update.py` and `step/rounding.py`, without caches; tests/unit/plan/test_passes.py
+    compares. `stochastic`: rounding of bfloat16 weights. `cautious`: weight decay.
+    """
+    # lerp in the wider dtype, another lerp for Nesterov, and packing.
+    wide = max(element, state)
+    advance, launches = 7 * wide + wire, 3
+    if element < wide:
+        advance, launches = advance + element + wide, launches + 1
+    if state < wide:
+        advance, launches = advance + 2 * (state + wide), launches + 2
+    if stochastic:
+        # Weights and updates in float32, a hash of each element, and the way back.
+        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
+    # Decay, updates in the dtype of wider weights, and the sum.
+    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
+    if cautious:
+        apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
+    return Traffic(advance, launches, apply, apply_launches)
+
+
+FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
+
+
 @dataclass(frozen=True)
 class Passes:
-    """Temporary memory of the element-wise stages and of the rule. The default has float32 weights and momentum.
+    """The element-wise stages and the rule: temporary memory and traffic. The default has float32 weights and momentum.
 
     Attributes:
         advance_elements: limit on the elements of a call for the momentum, or one row.
@@ -106,6 +152,7 @@ class Passes:
         apply_bytes: temporary bytes of an element in such a call.
         finish_bytes: temporary bytes of the rule for an element of a whole matrix.
         states: numbers of the rule's float32 states for each output of a matrix.
+        traffic: bytes and launches.
     """
 
     advance_elements: int = 2**23
@@ -114,6 +161,7 @@ class Passes:
     apply_bytes: int = 4
     finish_bytes: int = 0
     states: int = 0
+    traffic: Traffic = FLOAT32_TRAFFIC
 
 
 FLOAT32_PASSES = Passes()

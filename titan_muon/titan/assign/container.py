@@ -75,7 +75,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         recipe = {key: value for key, value in self.state_dict().items() if key.startswith("param_groups.")}
         self.changes = tuple(dict.fromkeys(self._changes(state_dict, recipe)))
         # Except `lr`: the schedule has changed the saved `lr`, and TorchTitan's scheduler does not set `lr` on loading.
-        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr")}
+        kept = {key: value for key, value in recipe.items() if not key.endswith(".lr") or key not in state_dict}
         # Before the load, because Muon plans for the loaded hyperparameters.
         super().load_state_dict({**state_dict, **kept})
 
@@ -84,8 +84,9 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         for key, value in recipe.items():
             fqn, _, option = key.removeprefix("param_groups.").rpartition(".")
             # The schedule has changed the saved `lr`; `initial_lr` is the recipe's rate.
-            if option != "lr" and saved[key] != value:
-                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {saved[key]} -> {value}"
+            old = saved.get(key, "not an option then")
+            if option != "lr" and old != value:
+                yield f"{tags[fqn]}.{option.removeprefix('initial_')}: {old} -> {value}"
 
     def clipped_parameters(self, choice: str) -> list[Tensor]:
         """Parameters that `optimizer.clip = choice` clips; `adamw`: all but Muon's."""

@@ -46,6 +46,10 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
     yield from doubts(assigned, splits)
 
 
+MOST_REPEATS = 1.5
+"""Orthogonalizations per matrix above which a plan says why."""
+
+
 def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], rounding: str) -> Iterable[str]:
     """Effect of rounding on each optimizer's weights, if the weights are bfloat16 without a float32 copy."""
     if torch.bfloat16 not in dtypes:
@@ -84,6 +88,14 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
     yield f"  Newton-Schulz   {summary.ns_flops_max / 1e9:,.1f} GFLOP on the busiest rank, {ratio:.3f} x the mean"
     if idle := sum(1 for cost in summary.ranks if cost.matrices == 0):
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
+    if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
+        repeated = [len(ranks) for ranks in plan.local if len(ranks) > 1]
+        yield (
+            f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: "
+            f"{len(repeated):,} matrices are whole on up to {max(repeated)} replicas, and each replica orthogonalizes "
+            'them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 orthogonalizes each '
+            'matrix once; muon.replicas = "split" too, and sends the results to the other replicas'
+        )
     yield from _method_lines(plan)
     if exchanges:
         in_flight = f"{plan.buffer_sets} buckets in flight"
@@ -177,7 +189,6 @@ def _ms(seconds: float) -> str:
 
 
 def _method_lines(plan: Plan) -> Iterable[str]:
-    """Algorithm per shape, with the reason."""
     wholes = (matrix for matrix in plan.matrices if matrix.slice is None or matrix.slice.place == 0)
     counts = Counter((matrix.work, "x".join(map(str, matrix.whole_shape))) for matrix in wholes)
     for index in dict.fromkeys(index for index, _ in counts):

@@ -3,6 +3,7 @@
 import time
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,10 +12,12 @@ import numpy as np
 from torchtitan.tools.logging import logger
 
 from titan_muon.titan.data.cache import atomic, build_once, digest
-from titan_muon.titan.data.documents import Document, Documents
+from titan_muon.titan.data.documents import Documents
 
 # Part of every cache file's name: increment when the file layout changes.
 _FORMAT = "1"
+CHECKED = ".checked"
+"""Suffix of the file that says which tokens have the right checksum."""
 _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
@@ -31,7 +34,7 @@ class DocumentTokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenized documents, in the order of `Documents.all`.
+    """Tokenized documents, in the order of `Documents.texts`.
 
     `tokens`: uint16 or uint32, read-only; the documents back to back, with opening and closing marks. Document d is
     `tokens[starts[d]:starts[d + 1]]` (`starts`: int64) and has `text_bytes[d]` bytes of UTF-8 (int64).
@@ -57,7 +60,6 @@ class CorpusSource:
         self._opened: Corpus | None = None
 
     def to_dict(self) -> dict[str, object]:
-        """The `[data]` table, for TorchTitan's record of the configuration."""
         return self.documents.to_dict()
 
     def open(self, tokenizer: DocumentTokenizer) -> Corpus:
@@ -68,7 +70,7 @@ class CorpusSource:
             self._opened = build_once(
                 path,
                 load=lambda: _load(path, name, tokenizer.get_vocab_size()),
-                build=lambda: _build(path, self.documents.all, tokenizer),
+                build=lambda: _build(path, self.documents, tokenizer),
             )
         return self._opened
 
@@ -78,7 +80,6 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 
 def _paths(path: Path) -> tuple[Path, Path]:
-    """Index and tokens of a corpus."""
     return path.with_suffix(".index.npz"), path.with_suffix(".tokens")
 
 
@@ -91,20 +92,40 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         with np.load(index_path) as index:
             starts, text_bytes, checksum = index["starts"], index["text_bytes"], int(index["checksum"])
         tokens = np.memmap(tokens_path, dtype=_dtype(vocab_size), mode="r")
-        # Reads the whole file once: training would otherwise notice a full disk or a cut copy only as invalid tokens.
-        problem = None if zlib.crc32(tokens.data) == checksum else "its checksum is wrong"
+        # Reads a file of another time once: training would otherwise notice a full disk or a cut copy only as invalid
+        # tokens.
+        sound = _stamp(tokens_path) == _checked_stamp(path) or zlib.crc32(tokens.data) == checksum
+        problem = None if sound else "its checksum is wrong"
     except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         problem = str(error)
     if problem is not None:
         logger.warning("The corpus cached at %s is damaged (%s) and is built again", path, problem)
         return None
+    if _stamp(tokens_path) != _checked_stamp(path):
+        # A cache that this process may not write is read once by each process.
+        with suppress(OSError), atomic(path.with_suffix(CHECKED)) as temporary:
+            temporary.write_text(_stamp(tokens_path), encoding="utf-8")
     return Corpus(tokens, starts, text_bytes, name)
 
 
-def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer) -> None:
+def _stamp(tokens: Path) -> str:
+    """Size and time of a file whose checksum was compared."""
+    status = tokens.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _checked_stamp(path: Path) -> str:
+    """The stamp of the tokens at `path` when their checksum was last right; empty before."""
+    try:
+        return path.with_suffix(CHECKED).read_text(encoding="utf-8")
+    except OSError:
+        return ""
+
+
+def _build(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> None:
     index_path, tokens_path = _paths(path)
-    megabytes = sum(document.size for document in documents) / 1e6
-    logger.info("Tokenizing %d documents (%.1f MB of text)", len(documents), megabytes)
+    megabytes = sum(file.size for file in documents.all) / 1e6
+    logger.info("Tokenizing %d documents (%.1f MB of text)", documents.count, megabytes)
     began = time.monotonic()
     # The index is renamed last: an aborted build leaves no index, or a checksum that does not fit the tokens.
     with atomic(index_path) as index, atomic(tokens_path) as tokens:
@@ -115,18 +136,15 @@ def _build(path: Path, documents: tuple[Document, ...], tokenizer: DocumentToken
     logger.info("%d tokens in %.1f s, cached at %s (%.1f MB)", starts[-1], seconds, tokens_path, size)
 
 
-def _write_tokens(
-    path: Path, documents: tuple[Document, ...], tokenizer: DocumentTokenizer
-) -> tuple[np.ndarray, np.ndarray, int]:
+def _write_tokens(path: Path, documents: Documents, tokenizer: DocumentTokenizer) -> tuple[np.ndarray, np.ndarray, int]:
     """Write all tokens to `path`; return (starts, text_bytes, checksum of the file)."""
     vocab_size = tokenizer.get_vocab_size()
     lengths, text_bytes, checksum, logged = [0], [], 0, time.monotonic()
     with open(path, "wb") as file:
-        for number, document in enumerate(documents):
-            text = document.text()
+        for number, (source, text) in enumerate(documents.texts()):
             # One document at a time: the text of a large corpus and its tokens do not fit in memory together.
             ids = np.asarray(tokenizer.document(text), dtype=np.int64)
-            assert ids.max() < vocab_size, f"token {ids.max()} in {document.path}: the vocabulary ends at {vocab_size}"
+            assert ids.max() < vocab_size, f"token {ids.max()} in {source.path}: the vocabulary ends at {vocab_size}"
             raw = ids.astype(_dtype(vocab_size)).tobytes()
             file.write(raw)
             checksum = zlib.crc32(raw, checksum)
@@ -134,5 +152,5 @@ def _write_tokens(
             text_bytes.append(len(text.encode()))
             if time.monotonic() - logged > _SECONDS_BETWEEN_MESSAGES:
                 logged = time.monotonic()
-                logger.info("Tokenized %d of %d documents", number + 1, len(documents))
+                logger.info("Tokenized %d of %d documents", number + 1, documents.count)
     return np.cumsum(lengths, dtype=np.int64), np.array(text_bytes, dtype=np.int64), checksum

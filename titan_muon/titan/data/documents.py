@@ -2,40 +2,113 @@
 
 import glob
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
+from torchtitan.tools.logging import logger
 
+from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
+# Part of the index's name and of the digest: raise it when either changes, or the split.
+_FORMAT = "2"
+MOST_REPLACED = 0.1
+"""Share of characters that are not UTF-8 in a file that is hardly text."""
+
 
 @dataclass(frozen=True)
-class Document:
-    """A text file. `name` decides on order and split; `size` is in bytes."""
+class TextFile:
+    """One file of documents: a `.jsonl` or `.parquet` file has one in each row, any other file is one document.
+
+    Attributes:
+        name: decides the file's place in the order.
+        path: where the file is.
+        size: bytes.
+        key: field of a row with the text.
+    """
 
     name: str
     path: Path
     size: int
+    key: str = "text"
 
-    def read_bytes(self) -> bytes:
+    def contents(self) -> Iterator[bytes]:
+        """The UTF-8 bytes of each document that is not empty. Raises RecipeError if the file cannot be read."""
+        read = {".jsonl": self._json_rows, ".parquet": self._parquet_rows}.get(self.path.suffix, self._whole)
         try:
-            return self.path.read_bytes()
+            yield from filter(None, read())
         except OSError as error:
-            raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {error.strerror}") from error
+            raise RecipeError(f"data.files: {str(self.path)!r} cannot be read: {error.strerror or error}") from error
 
-    def text(self) -> str:
-        """Text of the file; invalid UTF-8 becomes U+FFFD. Raises RecipeError if the file cannot be read."""
-        return self.read_bytes().decode("utf-8", errors="replace")
+    def texts(self) -> Iterator[str]:
+        """Each document; bytes that are not UTF-8 become U+FFFD."""
+        return (content.decode("utf-8", errors="replace") for content in self.contents())
+
+    def _whole(self) -> Iterator[bytes]:
+        yield self.path.read_bytes()
+
+    def _json_rows(self) -> Iterator[bytes]:
+        with self.path.open(encoding="utf-8", errors="replace") as lines:
+            for number, line in enumerate(lines, start=1):
+                if not line.strip():
+                    continue
+                place = f"data.files: {self.path}:{number}"
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise RecipeError(f"{place}: not JSON: {error}") from error
+                if not isinstance(row, dict) or not isinstance(row.get(self.key), str):
+                    fields = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise RecipeError(f"{place} has no text in data.text_key = {self.key!r}; it has {fields}")
+                yield row[self.key].encode("utf-8", errors="replace")
+
+    def _parquet_rows(self) -> Iterator[bytes]:
+        try:
+            from pyarrow import ArrowException
+            from pyarrow.parquet import ParquetFile
+        except ImportError as error:
+            raise RecipeError(f"data.files: {self.path} needs pyarrow, which is not installed") from error
+        try:
+            table = ParquetFile(self.path)
+            names = table.schema_arrow.names
+            if self.key not in names:
+                fields = ", ".join(names)
+                raise RecipeError(
+                    f"data.files: {self.path} has no column data.text_key = {self.key!r}; it has {fields}"
+                )
+            for batch in table.iter_batches(columns=[self.key]):
+                for text in batch.column(0).to_pylist():
+                    yield b"" if text is None else str(text).encode("utf-8", errors="replace")
+        except ArrowException as error:
+            raise RecipeError(f"data.files: {self.path} cannot be read: {error}") from error
+
+
+class _Index(NamedTuple):
+    """Hashes of all documents.
+
+    Attributes:
+        digest: 32 hexadecimal digits that name all names and contents.
+        keys: hash of each document's content, in the order of reading: uint64.
+    """
+
+    digest: str
+    keys: np.ndarray
 
 
 class Documents:
-    """Documents of a `[data]` table, listed and hashed at first use."""
+    """The documents of a `[data]` table. An index in the cache says what is in files of these sizes and times.
+
+    Documents are numbered in the order of their files, and of the rows in a file.
+    """
 
     def __init__(self, data: Data) -> None:
         assert data.source != "hf", "TorchTitan's own loader reads data.source = 'hf'"
@@ -46,63 +119,110 @@ class Documents:
         return asdict(self.data)
 
     @cached_property
-    def all(self) -> tuple[Document, ...]:
-        """Every non-empty document, sorted by name. Raises RecipeError without documents."""
-        files = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
+    def all(self) -> tuple[TextFile, ...]:
+        """Every non-empty file, sorted by name. Raises RecipeError without files."""
+        found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
         # Sorted, because the order of a folder listing depends on the file system, and the order decides every batch.
-        documents = (Document(name, path, path.stat().st_size) for name, path in sorted(files.items()))
-        kept = tuple(document for document in documents if document.size > 0)
+        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
+        kept = tuple(file for file in files if file.size > 0)
         if not kept:
-            where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
-            raise RecipeError(f"data.{where}: all {len(files)} files found are empty; there is no text to train on")
+            raise self._empty(len(found))
         return kept
 
-    @cached_property
+    def _empty(self, files: int) -> RecipeError:
+        where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"
+        return RecipeError(f"data.{where}: all {files} files found are empty; there is no text to train on")
+
+    @property
     def digest(self) -> str:
-        """32 hexadecimal digits for all names and contents. Reads every file."""
-        # Of contents, not of dates: a copy on another machine finds the cache, an edited corpus does not.
-        state = hashlib.blake2b(digest_size=16)
-        for document in self.all:
-            content = document.read_bytes()
-            state.update(f"{document.name}\0{len(content)}\0".encode(errors="surrogateescape") + content)
-        return state.hexdigest()
+        """32 hexadecimal digits that name all names and contents, and the way to split them."""
+        return self._index.digest
+
+    @property
+    def count(self) -> int:
+        """Number of documents."""
+        return len(self._index.keys)
 
     @property
     def training(self) -> np.ndarray:
-        """Indices into `all`, ascending: int64, never empty. Raises RecipeError if the split is impossible."""
+        """Numbers of documents, ascending: int64, never empty. Raises RecipeError if the split is impossible."""
         return self._split[0]
 
     @property
     def validation(self) -> np.ndarray:
-        """Indices into `all` in arbitrary order, so that any first few are a fair sample: int64.
+        """Numbers of documents in arbitrary order, so that any first few are a fair sample: int64.
 
         Empty only if `data.validation_fraction` is 0. Raises RecipeError if the split is impossible.
         """
         return self._split[1]
 
+    def texts(self) -> Iterator[tuple[TextFile, str]]:
+        """Every document with its file, in order."""
+        return ((file, text) for file in self.all for text in file.texts())
+
     def training_texts(self) -> Iterator[str]:
-        return (self.all[i].text() for i in self.training)
+        """The text of the training documents, one by one."""
+        held_out = set(self.validation.tolist())
+        return (text for number, (_, text) in enumerate(self.texts()) if number not in held_out)
+
+    @cached_property
+    def _index(self) -> _Index:
+        # By sizes and times, so that other ranks and later starts read no text.
+        times = (f"{file.path}\0{file.size}\0{file.path.stat().st_mtime_ns}" for file in self.all)
+        path = Path(self.data.cache) / f"documents-{digest(_FORMAT, self.data.text_key, *times)}.npz"
+        index = build_once(path, load=lambda: _load_index(path), build=lambda: self._build_index(path))
+        if len(index.keys) == 0:
+            raise self._empty(len(self.all))
+        return index
+
+    def _build_index(self, path: Path) -> None:
+        # Of contents, not of dates: a copy on another machine finds the tokens, an edited corpus does not.
+        state = hashlib.blake2b(_FORMAT.encode(), digest_size=16)
+        keys: list[int] = []
+        for file in self.all:
+            state.update(f"\0{file.name}\0".encode(errors="surrogateescape"))
+            for content in file.contents():
+                key = hashlib.blake2b(content, digest_size=16).digest()
+                state.update(key)
+                keys.append(int.from_bytes(key[:8], "little"))
+                _warn_of_bytes(file, content)
+        with atomic(path) as temporary, open(temporary, "wb") as stream:
+            np.savez(stream, digest=np.array(state.hexdigest()), keys=np.array(keys, dtype=np.uint64))
 
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
-        fraction, count = self.data.validation_fraction, len(self.all)
-        # A document's name decides on the side, so additions and removals move no document. A run on more text does not
-        # train on the held-out documents of an earlier run.
-        names = (document.name.encode(errors="surrogateescape") for document in self.all)
-        hashes = (hashlib.blake2b(name, digest_size=8).digest() for name in names)
-        keys = np.array([int.from_bytes(digest, "little") for digest in hashes], dtype=np.uint64)
+        fraction, keys = self.data.validation_fraction, self._index.keys
+        # A document's content decides on the side, so additions, removals and other names move no document. A run on
+        # more text does not train on the held-out documents of an earlier run.
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
-            if count < 2:
+            if len(keys) < 2:
                 raise RecipeError(
                     f"data.validation_fraction = {fraction} needs at least 2 documents, one for each side; "
                     f"there is 1 ({self.all[0].path}). Split it into several files, or set "
                     "data.validation_fraction = 0 and validator.enable = false."
                 )
             # With few documents all may fall on one side; then the nearest document changes sides.
-            held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), count - 1)
+            held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
         return np.sort(order[held_out:]), order[:held_out]
+
+
+def _load_index(path: Path) -> _Index | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path) as saved:
+            return _Index(str(saved["digest"]), saved["keys"])
+    except (OSError, EOFError, ValueError, KeyError, BadZipFile) as error:
+        logger.warning("The index cached at %s is damaged (%s) and is built again", path, error)
+        return None
+
+
+def _warn_of_bytes(file: TextFile, content: bytes) -> None:
+    start = content[: 1 << 16].decode("utf-8", errors="replace")
+    if start.count("\ufffd") > MOST_REPLACED * len(start):
+        logger.warning("data.files: %s is hardly text: many of its bytes are not UTF-8", file.path)
 
 
 def _python_files() -> dict[str, Path]:

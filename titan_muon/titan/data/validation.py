@@ -60,11 +60,9 @@ class HeldOutValidator(Validator):
         return loader.batches
 
     def should_validate(self, step: int) -> bool:
-        """Whether `step` is the last, or a multiple of `freq` in a run without stop request."""
         return self.last or (step % self.config.freq == 0 and not self.stopped)
 
     def validate(self, model_parts: list[torch.nn.Module], step: int) -> None:
-        """Report the loss on the held-out text, outside the training time."""
         with self.metrics_processor.paused():
             super().validate(model_parts, step)
             self.check(step)

@@ -55,7 +55,6 @@ class Memory:
 
     @property
     def host_sizes(self) -> dict[str, int]:
-        """Host memory by name."""
         return {name: getattr(self, name) for name in ("host_parameters", "host_gradients", "host_states")}
 
 
@@ -69,7 +68,6 @@ class Held:
     states: tuple[int, ...]
 
     def moved(self, offload: Offload) -> int:
-        """Bytes moved to the device to update the parameter."""
         return sum(self.states) + (2 * self.bytes if offload == "parameters" else 0)
 
 

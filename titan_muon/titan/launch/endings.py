@@ -1,6 +1,6 @@
-"""Endings that a restart does not change, a refusal or a divergence, in torchrun's error files.
+"""Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-torchrun shows the message of an error file in its summary. Under `--max-restarts` it starts all processes again.
+torchrun shows the message of an error file in the summary, and restarts all processes under `--max-restarts`.
 Imports no torch, so that a process of a later attempt ends at once.
 """
 
@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ENDED = "titan_muon_ended"
-"""Key of an error file whose process ended for good: the message and the exit code."""
+"""Key of a final ending in an error file: message and exit code."""
 
 
 def record_end(message: str, code: int, *, first: bool) -> None:
@@ -29,9 +29,9 @@ def record_end(message: str, code: int, *, first: bool) -> None:
 
 
 def earlier_end() -> int | None:
-    """The exit code of an earlier attempt of this job on this node that ended for good; None without one.
+    """Exit code of an earlier attempt of this job on this node with a final ending; None without one.
 
-    Records the end of that attempt again, for torchrun's summary of this attempt.
+    Records the ending again, for torchrun's summary of this attempt.
     """
     if (file := _error_file()) is None:
         return None

@@ -158,7 +158,6 @@ class Watchdog:
             print(f"error: no progress for {waited:.0f} s: {late}", file=sys.stderr, flush=True)
 
     def _outlives_failure(self) -> bool:
-        """Whether a peer failed more than the grace period ago."""
         if self._failing or not self._store.check([FAILED]):
             return False
         # A rank that does not wait for its peers would take the launcher's SIGTERM for a stop request after the step,

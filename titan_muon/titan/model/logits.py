@@ -59,7 +59,6 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """The same attention by operators with logits or the log-sum-exp as outputs."""
         bias = torch.zeros_like(allowed, dtype=q.dtype).masked_fill_(~allowed, -torch.inf)
         if q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
             # The operator behind scaled_dot_product_attention, called directly for the second output.
@@ -95,7 +94,6 @@ class ObservedFlexAttention(LogitObserver, FlexAttention):
         out_transform: OutTransform | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """FlexAttention's forward, plus the kernel's largest logits."""
         assert isinstance(attention_masks, BlockMask), f"{type(attention_masks)} is no BlockMask"
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         with maybe_regional_inductor(FlexAttention.inductor_configs):
@@ -133,8 +131,6 @@ class ObservedVarlenAttention(LogitObserver, VarlenAttention):
         out_transform: OutTransform | None = None,
         **kwargs: object,
     ) -> torch.Tensor:
-        """VarlenAttention's forward with the log-sum-exp."""
-
         def kept(out: torch.Tensor, lse_BLN: torch.Tensor) -> torch.Tensor:
             self.keep(lse_BLN.transpose(1, 2))
             return out if out_transform is None else out_transform(out, lse_BLN)

@@ -109,7 +109,6 @@ def _own_layers(
 def _spaces(
     choice: _Choice, dp_mesh: DeviceMesh, options: dict[str, Any]
 ) -> list[tuple[DeviceMesh, dict[nn.Parameter, Owner]]]:
-    """Meshes with owned parameters."""
     # Experts under expert parallelism have a separate mesh.
     expert_parallel = {parameter for parameter in choice.owners if _is_expert_parallel(parameter)}
     spaces = [(dp_mesh, choice.owners.keys() - expert_parallel), (options["edp_mesh"], expert_parallel)]
@@ -121,7 +120,6 @@ def _spaces(
 
 
 def _own_options(options: dict[str, Any]) -> dict[str, Any]:
-    """TorchTitan's options of `fully_shard` as options of `own`."""
     policy = options["reshard_after_forward_policy"]
     reshard: bool | None = get_fsdp_reshard_after_forward_policy(policy, options["pp_enabled"])
     if reshard and policy == "default":

@@ -85,7 +85,6 @@ def build_qk_clip(
 
 
 def _weights(blocks: dict[str, nn.Module], name: str) -> Iterator[HeadWeight]:
-    """Query and key weights of a layer on this rank."""
     if name not in blocks:
         return
     for path, linear, pattern in _projections(blocks[name].get_submodule("attention")):

@@ -65,7 +65,8 @@ def parse(argv: Sequence[str]) -> Command:
         recipe = Recipe() if options.config is None else load(options.config, overrides)
         print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:
-        raise RecipeError("command line: --config FILE is missing; name a recipe, as in --config configs/NAME.toml.")
+        example = next((word for word in overrides if word.endswith(".toml")), "configs/NAME.toml")
+        raise RecipeError(f"command line: --config FILE is missing; name a recipe, as in --config {example}.")
     _check(options)
     return Command(recipe=load(options.config, overrides, _notice), **vars(options))
 

@@ -8,7 +8,7 @@ from typing import Any, get_args, get_type_hints
 from titan_muon.options import SLOWEST_IN_BFLOAT16, Constraint, OptionError, Overlap, PlacementRule, constraints
 from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
-from titan_muon.titan.recipe.toml import RecipeError
+from titan_muon.titan.recipe.toml import RecipeError, value_text
 
 # Derived from the fields, because Muon and the table in docs/options.md read the same ranges.
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
@@ -312,8 +312,20 @@ def _check_value(constraint: Constraint | None, value: object, key: str, source:
 def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], file: str) -> None:
     for relation in RELATIONS:
         if not relation.holds(recipe):
-            source = sources.get(relation.key, file)
-            raise refuse(source, relation.key + context, values(recipe)[relation.key], relation.accepted)
+            source, current = sources.get(relation.key, file), values(recipe)
+            accepted = relation.accepted + _others(relation, current, sources)
+            raise refuse(source, relation.key + context, current[relation.key], accepted)
+
+
+def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
+    """The other keys of a relation, each with its value and who wrote the value."""
+    keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
+    written = [
+        f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"
+        for key in dict.fromkeys(keys)
+        if key != relation.key and current[key] is not None
+    ]
+    return f". Here {', '.join(written)}" if written and sources else ""
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:

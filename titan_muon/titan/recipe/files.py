@@ -64,7 +64,6 @@ def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) ->
 
 
 def _with_typed_options(recipe: Recipe, source: str) -> Recipe:
-    """Convert the options of each rule to the types of the optimizer's table."""
     rules = (_typed(rule, f"optimizer.rule[{i}].options", source) for i, rule in enumerate(recipe.optimizer.rule))
     return replace(recipe, optimizer=replace(recipe.optimizer, rule=tuple(rules)))
 

@@ -14,6 +14,16 @@ from titan_muon.titan.recipe.toml import Entry, RecipeError, nearest, value_text
 
 T = TypeVar("T")
 NAMES = {bool: "true or false", int: "an integer", float: "a finite number", str: "a string"}
+SYNONYMS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "batch_size": "local_batch_size",
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "sequence_length": "seq_len",
+    "tp": "tensor_parallel_degree",
+}
+"""Other programs' words for keys of a recipe."""
 # Tried in this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -78,7 +88,10 @@ def convert(kind: Any, value: Any, key: str, source: str) -> Any:
         return float(value)
     if kind in (bool, int, str) and type(value) is kind:
         return value
-    raise refuse(source, key, value, describe(kind), choices=args if origin is Literal else ())
+    accepted = describe(kind)
+    if origin is tuple and dataclasses.is_dataclass(args[0]) and isinstance(value, dict):
+        accepted = f"a list of tables: write [[{key}]] for each"
+    raise refuse(source, key, value, accepted, choices=args if origin is Literal else ())
 
 
 def _is_finite(value: float) -> bool:
@@ -177,6 +190,8 @@ def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeErr
 
 def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:
     table, _, leaf = key.rpartition(".")
+    if SYNONYMS.get(leaf) in leaves:
+        return f"{table}.{SYNONYMS[leaf]}"
     if suggestion := nearest(leaf, leaves):
         return f"{table}.{suggestion}" if table else suggestion
     if suggestion := nearest(table or key, tables if not (table and leaves) else []):

@@ -76,7 +76,10 @@ class Data:
     """`python`: source code of the standard library. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
     files: Annotated[tuple[str, ...], each(TEXT)] = ()
-    """Glob patterns of text files for source `files`, relative to the working directory."""
+    """Glob patterns for source `files`, relative to the working directory: text, or `.jsonl` and `.parquet` files."""
+
+    text_key: Annotated[str, TEXT] = "text"
+    """Field with the text in a row of a `.jsonl` or `.parquet` file."""
 
     dataset: Annotated[str, TEXT] = "c4"
     """TorchTitan's name of the dataset, for source `hf`."""
@@ -95,7 +98,7 @@ class Data:
     """Folder with `tokenizer.json`, for tokenizer `hf`."""
 
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of documents held out for validation, chosen by name, equal for every seed."""
+    """Share of documents held out for validation, chosen by content, equal for every seed."""
 
     seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seed of the order of documents."""

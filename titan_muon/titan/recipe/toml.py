@@ -54,14 +54,20 @@ def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
 
 
 def _parse(path: Path, context: str) -> dict[str, object]:
+    text = ""
     try:
-        return tomli.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return tomli.loads(text)
     except FileNotFoundError:
         raise RecipeError(f"{path}: no such file{context}.{_neighbours(path)}") from None
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}{context}.") from None
     except (tomli.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not valid TOML{context}: {error}.") from None
+        # tomli names the place alone, and of a key that is written twice not the key.
+        number = getattr(error, "lineno", 0)
+        line = "".join(text.splitlines()[number - 1 : number]).strip()
+        written = f": {line}" if line else ""
+        raise RecipeError(f"{path}: not valid TOML{context}: {error}{written}.") from None
 
 
 def _neighbours(path: Path) -> str:

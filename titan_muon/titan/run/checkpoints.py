@@ -90,6 +90,28 @@ class Schedule:
         )
 
 
+class KnownOptions:
+    """A container's state without the options that a checkpoint lacks, because an older version had no such option.
+
+    A checkpoint has each option of each parameter. The recipe decides about options, so the load needs none of them.
+    """
+
+    def __init__(self, optimizers: HybridOptimizers, saved: Collection[str]) -> None:
+        self._optimizers, self._saved = optimizers, saved
+
+    def state_dict(self) -> dict[str, Any]:
+        """The entries to load."""
+        return {
+            key: value
+            for key, value in self._optimizers.state_dict().items()
+            if not key.startswith("param_groups.") or f"optimizer.{key}" in self._saved
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load entries; the container adds the other options."""
+        self._optimizers.load_state_dict(state_dict)
+
+
 class RunCheckpoints(CheckpointManager):
     """TorchTitan's checkpoint manager; loads the checkpoint chosen by `runs.open_run`."""
 
@@ -163,6 +185,7 @@ class RunCheckpoints(CheckpointManager):
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
+            states["optimizer"] = KnownOptions(states["optimizer"], saved)
         if "dataloader" in states:
             check_data_ranks(states["dataloader"], saved)
         if f"{SCHEDULE}.recipe" in saved:
@@ -207,7 +230,6 @@ def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
 
 
 def _explain(checkpoint: str | None, error: CheckpointException) -> str:
-    """Message of the first failed rank."""
     rank, (cause, _) = min(error.failures.items())
     first_line = str(cause).strip().partition("\n")[0]
     return (

@@ -62,7 +62,6 @@ def say_error(error: Exception, code: int) -> None:
 
 
 def _is_first(event: str) -> bool:
-    """Whether this rank is the first to report an event."""
     try:
         return dist.distributed_c10d._get_default_store().add(f"titan_muon/{event}", 1) == 1
     except RuntimeError:

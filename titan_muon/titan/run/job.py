@@ -150,7 +150,6 @@ def _raise_file_limit() -> None:
 
 
 def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
-    """Trainer with the checkpoint loaded."""
     trainer: MuonTrainer | None = None
     try:
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
@@ -224,7 +223,6 @@ def _gather_parts(trainer: MuonTrainer, recipe: Recipe, group: dist.ProcessGroup
 
 
 def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
-    """Report on the part of the model on `ranks`."""
     assigned, world = trainer.optimizers.assignments, dist.get_world_size()
     plans = (optimizer.plan for optimizer in trainer.optimizers if isinstance(optimizer, Muon))
     # A stage without Muon's matrices still has a Muon, for the agreements among all ranks.

@@ -235,13 +235,11 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        """Report from TorchTitan's step, on every rank."""
         # TorchTitan's other numbers are ignored: learning rates by class, not by group, and tokens of this process
         # only.
         self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
-        """Report a training step; called on every rank."""
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
         # The step ends with an all-reduce, so the clock and tokens of a single rank represent all ranks.

@@ -18,7 +18,7 @@ from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import distinguishing_keys
+from titan_muon.titan.run_name import OVERRIDES_FILE, distinguishing_keys, other_experiment
 
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
@@ -63,7 +63,7 @@ def agree(
     answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
-            opened = open_run(recipe, overrides) if interrupted is None else _open_again(recipe, interrupted)
+            opened = open_run(recipe, overrides) if interrupted is None else _open_again(recipe, overrides, interrupted)
             lock.take(opened.folder)
             answer[0] = opened
         except ValueError as error:
@@ -104,8 +104,8 @@ def open_run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> Run:
     return Run(str(folder), str(source), str(checkpoint), step, seconds)
 
 
-def _open_again(recipe: Recipe, folder: str) -> Run:
-    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`; `open_run` if no
+def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str) -> Run:
+    """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says; `open_run` if no
     checkpoint was saved there.
     """
     # Load all states, because this checkpoint is the job's own.
@@ -114,7 +114,7 @@ def _open_again(recipe: Recipe, folder: str) -> Run:
         with contextlib.suppress(RecipeError):
             return replace(open_run(replace(recipe, checkpoint=own)), restarted=True)
     print(f"the attempt before this one left no whole checkpoint in {folder}", flush=True)
-    return open_run(recipe)
+    return open_run(recipe, overrides)
 
 
 def begin(run: Run, recipe: Recipe) -> None:
@@ -152,7 +152,6 @@ def discard(run: Run) -> None:
 
 
 def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
-    """Run folder and step to continue from; None for a new run."""
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:
@@ -174,8 +173,12 @@ def _named_run(recipe: Recipe, folder: Path) -> tuple[Path, int]:
 
 
 def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+    others: list[str] = []
     # The newest run may have ended before the first checkpoint. Then the run before is meant.
     for folder in run_folders(runs):
+        if differences := other_experiment(recipe, folder / RECIPE_FILE):
+            others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
+            continue
         whole = _whole_step(recipe, folder)
         if whole is not None:
             return folder, whole
@@ -183,7 +186,10 @@ def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
     # No error: a job that is always submitted with `latest` also has a first start.
-    print(f'checkpoint.load = "latest": no run in {runs} has a whole checkpoint; starting anew', flush=True)
+    reason = f"no run in {runs} has a whole checkpoint"
+    if others:
+        reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
+    print(f'checkpoint.load = "latest": {reason}; starting anew', flush=True)
     return None
 
 
@@ -232,6 +238,8 @@ def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
         with contextlib.suppress(FileExistsError):
             if path.name not in stamps:
                 folder.mkdir(parents=True)
+                if overrides:
+                    (folder / OVERRIDES_FILE).write_text("\n".join(overrides) + "\n", encoding="utf-8")
                 return folder
     raise AssertionError("there is always another number")
 

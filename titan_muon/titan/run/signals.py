@@ -71,7 +71,6 @@ class StopSignals:
         os.kill(os.getpid(), number)
 
     def begin_step(self) -> None:
-        """Start the all-reduce of the stop flag, on every rank."""
         self._on_progress()
         self._flag.fill_(bool(self.name))
         if self.group is not None:

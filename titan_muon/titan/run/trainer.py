@@ -172,7 +172,6 @@ class MuonTrainer(Trainer):
         self.metrics_processor.tokens = self.tokens
 
     def batch_generator(self, data_iterable: Iterable[Batch]) -> Iterator[Batch]:
-        """TorchTitan's batches, timed."""
         batches = super().batch_generator(data_iterable)
         while True:
             with self.timer.phase("data"):
@@ -214,7 +213,6 @@ class MuonTrainer(Trainer):
             )
 
     def _check_validation(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks if the validation's loss is not finite."""
         loss = self.metrics_processor.validation_loss
         broken = torch.tensor(0.0 if math.isfinite(loss) else 1.0, device=self.device)
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)

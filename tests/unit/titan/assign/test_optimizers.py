@@ -106,7 +106,7 @@ def test_the_first_rule_that_matches_decides() -> None:
     assert {"layers.1.wq.weight"} in names(optimizers)["muon"]
 
 
-def test_learning_rates_are_those_of_now() -> None:
+def test_learning_rates_are_current() -> None:
     optimizers = container(recipe())
     for optimizer in optimizers:
         optimizer.param_groups[0]["lr"] /= 2

@@ -187,11 +187,87 @@ def test_split_is_disjoint_covers_all_and_ignores_the_seed(data):
     assert np.array_equal(documents.validation, other.validation)
 
 
+def held_out(data: Data) -> set[str]:
+    documents = Documents(data)
+    texts = [text for _, text in documents.texts()]
+    return {texts[i] for i in documents.validation}
+
+
 def test_split_keeps_a_document_on_its_side_when_others_come(data, tmp_path):
-    before = {Documents(data).all[i].name for i in Documents(data).validation}
-    (tmp_path / "text" / "new.txt").write_text("something else")
-    after = {Documents(data).all[i].name for i in Documents(data).validation}
-    assert before == after - {str(tmp_path / "text" / "new.txt")}
+    """Files of another folder give all files other names; a run on more text must not train on held-out text."""
+    before = held_out(data)
+    (tmp_path / "more" / "deep").mkdir(parents=True)
+    (tmp_path / "more" / "deep" / "new.txt").write_text("something else")
+    (tmp_path / "text" / "07.txt").rename(tmp_path / "text" / "renamed.txt")
+    after = held_out(dataclasses.replace(data, files=(*data.files, str(tmp_path / "more" / "**" / "*.txt"))))
+    assert before == after - {"something else"}
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bpe"])
+def test_a_warm_cache_needs_no_text_and_no_checksum(data, monkeypatch, tokenizer):
+    """A start on 8 ranks a node must not read 100 GB of text 16 times."""
+    some = dataclasses.replace(data, tokenizer=tokenizer, vocab_size=290)
+    expected = torch.cat(take(build(some), 5))
+    monkeypatch.setattr(documents_module.TextFile, "contents", lambda self: pytest.fail("read the text again"))
+    monkeypatch.setattr(corpus_module.zlib, "crc32", lambda *args: pytest.fail("compared the checksum again"))
+    assert torch.equal(torch.cat(take(build(some), 5)), expected)
+    build(some, validation=True)
+
+
+def rows(data: Data, name: str) -> Data:
+    return dataclasses.replace(data, files=(str(Path(data.files[0]).with_name(name)),))
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_rows_of_a_file_are_documents(data, tmp_path, suffix):
+    """The same texts as rows are split as the files are, and pack into blocks that read as well."""
+    texts = [path.read_text() for path in sorted((tmp_path / "text").iterdir())]
+    table = [{"text": text, "url": "x"} for text in [*texts, ""]]
+    file = tmp_path / "text" / f"all{suffix}"
+    if suffix == ".jsonl":
+        file.write_text("\n\n".join(map(json.dumps, table)) + "\n")
+    else:
+        pyarrow = pytest.importorskip("pyarrow", reason="parquet needs pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist([*table, {"text": None}]), file)
+    from_rows = rows(data, file.name)
+    assert held_out(from_rows) == held_out(data)
+    assert Documents(from_rows).count == 40
+    assert torch.equal(torch.cat(take(build(from_rows), 30)), torch.cat(take(build(data), 30)))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "one"}\n{"body": "two", "id": 3}\n',
+            r"a\.jsonl:2 has no text in data\.text_key.*body, id",
+        ),
+        ("b.jsonl", '{"text": "one"}\nnot json\n', r"b\.jsonl:2: not JSON"),
+        ("c.jsonl", "[1]\n", r"c\.jsonl:1 has no text in .*list"),
+        ("d.parquet", "not parquet", r"d\.parquet cannot be read"),
+    ],
+)
+def test_a_bad_row_is_named(data, tmp_path, name, content, named):
+    (tmp_path / "text" / name).write_text(content)
+    with pytest.raises(RecipeError, match=named):
+        build(rows(data, name))
+
+
+def test_bytes_that_are_no_text_are_warned_of(data, tmp_path, caplog):
+    (tmp_path / "text" / "random.txt").write_bytes(bytes(range(256)) * 8)
+    build(data)
+    assert "random.txt is hardly text" in caplog.text
+    assert caplog.text.count("hardly text") == 1
+
+
+def test_a_damaged_index_is_built_again(data):
+    before = held_out(data)
+    [path] = Path(data.cache).glob("documents-*.npz")
+    path.write_bytes(path.read_bytes()[:40])
+    assert held_out(data) == before
 
 
 @pytest.mark.parametrize("fraction", [1e-9, 0.999999])
@@ -253,7 +329,7 @@ def test_torchtitan_can_replace_infinite_and_share_the_corpus(data, monkeypatch)
     config = dataloader_config(data, validation=True)
     kwargs = {"dp_world_size": 1, "dp_rank": 0, "tokenizer": tokenizer, "seq_len": SEQ_LEN, "local_batch_size": 1}
     first = take(dataclasses.replace(config, infinite=True).build(**kwargs), 100)
-    monkeypatch.setattr(documents_module.Document, "read_bytes", lambda self: pytest.fail("read the text again"))
+    monkeypatch.setattr(documents_module.TextFile, "contents", lambda self: pytest.fail("read the text again"))
     monkeypatch.setattr(corpus_module, "_load", lambda *args: pytest.fail("checked the cache again"))
     second = take(dataclasses.replace(config, infinite=False).build(**kwargs), 100)
     assert torch.equal(torch.cat(first), torch.cat(second))
@@ -278,7 +354,7 @@ def test_bytes_per_token_counts_text_bytes_over_predictions(data):
     assert bytes_per_token(dataloader_config(bpe, validation=True), tokenizer, 1) > 1.0
 
 
-def test_bytes_per_token_are_of_the_sequences_that_a_validation_reads(data, tmp_path):
+def test_bytes_per_token_count_the_sequences_of_a_validation(data, tmp_path):
     """The loss is of the first sequences alone, and two documents may differ in bytes per token."""
     folder = tmp_path / "two"
     folder.mkdir()
@@ -321,7 +397,7 @@ def test_tokenizers_round_trip_any_text(data, text):
         assert tokenizer.decode(ids) == text
 
 
-def test_what_utf8_cannot_hold_is_replaced(data, tmp_path):
+def test_invalid_utf8_is_replaced(data, tmp_path):
     tokenizer = ByteTokenizer.Config().build()
     assert tokenizer.decode([0xFF, ord("a"), 0xF0, 0x9F]) == "�a�"
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
@@ -395,7 +471,7 @@ def test_a_build_that_fails_leaves_no_cache(data, monkeypatch):
     monkeypatch.setattr(ByteTokenizer, "document", fail)
     with pytest.raises(RuntimeError, match="out of order"):
         build(data)
-    assert [p.suffix for p in Path(data.cache).iterdir()] == [".lock"]
+    assert [p.suffix for p in Path(data.cache).glob("corpus-*")] == [".lock"]
     monkeypatch.undo()
     assert len(take(build(data), 2)) == 2
 
@@ -426,7 +502,7 @@ def test_globs_recurse_and_a_file_comes_once(tmp_path, monkeypatch):
     assert [d.name for d in documents.all] == ["a/b/two.txt", "a/one.txt", "top.txt"]
 
 
-def test_order_and_split_are_those_of_the_files_not_of_their_paths(data, tmp_path, monkeypatch):
+def test_order_and_split_depend_on_files_not_on_patterns(data, tmp_path, monkeypatch):
     """Absolute or relative, from any folder, one pattern or two: the same files train and are held out."""
     monkeypatch.chdir(tmp_path / "text")
     found = []

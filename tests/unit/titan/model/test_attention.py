@@ -53,7 +53,7 @@ def _attend_by_hand(q, k, v, positions, scale):
 
 @pytest.mark.parametrize("starts", [((0, 7, 40), (0, 1, 47)), ((0, 11),)], ids=["two_rows", "one_row"])
 @pytest.mark.parametrize(("kv_heads", "value_dim", "scale"), [(4, 8, 8**-0.5), (2, 8, 0.3), (4, 6, 1.0)])
-def test_values_and_gradients_are_those_of_separate_documents(starts, kv_heads, value_dim, scale) -> None:
+def test_values_and_gradients_equal_separate_documents(starts, kv_heads, value_dim, scale) -> None:
     positions = _positions(*starts)
     generator = torch.Generator().manual_seed(0)
 

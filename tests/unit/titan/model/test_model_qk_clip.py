@@ -138,7 +138,7 @@ def test_heads_above_the_threshold_are_brought_to_it_and_others_stay(
 
 
 @pytest.mark.parametrize(("checkpoint", "backend"), [("full", None), ("selective", None), ("selective", "aot_eager")])
-def test_what_is_computed_again_or_compiled_is_observed_alike(checkpoint: str, backend: str | None) -> None:
+def test_recomputed_and_compiled_layers_record_the_same_logits(checkpoint: str, backend: str | None) -> None:
     plain, expected = build("llama3")
     train(plain)
     model, clip = build("llama3", checkpoint=checkpoint, backend=backend)

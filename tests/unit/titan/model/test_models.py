@@ -183,7 +183,7 @@ def test_two_specifications_share_no_configuration() -> None:
     ("name", "flavor", "words"),
     [
         ("qwen", "tiny", ["model.name", "'qwen'", "'qwen3'", "llama3"]),
-        ("qwen3", "moe_tny", ["model.flavor", "'moe_tny'", "'moe_tiny'", "30B-A3B"]),
+        ("qwen3", "moe_tny", ["model.name = 'qwen3'", "model.flavor", "'moe_tny'", "'moe_tiny'", "30B-A3B"]),
         ("llama3", "", ["model.flavor", "''", "70B"]),
         ("../qwen3", "tiny", ["model.name"]),
     ],

@@ -91,7 +91,7 @@ def test_the_library_takes_rules_for_any_parameter() -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_what_no_muon_takes_is_divided_by_its_bytes() -> None:
+def test_parameters_of_other_optimizers_are_divided_by_bytes() -> None:
     net = make()
     params = matrices(net)
     owners = Owners(net, mesh=init_device_mesh("cpu", (4,)), params=params, elementwise=params)
@@ -140,7 +140,7 @@ def test_one_rank_holds_what_tensor_parallelism_cuts_and_each_what_it_replicates
         assert sum(held) == 2 * norms + 2 * 4 * DIM * DIM
 
 
-def test_what_one_rank_cannot_hold_for_its_peers_is_refused() -> None:
+def test_matrices_unfit_for_one_rank_of_tensor_parallelism_are_refused() -> None:
     with tensor_parallel() as (block, mesh):
         whole = {"mesh": mesh["shard"], "tensor_parallel": "whole"}
         with pytest.raises(ValueError, match=r"placement\.rule: wq\.weight cannot have owner = 4; 0 to 3 can own it"):

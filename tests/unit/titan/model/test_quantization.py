@@ -42,7 +42,7 @@ HOPPER, AMPERE, ADA, MI200, MI300 = (9, 0), (8, 0), (8, 9), (9, 0), (9, 4)
         ({"linear": True, "experts": True}, AMPERE, False, True, r"float8\.linear = true is not .* false\.$"),
     ],
 )
-def test_what_cannot_be_computed_is_refused_with_its_key(
+def test_impossible_float8_is_refused_with_the_key(
     asked: dict[str, bool], capability: tuple[int, int] | None, amd: bool, torchao: bool, message: str
 ) -> None:
     with pytest.raises(RecipeError, match=message):
@@ -59,7 +59,7 @@ def test_what_cannot_be_computed_is_refused_with_its_key(
         ({"linear": True, "emulate": True}, None, False, True),
     ],
 )
-def test_what_can_be_computed_is_taken(
+def test_possible_float8_is_accepted(
     asked: dict[str, bool], capability: tuple[int, int] | None, amd: bool, torchao: bool
 ) -> None:
     check_float8(Float8(**asked), capability, amd=amd, torchao=torchao)

@@ -141,6 +141,7 @@ def test_a_bad_command_is_one_error(tmp_path: Path, arguments: list[str], parts:
 
 def test_a_command_without_a_recipe_is_an_error() -> None:
     assert "--config FILE is missing" in error_of(lambda: parse(["--dry-run"]))
+    assert "as in --config my/run.toml" in error_of(lambda: parse(["my/run.toml", "--dry-run"]))
 
 
 def help_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

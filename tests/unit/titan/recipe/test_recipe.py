@@ -143,6 +143,8 @@ def test_an_error_names_the_base_that_wrote_the_value(tmp_path: Path) -> None:
         ("[muon]\nns_coefficients = 3", ["muon.ns_coefficients = 3", "a string or a list"]),
         ("[data]\ntokenizer = 'bits'", ['data.tokenizer = "bits"', '"bytes", "bpe", "hf"', 'mean "bytes"?']),
         ("[data]\ntokenizer = 3", ["data.tokenizer = 3", '"bytes", "bpe", "hf"']),
+        ("[muon]\nlearning_rate = 1", ["unknown key muon.learning_rate", "Did you mean muon.lr?"]),
+        ("[optimizer.rule]\nmatch = '*'\noptimizer = 'adamw'", ["optimizer.rule = ", "write [[optimizer.rule]]"]),
         ("[optimizer]\nrule = 3", ["optimizer.rule = 3", "a table with the keys match, optimizer, options"]),
         ("[[optimizer.rule]]\nmatch = '*'", ["optimizer.rule[0] = ", "a table that has `optimizer`"]),
         (
@@ -177,6 +179,7 @@ def test_invalid_toml_shows_the_line(tmp_path: Path) -> None:
     message = error_of(lambda: load(write(tmp_path, "[muon]\nlr = 1\nlr = 2\n")))
     assert "run.toml: not valid TOML" in message
     assert "line 3" in message
+    assert message.endswith(": lr = 2."), "tomli does not name a key that is written twice"
 
 
 def test_a_file_that_is_not_text_is_a_recipe_error(tmp_path: Path) -> None:
@@ -273,6 +276,19 @@ def test_a_run_shortened_on_the_command_line_has_its_warmup_in_proportion(
     assert recipe.lr_scheduler.warmup_steps == warmup
     said = f"lr_scheduler.warmup_steps = {warmup}: shortened from 20, in proportion to training.steps = {flags[1]} "
     assert lines == ([] if warmup == 20 else [f"{said}instead of 300"])
+
+
+def test_an_error_of_two_keys_names_who_wrote_each(tmp_path: Path) -> None:
+    """The user must not look in the file for a number of the command line."""
+    file = tmp_path / "short.toml"
+    file.write_text(SCHEDULE)
+    message = error_of(lambda: load(file, ["--lr_scheduler.total_steps", "10"]))
+    assert message.startswith("command line: lr_scheduler.total_steps = 10 is not accepted")
+    assert f"Here training.steps = 300 ({file})" in message
+    file.write_text("[data]\nsource = 'hf'\n")
+    message = error_of(lambda: load(file, ["--data.tokenizer", "bpe"]))
+    assert message.startswith('command line: data.tokenizer = "bpe"')
+    assert message.endswith(f'Here data.source = "hf" ({file}).')
 
 
 @pytest.mark.parametrize("flags", [["--lr_scheduler.warmup_steps", "15"], ["--lr_scheduler.total_steps", "12"]])

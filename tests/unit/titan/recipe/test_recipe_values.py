@@ -27,6 +27,7 @@ BAD_VALUES = [
     ("[data]\nvalidation_fraction = 1", "data.validation_fraction = 1.0", "from 0 to less than 1"),
     ("[data]\nvalidation_fraction = -0.1", "data.validation_fraction = -0.1", "from 0 to less than 1"),
     ("[data]\nvocab_size = 200", "data.vocab_size = 200", "258 or more"),
+    ("[data]\ntext_key = ''", 'data.text_key = ""', "not empty"),
     ("[data]\nseed = -1", "data.seed = -1", "0 or more"),
     ("[data]\ncache = 's3://bucket'", 'data.cache = "s3://bucket"', "not a URL"),
     *[
@@ -375,7 +376,7 @@ def test_boundary_values_are_accepted(tmp_path: Path) -> None:
         (ValueError("muon.split: nothing matches"), "muon.split: nothing matches"),
     ],
 )
-def test_what_the_library_refuses_is_said_by_the_recipes_key(error: ValueError, message: str) -> None:
+def test_errors_of_the_library_name_the_recipes_key(error: ValueError, message: str) -> None:
     assert str(recipe_error(error)).startswith(message)
 
 

@@ -128,6 +128,21 @@ def test_every_option_is_the_recipes_from_the_first_step_and_its_change_is_said(
     assert live[name] == new
 
 
+def test_a_checkpoint_without_an_option_is_continued_with_the_recipes(
+    checkpoint: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each new option would otherwise make all older checkpoints unreadable."""
+    older = Run(recipe(), checkpoint.parents[1])
+    everything = older.optimizers.state_dict
+    known = lambda: {key: value for key, value in everything().items() if not key.endswith((".ns_steps", ".fused"))}  # noqa: E731
+    monkeypatch.setattr(older.optimizers, "state_dict", known)
+    older.checkpoints.save(STEPS + 1, last_step=True)
+    run = resumed(recipe(muon=sections.Muon(ns_steps=3)), checkpoint.with_name(f"step-{STEPS + 1}"))
+    assert run.group("muon")["ns_steps"] == 3
+    assert "changed since the checkpoint: muon.ns_steps: not an option then -> 3" in capsys.readouterr().out
+    run.step()
+
+
 def test_the_options_above_are_all_that_there_are() -> None:
     assert OTHER_MUON.keys() == {item.name for item in fields(Hyperparameters)}
     # A dtype is not of a group; its change is said of each state.

@@ -139,6 +139,39 @@ def test_latest_without_any_run_starts_anew_and_says_so(tmp_path: Path, capsys: 
     assert "starting anew" in capsys.readouterr().out
 
 
+SAME = {"training__steps": 9, "checkpoint__interval": 7, "metrics__log_freq": 3, "comm__train_timeout_seconds": 9}
+SAME |= {"parallelism__tensor_parallel_degree": 2, "placement__muon": "owned", "muon__exchange": "all_gather"}
+
+
+@pytest.mark.parametrize(("key", "value"), [("muon__lr", 0.25), ("debug__seed", 7), ("data__seed", 3)])
+def test_latest_continues_the_same_experiment_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: float
+) -> None:
+    """A sweep that always passes `latest` has as many runs as values; steps and layouts are no experiment."""
+    run = finished_run(tmp_path, 3)
+    capsys.readouterr()
+    new = start(tiny.recipe(tmp_path, checkpoint__load="latest", **{key: value}))
+    assert (new.step, new.source) == (0, None)
+    shown = capsys.readouterr().out
+    assert f"{run} is another experiment ({key.replace('__', '.')} = " in shown
+    assert f", here {value}" in shown
+    assert len(shown.splitlines()) == 1
+    again = open_run(tiny.recipe(tmp_path, checkpoint__load="latest", lr_scheduler__total_steps=9, **SAME))
+    assert (again.folder, again.step) == (str(run), 3), "the newest run is another experiment's"
+
+
+def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
+    """Sequences at once are a layout where the batch is fixed, and the batch itself where it is not."""
+    fixed = {"training__global_batch_size": 8}
+    run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
+    save(run, 3)
+    more = {"checkpoint__load": "latest", "training__local_batch_size": 4}
+    assert open_run(tiny.recipe(tmp_path, **fixed, **more)).folder == str(run)
+    loose = Path(start(tiny.recipe(tmp_path)).folder)
+    save(loose, 3)
+    assert open_run(tiny.recipe(tmp_path, **more)).step == 0
+
+
 def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
     """Going back to a step must not overwrite what the run computed after it."""
     run = finished_run(tmp_path, 3, 6, 9)
@@ -171,7 +204,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
         ({"checkpoint__load": "CORPUS"}, "has no whole checkpoint"),
     ],
 )
-def test_what_cannot_be_continued_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
+def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
     """A folder or a step that is not there, or torn when it was asked for, must be refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
@@ -272,6 +305,23 @@ def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> N
     ruled.write_text(RULED)
     assert keys_of_the_command_line(ruled, load(ruled)) == (), "options of rules are compared as the recipe has them"
     assert names(tmp_path, recipe, recipe, given=given) == ["training.steps=4", "training.steps=4"]
+
+
+def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_path: Path) -> None:
+    """A run without options after one with options is the plain recipe; history never hides what the user set."""
+    plain, fast = tiny.recipe(tmp_path), tiny.recipe(tmp_path, muon__lr=0.5)
+    assert names(tmp_path, plain) == [""]
+    assert names(tmp_path, fast, given=("muon.lr",)) == ["muon.lr=0.5"]
+    assert names(tmp_path, plain) == [""], "0.001 is the file's own value"
+    edited = {"muon__momentum": 0.5, "muon__weight_decay": 0.25, "adamw__lr": 0.5, "adamw__weight_decay": 0.5}
+    (name,) = names(tmp_path, tiny.recipe(tmp_path, training__steps=4, **edited), given=("training.steps",))
+    assert name.startswith("training.steps=4,momentum=0.5")
+
+
+def test_a_minus_stays_in_a_name(tmp_path: Path) -> None:
+    recipe = tiny.recipe(tmp_path, training__local_batch_size=-1, training__global_batch_size=8)
+    given = ("training.local_batch_size", "training.global_batch_size")
+    assert names(tmp_path, recipe, given=given) == ["local_batch_size=-1,global_batch_size=8"]
 
 
 def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ def test_activation_checkpointing_takes_the_keys_of_its_mode(tmp_path: Path) -> 
         ("checkpoint.async_mode", {"checkpoint__async_mode": "async_with_pinned_mem"}),
     ],
 )
-def test_what_needs_gpus_is_refused_on_the_cpu_and_planned_for_gpus(
+def test_gpu_options_are_refused_on_the_cpu_and_planned_for_gpus(
     key: str, given: dict[str, object], tmp_path: Path
 ) -> None:
     refuse_on_cpu(tiny.recipe(tmp_path))

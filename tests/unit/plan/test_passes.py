@@ -1,0 +1,120 @@
+"""Bytes of element-wise passes and messages of collectives: the planner counts what operators and programs have."""
+
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from tests.unit.plans import plan_of
+from titan_muon import Muon
+from titan_muon.plan import Plan
+from titan_muon.plan.exchange.all_gather import PATTERNS
+from titan_muon.plan.program import make_program
+from titan_muon.plan.terms.layout import Geometries
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.plan.terms.types import Interval, Layout, MatrixRows, MatrixStack, Mesh, Parameter, Replicate, Shard
+
+SIDE = 256
+WRITES_ALONE = ("copy_", "_foreach_copy_", "fill_", "zero_")
+
+
+def nbytes(value: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+class Moved(TorchDispatchMode):
+    """While active, counts the bytes that operators read and write, and the operators of large tensors by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.calls = 0, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or name.startswith(("empty", "resize", "set_")):
+            return result
+        moved = 0 if func._schema.is_mutable else nbytes(result)
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            writes = argument.alias_info is not None and argument.alias_info.is_write
+            moved += nbytes(value) * (writes + (not (writes and name in WRITES_ALONE)))
+        self.bytes += moved
+        self.calls[name] += moved > SIDE
+        return result
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"state_dtype": "bfloat16"}),
+        (torch.float32, {"wire_dtype": "float32"}),
+        (torch.float32, {"cautious": True}),
+        (torch.bfloat16, {}),
+        (torch.bfloat16, {"rounding": "nearest"}),
+        (torch.bfloat16, {"rounding": "nearest", "wire_dtype": "float32"}),
+    ],
+    ids=str,
+)
+def test_a_pass_moves_the_bytes_that_the_planner_counts(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    parameter = nn.Parameter(torch.randn(SIDE, SIDE).to(dtype))
+    muon = Muon([("a.w", parameter)], weight_decay=0.1, **options)
+    parameter.grad = torch.randn(SIDE, SIDE).to(dtype)
+    muon.step()
+    rank, step, counted = muon.engine.rank, muon._checked(), muon.plan.passes.traffic
+    rank.begin(step)
+    with torch.no_grad(), Moved() as momentum:
+        rank.advance(0, step)
+    with torch.no_grad(), Moved() as update:
+        rank.apply(0, step)
+    assert momentum.bytes / parameter.numel() == pytest.approx(counted.advance, rel=0.01)
+    assert update.bytes / parameter.numel() == pytest.approx(counted.apply, rel=0.03)
+    assert momentum.calls.total() == counted.advance_launches
+    if options.get("rounding") == "nearest" or dtype == torch.float32:
+        assert update.calls.total() == counted.apply_launches
+
+
+def planned(mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str, count: int = 5) -> Plan:
+    stack = MatrixStack(1, (MatrixRows("", (Interval(0, rows),)),))
+    layout = Layout((rows, 16), mesh, placements)
+    found = [Parameter(f"layers.{i}.w", f"layers.{i}", layout, stack) for i in range(count)]
+    return plan_of(found, exchange=exchange)
+
+
+@pytest.mark.parametrize("exchange", ["all_to_all"])
+@pytest.mark.parametrize(
+    ("mesh", "rows", "placements"),
+    [
+        (Mesh((4,), (0, 1, 2, 3)), 16, (Shard(0),)),
+        (Mesh((16,), tuple(range(16))), 10, (Shard(0),)),
+        (Mesh((2, 4), tuple(range(8))), 16, (Replicate(), Shard(0))),
+        (Mesh((2, 8), tuple(range(16))), 16, (Shard(1), Shard(0))),
+    ],
+    ids=str,
+)
+def test_messages_are_counted_as_programs_send_them(
+    mesh: Mesh, rows: int, placements: tuple[Any, ...], exchange: str
+) -> None:
+    plan = planned(mesh, rows, placements, exchange)
+    pieces = Pieces(plan.matrices, Geometries(plan.parameters))
+    compared = 0
+    for bucket, rank in product(plan.buckets, range(len(mesh.ranks))):
+        if bucket.exchange != exchange:
+            continue
+        totals = PATTERNS[exchange].totals(bucket, pieces)[rank]
+        programs = [run for run in make_program(plan, rank).buckets if run.bucket == bucket]
+        for run in programs:
+            for phase, flow in zip(run.phases, totals.phases, strict=True):
+                far = [place for place, peer in enumerate(phase.group) if peer // 8 != rank // 8]
+                near = [place for place in range(len(phase.group)) if place not in far]
+                for places, peers in ((near, flow.near_peers), (far, flow.far_peers)):
+                    sizes = ([splits[place] for place in places] for splits in (phase.home_splits, phase.owned_splits))
+                    assert peers == max(sum(size > 0 for size in side) for side in sizes)
+                compared += 1
+            assert totals.pieces == len({parcel.matrix for parcel in run.stored})
+    assert compared > 0

@@ -1,0 +1,32 @@
+"""Words about a plan: what a user has to know of it before training."""
+
+from tests.unit.plans import plan_of
+from titan_muon.plan import summarize
+from titan_muon.plan.terms.types import Layout, Mesh, Parameter, Replicate, Shard
+from titan_muon.tensors.matrices import stack_of
+from titan_muon.titan.assign.explain import plan_lines
+
+
+def said(replicas: int, shards: int, *, replicas_of: str) -> str:
+    """The lines about two experts, each whole on one rank of a replica, and two matrices that FSDP cuts."""
+    mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
+    shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
+    parameters = [
+        Parameter(name, "layers.0", Layout(shape, mesh, (Replicate(), Shard(0))), stack_of(name, shape))
+        for name, shape in shapes.items()
+    ]
+    plan = plan_of(parameters, replicas=replicas_of)
+    return "\n".join(plan_lines(plan, summarize(plan)))
+
+
+def test_a_plan_that_repeats_work_says_why_and_what_would_not() -> None:
+    """Experts that are whole on one rank of each of 8 replicas are orthogonalized 8 times."""
+    text = said(8, 2, replicas_of="redundant")
+    assert "2 matrices are whole on up to 8 replicas" in text or "4 matrices are whole on up to 8 replicas" in text
+    for remedy in ("data_parallel_replicate_degree = 1", 'muon.replicas = "split"'):
+        assert remedy in text
+
+
+def test_a_plan_that_repeats_nothing_says_nothing_of_it() -> None:
+    assert "repeated" not in said(8, 2, replicas_of="split")
+    assert "repeated" not in said(1, 4, replicas_of="redundant")
