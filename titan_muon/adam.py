@@ -315,7 +315,7 @@ class GradientCare:
         self._params = [parameter for group in adamw.param_groups for parameter in group["params"]]
         self._frozen = {parameter for parameter in self._params if not parameter.requires_grad}
         self._own: FaultReport | None = None
-        self._numbers = torch.empty(0, dtype=torch.int64)
+        self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
@@ -364,7 +364,7 @@ class GradientCare:
         grads = {i: g for i, p in enumerate(self._params) if p.grad is not None and (g := local(p.grad)).numel() > 0}
         if not grads:
             return skipped
-        norms = torch.stack(torch._foreach_norm(list(grads.values()), math.inf, dtype=torch.float32))
+        norms = torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
         if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
             self._numbers = torch.tensor([start + index for index in grads], device=report.device)

@@ -72,6 +72,7 @@ class Muon(SkipsSteps, Optimizer):
 
     # torch.amp.GradScaler then runs every step, and passes on the device whether the step may change anything.
     _step_supports_amp_scaling = True
+    _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
 
     def __init__(
@@ -179,6 +180,7 @@ class Muon(SkipsSteps, Optimizer):
     @property
     def engine(self) -> Engine:
         """The engine for this rank's part of the plan. Builds the optimizer if necessary."""
+        self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
         return self._engine
@@ -199,9 +201,9 @@ class Muon(SkipsSteps, Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.flush()
-        if self.engine.rank.report.steps == 0 and self._options.missing_grad == "error":
+        if self._built_late and self._options.missing_grad == "error":
             self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
-        step = self._checked()
+        step, self._built_late = self._checked(), False
         with self._agreed.located(self.engine.rank.report.steps + 1):
             self.engine.run(step, *features_of_step(self, self.engine.rank, self.take_skip()))
         for group in self.param_groups:
@@ -272,14 +274,12 @@ class Muon(SkipsSteps, Optimizer):
         if self._engine is not None:
             self._engine.raise_pending()
             # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
-            self._engine.rank.report.add_late()
-            self._engine.rank.report.send()
+            self._engine.rank.report.send_late()
             self._engine.raise_pending()
 
     def carry(self, others: Mapping[str, Carried]) -> None:
         """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
-        if dict(others) != dict(self._carried) and self._engine is not None:
-            raise ValueError("Muon was built without these optimizers; call carry() before build()")
+        assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
         self._carried = dict(others)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:

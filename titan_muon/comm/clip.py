@@ -93,7 +93,7 @@ class NormCheck:
     def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
         self.broken, self._names, self._local_norms = norm.isfinite().logical_not(), names, local_norms
         on_device = norm.device.type != "cpu"
-        self._on_host = torch.zeros((), dtype=torch.bool, pin_memory=on_device)
+        self._on_host = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
         self._on_host.copy_(self.broken, non_blocking=True)
         module: Any = torch.get_device_module(norm.device)
         self._copied = module.Event() if on_device else None

@@ -76,7 +76,7 @@ class FaultReport:
         self._on_device = device.type != "cpu"
         shared = self._shared
         self._on_host = torch.zeros_like(shared, device="cpu", pin_memory=True) if self._on_device else shared
-        self._hashes = torch.zeros(hashes, dtype=torch.int32, pin_memory=self._on_device)
+        self._hashes = torch.zeros(hashes, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
         self._module: Any = torch.get_device_module(device)
         self._stream, self._sent = self._module.Stream(), self._module.Event()
 
@@ -153,7 +153,7 @@ class FaultReport:
         self._sent_values = [hyperparameters(group) for o in self._optimizers.values() for group in o.param_groups]
         hashes = [zlib.crc32(repr(values).encode()) & 0x7FFFFFFF for values in self._sent_values]
         hashes.append((self.steps - self._told_steps) & 0x7FFFFFFF)
-        self._hashes.copy_(torch.tensor([*hashes, *(-number for number in hashes)], dtype=torch.int32))
+        self._hashes.copy_(torch.tensor([*hashes, *(-h for h in hashes)], dtype=torch.int32, device="cpu"))
 
     def send(self) -> None:
         """Start to share the faults with all ranks."""
@@ -175,6 +175,11 @@ class FaultReport:
             self._on_host.copy_(self._shared, non_blocking=True)
             self._sent.record()
 
+    def send_late(self) -> None:
+        """Share the faults since the last `send`. All ranks that share the report call this together."""
+        self.add_late()
+        self.send()
+
     def read(self) -> list[Fault]:
         """By parameter, the maximum fault over all ranks in the last step."""
         if self._on_device:
@@ -188,9 +193,10 @@ class FaultReport:
             return [Fault.SKIPPED] * count
         hashes = codes[count + 2 * replicas :]
         differing = [a != -b for a, b in zip(hashes[: len(hashes) // 2], hashes[len(hashes) // 2 :], strict=True)]
-        if any(differing):
-            return [Fault.STEPS_DIFFER if differing[-1] else Fault.HYPERPARAMETERS_DIFFER] * count
         faults = [Fault(code) for code in codes[:count]]
+        if any(differing):
+            fault = Fault.STEPS_DIFFER if differing[-1] else Fault.HYPERPARAMETERS_DIFFER
+            faults = [fault if code is Fault.NONE else code for code in faults]
         both = codes[count : count + 2 * replicas]
         for parameter, largest, negative_smallest in zip(self._replicas, both[:replicas], both[replicas:], strict=True):
             if differ(largest, negative_smallest):

@@ -342,7 +342,7 @@ class RankStages:
         self.exchange.wait(bucket)
         bounds = self.runs[bucket].bounds
         if bounds.views:
-            norms = torch.stack(torch._foreach_norm(bounds.views, 2, dtype=torch.float32))
+            norms = torch.stack(torch._foreach_norm(bounds.views, 2))
             # The comparison is false for NaN.
             self.report.add_too_large(bounds.parameters, (norms <= bounds.norms).logical_not_(), late=late)
 
