@@ -40,6 +40,10 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    if "skip" in (options.missing_grad, options.nonfinite):
+        from .skip import Skips
+
+        yield Skips(agreement)
 
 
 def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
