@@ -312,10 +312,14 @@ class GradientCare:
     def __init__(self, adamw: AdamW) -> None:
         self._adamw = adamw
         self.carrier: Muon | None = None
-        self._params = [parameter for group in adamw.param_groups for parameter in group["params"]]
-        self._frozen = {parameter for parameter in self._params if not parameter.requires_grad}
+        # By place, because Accelerate and the like replace the parameters of groups.
+        self._frozen = [not parameter.requires_grad for parameter in self._params]
         self._own: FaultReport | None = None
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
 
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
@@ -328,7 +332,7 @@ class GradientCare:
             Whether the step may change nothing, () bool on the device; None if it may.
         """
         report, start = self._report()
-        faults = [self._fault(parameter) for parameter in self._params]
+        faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
         if any(faults):
             if not report.is_shared:
                 self._adamw.told(faults)
@@ -353,8 +357,8 @@ class GradientCare:
         self._adamw.told(faults)
         return self._own, 0
 
-    def _fault(self, parameter: Tensor) -> Fault:
-        if parameter.grad is not None or parameter in self._frozen or self._adamw._missing_grad == "skip":
+    def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
+        if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
             return Fault.NONE
         # A rank outside of the mesh gets no gradient in backward.
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
