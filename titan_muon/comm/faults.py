@@ -31,6 +31,7 @@ class Fault(IntEnum):
     UPDATE_TOO_LARGE = 14
     HYPERPARAMETERS_DIFFER = 15
     STEPS_DIFFER = 16
+    ZERO_WEIGHTS = 17
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -74,6 +75,8 @@ REMEDIES: Mapping[Fault, str] = {
     "values on every rank, and continue from a checkpoint",
     Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
     "often on every rank, also where an error was caught, and continue from a checkpoint",
+    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
+    "initialize the weights, or give the parameter to another optimizer",
 }
 
 

@@ -102,6 +102,10 @@ class FaultReport:
         """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
         self._add(parameters, changed, Fault.GRADIENT_CHANGED)
 
+    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
+        """Add matrices of zeros under a rule that keeps norms: `parameters` and `zero` as in `add_changed`."""
+        self._add(parameters, zero, Fault.ZERO_WEIGHTS)
+
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
         """Add impossible updates: `parameters` (count,) int64 and `broken` (count,) bool, on the device.
 

@@ -53,7 +53,7 @@ class GradScaling(Feature):
         self._rank.rule = self._plain
 
 
-class ScaledRule:
+class ScaledRule(Rule):
     """A rule for scaled gradients and skipped steps.
 
     Args:
@@ -64,7 +64,7 @@ class ScaledRule:
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
         self._rule, self._inverse, self._skipped = rule, inverse, skipped
         self.states, self.finish_bytes = rule.states, rule.finish_bytes
-        self.keeps_spectrum = rule.keeps_spectrum
+        self.limits = rule.limits
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""

@@ -47,6 +47,7 @@ from .rounding import Draws
 from .rule import Rule
 from .update import Tensors
 
+FINITE = torch.finfo(torch.float32).max
 MARGIN = 1.5
 """Factor on the largest possible norm of an update, for rounding in bfloat16."""
 
@@ -140,6 +141,7 @@ class RankStages:
         states: states of the rule, by matrix and name.
 
     Attributes:
+        states: the same, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
         source: provides momentum, gradients and weights to calls.
@@ -162,7 +164,7 @@ class RankStages:
         self.plan, self.program, self.params = plan, program, tuple(params)
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
-        self._states = states
+        self.states = dict(states)
         self.source, self.orthogonalized = OnDevice(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
@@ -202,7 +204,7 @@ class RankStages:
             self.exchange,
             self.report,
             options,
-            self._states if states is None else states,
+            self.states if states is None else states,
         )
 
     @property
@@ -263,9 +265,10 @@ class RankStages:
         norms, parameters = [], []
         for number, view in pieces:
             matrix = self.plan.matrices[number]
-            # A part of a matrix has at most its singular values, and a rescaled matrix the norm of an orthogonal one.
-            rank = min(view.shape) if self.rule.keeps_spectrum else min(matrix.rows, matrix.cols)
-            norms.append(MARGIN * largest_value(self.arithmetic.iterations[matrix.parameter].steps) * math.sqrt(rank))
+            # A part of a matrix has at most the singular values of the whole matrix.
+            rank = min(view.shape) if self.rule.limits == "spectrum" else min(matrix.whole_shape)
+            largest = MARGIN * largest_value(self.arithmetic.iterations[matrix.parameter].steps) * math.sqrt(rank)
+            norms.append(min(largest, FINITE) if self.rule.limits != "nothing" else FINITE)
             parameters.append(matrix.parameter)
         numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
         limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
@@ -403,11 +406,11 @@ class RankStages:
                 and (transposed[start] == transposed[stop])
             ):
                 continue
-            states = [self._states[matrix] for matrix in batch.matrices[start:stop]]
-            stacked = {spec.name: torch.stack([state[spec.name] for state in states]) for spec in self.rule.states}
+            states = [self.states[matrix] for matrix in batch.matrices[start:stop]]
+            stacked = {spec.name: _stacked([state[spec.name] for state in states]) for spec in self.rule.states}
             whole = batch.whole[start:stop]
             self.rule.finish(whole, stacked, self._groups[first], transposed=transposed[start])
-            for name, advanced in stacked.items():
+            for name, advanced in stacked.items() if len(states) > 1 else ():
                 torch._foreach_copy_([state[name] for state in states], list(advanced.unbind()))
             start = stop
 
@@ -424,3 +427,8 @@ class RankStages:
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _stacked(states: Sequence[Tensor]) -> Tensor:
+    """States of equal shape as one tensor; a view of a single state, which may be as large as a matrix."""
+    return torch.stack(list(states)) if len(states) > 1 else states[0][None]
