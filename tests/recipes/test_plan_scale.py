@@ -83,7 +83,7 @@ def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms
     assert overlapped.step_ms < 0.6 * without.step_ms
-    assert overlapped.exposed_ms <= 0.05 * overlapped.newton_schulz_ms
+    assert overlapped.exposed_ms <= 0.25 * without.exposed_ms
     assert overlapped.sent_mib_mean == without.sent_mib_mean
 
 
