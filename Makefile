@@ -3,6 +3,7 @@
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
+# make main-titan  the optimizer in TorchTitan's own configuration, on its newest release; TITAN===0.3.0 is another one, or a URL
 # make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
@@ -20,6 +21,8 @@ NEWEST_LOCK := constraints-newest.txt
 NEWEST_TORCH := $(shell sed -n 's/^torch==//p' $(NEWEST_LOCK))
 TORCH ?= $(NEWEST_TORCH)
 NEWEST_STAMP := $(NEWEST)/.installed-$(TORCH)
+TITAN_ENV := .venv-titan
+TITAN ?=
 INTEGRATIONS := .venv-integrations
 INTEGRATIONS_STAMP := $(INTEGRATIONS)/.installed
 NPROC ?= 2
@@ -30,7 +33,7 @@ ARGS ?=
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: venv train test check newest gpu kernels lock lock-newest clean rehearse integrations
+.PHONY: venv train test check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -54,6 +57,14 @@ test: check
 newest: $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)
 	$(NEWEST)/bin/python -m benchmarks.rehearse
+
+# Without the extra `titan`, which pins the release that recipes need.
+main-titan:
+	$(PYTHON) -m venv $(TITAN_ENV)
+	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --upgrade 'torchtitan$(TITAN)' tyro tomli einops numpy pytest hypothesis
+	$(TITAN_ENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(TITAN_ENV)/bin/pip show torchtitan | sed -n 2p
+	OMP_NUM_THREADS=1 $(TITAN_ENV)/bin/python -m pytest tests/unit/titan/assign/test_torchtitan_slot.py tests/unit/titan/assign/test_other_torchtitan.py $(ARGS)
 
 integrations: $(INTEGRATIONS_STAMP)
 	OMP_NUM_THREADS=1 $(INTEGRATIONS)/bin/python -m pytest tests/integrations $(ARGS)
@@ -91,4 +102,4 @@ lock-newest:
 	$(NEWEST)/bin/pip freeze --exclude-editable | sed 's/+cu[0-9]*$$//' > $(NEWEST_LOCK)
 
 clean:
-	rm -rf $(VENV) $(NEWEST) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) $(TITAN_ENV) $(INTEGRATIONS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

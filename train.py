@@ -15,6 +15,7 @@ def main(command: Command) -> int:
     # Imported here so that --help and errors in the recipe do not wait for PyTorch.
     from titan_muon.titan import compat
 
+    compat.require_recipes()
     compat.install()
     if command.dry_run:
         from titan_muon.titan.dry_run.compare import compare

@@ -35,7 +35,7 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, saved_averages
+from .state.saved import check_saved_groups, completed, saved_averages
 from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
@@ -232,28 +232,18 @@ class Muon(Optimizer):
         for feature in engine.features:
             feature.ready()
         faults, moved = engine.faults(self.param_groups, self.state)
-        if self._agrees_first:
-            # Before any exchange: if a single rank skipped or raised, the remaining ranks would wait for its shards.
-            faults = [Fault(code) for code in self._agreed.max_over_ranks(faults)]
-            self._raise_faults([max(pair) for pair in zip(faults, rank.report.read(), strict=True)])
-        else:
-            # A single rank cannot raise, and asking would block the host. So the step continues without the faulty
-            # gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
-            self._raise_faults(rank.report.read())
+        # A rank with peers cannot raise alone, and asking would block the host. So the step continues without the
+        # faulty gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
+        told, alone = rank.report.read(), self._agreed.peers is None
+        self._raise_faults([max(pair) for pair in zip(faults, told, strict=True)] if alone else told)
+        if not alone:
             rank.report.add(faults)
-        stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
-        excluded = frozenset(index for index, fault in enumerate(faults) if fault not in stepped)
+        excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
         if STORAGE_FAULTS.isdisjoint(faults) and moved:
             # For example after `param.data = ...`: views of the old storage would train the old weights.
             params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
             self._engine = engine.rebuilt(params, self._options, self._agreed)
         return Step.of(rank.params, rank.plan.parameters, excluded)
-
-    @property
-    def _agrees_first(self) -> bool:
-        """Whether the host exchanges faults before each step, or has no peers."""
-        # To exclude a parameter, all ranks must know before momentum changes.
-        return self._agreed.peers is None or self._options.missing_grad == "skip"
 
     def check_last_step(self) -> None:
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
@@ -304,6 +294,7 @@ class Muon(Optimizer):
         """
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
+        state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
             # Saved and loaded before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])

@@ -298,10 +298,12 @@ class StepOptions:
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
     missing_grad: Literal["error", "skip"] = "error"
-    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks."""
+    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with its
+    momentum and weight decay. The ranks agree on the device, and no host waits."""
 
     nonfinite: Literal["error", "skip"] = "error"
-    """A non-finite matrix gets no update. The next step raises on all ranks, or (`skip`) warns and goes on."""
+    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, the
+    matrix also keeps its momentum and is not decayed, and the next step only warns."""
 
     release_grads: bool = False
     """Free each gradient after packing."""

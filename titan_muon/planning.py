@@ -117,14 +117,16 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
+    # A copy of the momentum or the weights, to give skipped matrices back their values.
+    skips = "skip" in (options.missing_grad, options.nonfinite)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)))
+        advance.append(wide * (1 + (state_bytes < wide)) + skips * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips * dtype.itemsize)
     # Of several dtypes, the one with the most traffic.
     moved = (
         traffic(

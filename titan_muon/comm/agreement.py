@@ -177,14 +177,6 @@ class Agreement:
     def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
         return self._exclusive[ranks]
 
-    def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
-        """The element-wise maximum over the peers. The host waits for all peers and for the device."""
-        if self.peers is None:
-            return list(codes)
-        tensor = torch.tensor(codes, dtype=torch.int32, device=_device())
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers)
-        return [int(code) for code in tensor.tolist()]
-
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         """Start an in-place maximum over the peers; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)

@@ -104,6 +104,8 @@ class GradientClip:
             device=device,
         )
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
+        """(len(parameters),) float64: norms of this rank's gradients in the last call, before scaling."""
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -127,6 +129,7 @@ class GradientClip:
         local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
+        self.local_norms = local_norms
         if math.isinf(self.norm_type):
             largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
             _reduce(largest, dist.ReduceOp.MAX)

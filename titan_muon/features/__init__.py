@@ -38,6 +38,10 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    if "skip" in (options.missing_grad, options.nonfinite):
+        from .skip import Skips
+
+        yield Skips(agreement)
 
 
 def features_of_step(optimizer: Optimizer, rank: RankStages) -> Iterator[Feature]:

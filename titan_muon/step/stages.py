@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from .foreach import (
     Advance,
     Apply,
     Copies,
+    Rectangle,
     StoredPiece,
     advances,
     applies,
@@ -96,6 +98,10 @@ class OnDevice:
 
     def params(self, apply: Apply) -> Tensors:
         return apply.params
+
+    def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> AbstractContextManager[None]:
+        """The context in which a call changes momentum or weights."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -237,7 +243,7 @@ class RankStages:
         matrix = self.plan.matrices[number]
         draws = Draws.of(self.plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
         # The learning rate depends on the shape of the whole matrix, not of the shard.
-        return StoredPiece(matrix.parameter, self.plan.out_in(number), places, view, draws)
+        return StoredPiece(number, matrix.parameter, self.plan.out_in(number), places, view, draws)
 
     def _calls(
         self, packed: Sequence[StoredPiece], returned: Sequence[StoredPiece]
@@ -305,7 +311,8 @@ class RankStages:
         for call in calls:
             for advance in self.with_gradients(call, step):
                 averages, grads = self.source.averages(advance), self.source.grads(advance, step)
-                self.rule.advance(averages, grads, advance.packed, advance.group)
+                with self.source.changing(advance.parts, averages):
+                    self.rule.advance(averages, grads, advance.packed, advance.group)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
         """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
@@ -321,7 +328,8 @@ class RankStages:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            call.update(params, self.rule)
+            with self.source.changing(call.parts, params):
+                call.update(params, self.rule)
         finally:
             memory.resize_(0)
 

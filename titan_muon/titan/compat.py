@@ -5,6 +5,7 @@
 """
 
 import importlib
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -24,13 +25,37 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import debug
 from torch.nn.attention.flex_attention import create_block_mask
 
+from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.degrees import has_torch
 
 TORCHTITAN_VERSION = "0.3.0"
 """Version of torchtitan with these gaps."""
 
+RECIPE_MODULES = ("torchtitan.components.dataloader", "torchtitan.components.validate", "torchtitan.components.metrics")
+"""Modules of torchtitan that recipes are built from, and that its main branch has moved or replaced."""
+
 _DECODER_SHARDING = ("apply_fsdp_to_decoder", "apply_fsdp_to_mtp_decoder")
 _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
+
+
+def require_recipes() -> None:
+    """Raise RecipeError if the installed torchtitan has moved modules that recipes are built from."""
+    moved = [name for name in RECIPE_MODULES if not _exists(name)]
+    if moved:
+        version = importlib.metadata.version("torchtitan")
+        raise RecipeError(
+            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {moved[0]}: install "
+            f"torchtitan=={TORCHTITAN_VERSION}, or train with torchtitan's own configuration, whose slot `optimizer` "
+            "takes titan_muon.titan.HybridOptimizers.Config() in either version"
+        )
+
+
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        # Of the package around the module.
+        return False
 
 
 def install() -> bool:
@@ -286,6 +311,16 @@ def spmd_backend(requested: str, *, owned: bool = False, uneven_vocabulary: bool
     if requested != "auto":
         return requested
     return "spmd_types" if has_torch(2, 14) and not owned and not uneven_vocabulary else "partial_dtensor"
+
+
+def spmd_note(requested: str, *, owned: bool) -> str:
+    """A line for the console if owned matrices alone decide on the SPMD backend; empty otherwise."""
+    if requested != "auto" or spmd_backend(requested) == spmd_backend(requested, owned=owned):
+        return ""
+    return (
+        "parallelism.spmd_backend: partial_dtensor, because of owned matrices; without them spmd_types, whose tensor "
+        "parallelism computes by other code. Set partial_dtensor in both to compare them"
+    )
 
 
 def init_distributed(

@@ -195,3 +195,11 @@ def test_frozen_parameters_are_not_seen() -> None:
     made = model(up=linear(128, 64))
     made.layers[0].up.weight.requires_grad_(False)
     assert "layers.0.up.weight" not in see([made])
+
+
+@pytest.mark.parametrize("name", ["classifier", "cls", "score", "lm_head"])
+def test_a_head_of_fewer_classes_is_known_by_its_name(name: str) -> None:
+    """A classifier on a language model has no row for each token."""
+    made = model()
+    made.add_module(name, linear(20, 64))
+    assert taken(made)[f"{name}.weight"].optimizer == "adamw"

@@ -168,6 +168,9 @@ def test_spmd_backend_follows_the_torch_version(monkeypatch) -> None:
         assert compat.spmd_backend("auto") == backend
         assert compat.spmd_backend("spmd_types") == "spmd_types"
         assert compat.spmd_backend("auto", owned=True) == "partial_dtensor"
+        # Curves of owned and shard0 are then of other code, which the user must know.
+        assert bool(compat.spmd_note("auto", owned=True)) == (backend == "spmd_types")
+        assert compat.spmd_note("auto", owned=False) == compat.spmd_note("partial_dtensor", owned=True) == ""
         assert compat.spmd_backend("auto", uneven_vocabulary=True) == "partial_dtensor"
         with pytest.raises(ValueError, match="a vocabulary that tensor_parallel_degree divides"):
             compat.spmd_backend("spmd_types", uneven_vocabulary=True)
@@ -185,6 +188,17 @@ def test_time_outs_reach_all_groups_but_that_of_checkpoints(monkeypatch) -> None
     dims = SimpleNamespace(get_all_one_dimensional_meshes=dict)
     utils.set_pg_timeouts(timedelta(seconds=5), dims)
     assert given == [None, *groups[:2]]
+
+
+def test_a_group_without_a_time_out_is_no_warning(recwarn) -> None:
+    """PyTorch warns of it in each start, before a user has done anything."""
+    compat.install()
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
+    try:
+        dist.set_timeout(timedelta(seconds=5))
+    finally:
+        dist.destroy_process_group()
+    assert not [warning for warning in recwarn if "Set timeout" in str(warning.message)]
 
 
 def init_with(monkeypatch, **environment: str) -> tuple[dict, str]:

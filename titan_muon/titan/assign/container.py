@@ -12,6 +12,7 @@ from torchtitan.components.optimizer import OptimizersContainer
 from titan_muon import options, registry
 from titan_muon.assignment.roles import Seen
 from titan_muon.assignment.rules import Default, default_rules
+from titan_muon.comm.agreement import Agreement
 from titan_muon.fsdp.forward_hooks import apply_in_forward, late_applies
 from titan_muon.hybrid import OfParts, parts_of
 from titan_muon.options import Rule
@@ -46,13 +47,16 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         # other duties of __init__ follow at the end.
         self.model_parts = model_parts
         try:
-            self.parts = parts_of(
-                model_parts,
-                config.rules,
-                config.defaults,
-                config.tables,
-                offload=config.offload,
-                model=config.model,
+            # Together: a pipeline stage alone may have no matrix, and other stages must not wait for the stage.
+            self.parts = Agreement().together(
+                lambda: parts_of(
+                    model_parts,
+                    config.rules,
+                    config.defaults,
+                    _tables(config),
+                    offload=config.offload,
+                    model=config.model,
+                )
             )
         except ValueError as error:
             raise recipe_error(error) from error
@@ -93,6 +97,31 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         # AdamW's do.
         spared = {"all": (), "adamw": ("muon",), "none": tuple(self.parts.groups)}[choice]
         return [parameter for name in self.parts.groups if name not in spared for parameter in self.parameters(name)]
+
+
+def _tables(config: HybridOptimizers.Config) -> Mapping[str, Mapping[str, Any]]:
+    """Each optimizer's options, with TorchTitan's `implementation` for AdamW unless the table has a choice.
+
+    Raises ValueError for the fields of TorchTitan's configuration that HybridOptimizers has other words for.
+    """
+    if config.param_groups:
+        raise ValueError(
+            "param_groups is not read by HybridOptimizers; write rules, such as rules=(Rule(match='*.bias', "
+            "optimizer='adamw', options={'lr': 1e-3}),): globs in place of regular expressions"
+        )
+    if config.optimizer_factory_kwargs_by_name:
+        names = ", ".join(config.optimizer_factory_kwargs_by_name)
+        raise ValueError(f"optimizer_factory_kwargs_by_name ({names}) is not read by HybridOptimizers; write tables")
+    if config.implementation == "fused_opt_states_bf16":
+        raise ValueError(
+            "implementation = 'fused_opt_states_bf16' is not read by HybridOptimizers; write "
+            "tables={'adamw': {'state_dtype': 'bfloat16'}}"
+        )
+    adamw = config.tables.get("adamw", {})
+    if {"foreach", "fused", "state_dtype"} & adamw.keys():
+        return config.tables
+    flags = {name: name == config.implementation for name in ("foreach", "fused")}
+    return {**config.tables, "adamw": {**adamw, **flags}}
 
 
 def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) -> HybridOptimizers.Config:

@@ -185,7 +185,8 @@ def _time_lines(timeline: Timeline) -> Iterable[str]:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3g} ms"
+    # What floats leave of a difference of equal times is no time.
+    return f"{1e3 * seconds:,.3g} ms" if seconds > 1e-9 else "0 ms"
 
 
 def _method_lines(plan: Plan) -> Iterable[str]:

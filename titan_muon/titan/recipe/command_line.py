@@ -3,9 +3,9 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from itertools import product
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from itertools import pairwise, product
+from typing import Annotated, Literal, get_type_hints
 
 import tyro
 
@@ -22,7 +22,7 @@ HELP = {"-h", "--help"}
 class Options:
     """Train a recipe, or show its plan. Precedence: --section.key, the file, bases of the file, defaults.
 
-    Hyphens and underscores are equal in a flag. A flag without a value means true.
+    Hyphens and underscores are equal in a flag. A flag without a value means true. `--help muon` shows a table's keys.
     """
 
     config: str | None = None
@@ -80,17 +80,24 @@ class Command(Options):
 
 
 def parse(argv: Sequence[str]) -> Command:
-    """Parse `argv` (without the program's name). `--help` prints and exits with status 0.
+    """Parse `argv` (without the program's name). `--help` and `--help TABLE` print, and exit with status 0.
 
     Raises RecipeError with a single message for any mistake in the flags or the recipe.
     """
     wants_help = bool(HELP & set(argv))
-    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in HELP])
+    kinds = get_type_hints(Recipe)
+    asked = [word for before, word in pairwise(argv) if before in HELP and is_dataclass(kinds.get(word))]
+    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *asked}])
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
         # The help shows the recipe's values, so errors of the recipe come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
+        if asked:
+            shown = make_dataclass(
+                "Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
+            )
+            print_help(shown, shown(), f"The keys of {', '.join(asked)}.", prog="train.py")
         print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:
         example = next((word for word in overrides if word.endswith(".toml")), "configs/NAME.toml")

@@ -118,7 +118,10 @@ def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     # Twice the context degree: the load balancer gives a rank a chunk from the head and a chunk from the tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
+        degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
+        degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"training.seq_len = {training.seq_len} is not accepted; it takes a multiple of {divisor}: the tensor "
-            "parallel degree under sequence parallel, times twice the context parallel degree above 1."
+            f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a "
+            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context "
+            "degree above 1."
         )

@@ -26,6 +26,7 @@ NOISE = (
     "Last step checkpoint completed",
     "Saving a full checkpoint at last step",
     "Synchronizing and adjusting timeout",
+    "Sleeping 2 seconds",
 )
 """Beginnings of TorchTitan's redundant messages (no warnings)."""
 
@@ -45,6 +46,12 @@ def say(text: str) -> None:
     """Print a line at once, on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
+
+
+def say_fault(error: Exception) -> None:
+    """Print an error that every rank has, by the first rank. Unlike `say_error`, lets torchrun start the job again."""
+    if _is_first("errors"):
+        print(f"error: {error}", file=sys.stderr, flush=True)
 
 
 def say_error(error: Exception, code: int) -> None:

@@ -170,8 +170,11 @@ class RunMetrics(MetricsProcessor):
     bytes_per_token: float | None = None
     """Bytes of held-out text per predicted token; None without a count."""
 
-    validation_loss = 0.0
-    """The last validation's loss; under pipeline parallelism only ranks of the last stage have a loss."""
+    last_loss: float | None = None
+    """Loss of the last report; None before."""
+
+    validation_loss: float | None = None
+    """Loss of the last validation, None before; under pipeline parallelism only ranks of the last stage have a loss."""
 
     tokens: int | None = None
     """Tokens trained on before the next validation; None without a count."""
@@ -244,6 +247,7 @@ class RunMetrics(MetricsProcessor):
         seconds = time.perf_counter() - self.time_last_log
         # The step ends with an all-reduce, so the clock and tokens of a single rank represent all ranks.
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
+        self.last_loss = report.loss
         record: dict[str, Any] = asdict(report)
         del record["step"], record["seconds"], record["memory"]
         if report.qk is None:
@@ -270,12 +274,25 @@ class RunMetrics(MetricsProcessor):
         return (
             f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
             f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
+            f"  {1e3 * record['time']['step']:,.0f} ms"
             f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
         )
+
+    def say_end(self, step: int, folder: str) -> None:
+        """Print how a run ended: the last loss, the last validation, the time and the folder; called on every rank."""
+        if not self.is_reporter or self.last_loss is None:
+            return
+        took = timedelta(seconds=round(time.perf_counter() - self._began))
+        held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
+        print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
 
     def log_divergence(self, step: int, reason: str) -> None:
         """Record the divergence at `step`; called on every rank."""
         self.logger.log({"diverged": reason}, step)
+
+    def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the measurements of a step; called on every rank."""
+        self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""

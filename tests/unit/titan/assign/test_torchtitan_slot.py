@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from titan_muon.comm.agreement import Agreement
 from titan_muon.titan import HybridOptimizers
 
 
@@ -54,6 +55,39 @@ def test_torchtitans_own_configuration_trains_every_parameter_and_resumes_with_t
     train(model, optimizers, scheduler, range(2, 4))
     train(other, resumed, its_scheduler, range(2, 4))
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+def test_torchtitans_implementation_is_adamws(implementation: str) -> None:
+    _, optimizers, _ = built(configured(implementation=implementation))
+    adamw = dict(zip(optimizers.parts.groups, optimizers.optimizers, strict=True))["adamw"]
+    flags = {name: adamw.param_groups[0][name] for name in ("fused", "foreach")}
+    assert flags == {name: name == implementation for name in flags}
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"param_groups": [object()]}, "param_groups is not read by HybridOptimizers; write rules"),
+        (
+            {"optimizer_factory_kwargs_by_name": {"Muon": {}}},
+            r"optimizer_factory_kwargs_by_name \(Muon\).*write tables",
+        ),
+        ({"implementation": "fused_opt_states_bf16"}, "'state_dtype': 'bfloat16'"),
+    ],
+)
+def test_torchtitans_fields_that_are_not_read_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        built(configured(**options))
+
+
+def test_an_error_of_one_stage_is_sent_to_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stage with the embedding alone has no matrix; the others would wait for it in Muon's first collective."""
+    sent: list[Exception | None] = []
+    monkeypatch.setattr(Agreement, "_raise_together", lambda self, fault: sent.append(fault))
+    with pytest.raises(IndexError):
+        HybridOptimizers(HybridOptimizers.Config(), model_parts=[nn.ModuleDict({"embed": nn.Embedding(32, 32)})])
+    assert "Muon takes no parameter" in str(sent[0])
 
 
 def test_an_unknown_option_in_the_slot_is_refused() -> None:

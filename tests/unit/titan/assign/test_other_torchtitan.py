@@ -1,0 +1,57 @@
+"""A torchtitan whose modules have moved, as on its main branch: the optimizer trains, and recipes are refused in words.
+
+Releases are tested by `make main-titan`. Here an import hook hides the modules that torchtitan's main branch has not.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[4]
+MOVED = """
+import sys
+
+class Moved:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torchtitan.components.dataloader", "torchtitan.components.validate"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Moved())
+"""
+TRAIN = """
+import torch
+from torch import nn
+from titan_muon.titan import HybridOptimizers
+
+model = nn.ModuleDict({"embed": nn.Embedding(64, 32), "layers": nn.ModuleList([nn.Linear(32, 32)])})
+optimizers = HybridOptimizers.Config(implementation="foreach").build(model_parts=[model])
+before = [param.detach().clone() for param in model.parameters()]
+for param in model.parameters():
+    param.grad = torch.randn_like(param)
+optimizers.step()
+assert not any(map(torch.equal, before, model.parameters()))
+assert {"muon", "adamw"} == {assignment.optimizer for assignment in optimizers.assignments}
+"""
+REFUSED = """
+import runpy
+sys.argv = ["train.py", "--config", "configs/qwen_moe_muon.toml", "--dry-run"]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+def run(code: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", MOVED + code]
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_optimizer_needs_no_module_that_torchtitan_has_moved() -> None:
+    done = run(TRAIN)
+    assert done.returncode == 0, done.stderr
+
+
+def test_recipes_on_another_torchtitan_are_refused_in_words() -> None:
+    done = run(REFUSED)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: recipes need torchtitan 0.3.0, and torchtitan ") == 1
+    assert "HybridOptimizers.Config()" in done.stderr
+    assert "Traceback" not in done.stderr
