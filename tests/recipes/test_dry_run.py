@@ -2,14 +2,21 @@
 
 import json
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan.dry_run.compare import compare  # noqa: E402
+from titan_muon.titan.dry_run.report import report  # noqa: E402
+from titan_muon.titan.recipe import RecipeError  # noqa: E402
+from titan_muon.titan.recipe.command_line import Command, parse  # noqa: E402
+
 RECIPE = """
 name = "small"
 [model]
@@ -26,13 +33,10 @@ seq_len = 128
 """
 
 
-def run(folder: Path, *words: str, code: int = 0) -> str:
+def command(folder: Path, *words: str) -> Command:
     file = folder / "small.toml"
     file.write_text(RECIPE)
-    command = [sys.executable, "-W", "ignore", "train.py", "--config", str(file), "--dry-run", *words]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert result.returncode == code, result.stderr
-    return result.stdout + result.stderr
+    return parse(["--config", str(file), "--dry-run", *words])
 
 
 class Page(HTMLParser):
@@ -58,10 +62,11 @@ class Page(HTMLParser):
         self.script += data if self._inside else ""
 
 
-def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path) -> None:
+def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
-    words = ("--world-size", "16", "--machine", "h100x8", "--html", str(page), "--json", str(numbers))
-    text = run(tmp_path, *words, "--parallelism.expert_parallel_degree", "2")
+    asked = command(tmp_path, "--world-size", "16", "--machine", "h100x8", "--parallelism.expert_parallel_degree", "2")
+    report(asked.recipe, asked.world_size, full=False, json=str(numbers), html=str(page))
+    text = capsys.readouterr().out
     assert re.search(r"memory +fits: [\d.]+ GiB of 79.0 GiB", text)
     assert re.search(r"training step +[\d.]+ \w+ \(.* to .*\) for [\d,]+ tokens", text)
     assert "over AdamW" in text
@@ -85,13 +90,14 @@ def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path) -> None:
 
 
 def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: Path) -> None:
-    text = run(tmp_path, "--world-size", "4", "--compare", "placement.muon=owned,shard0", "muon.lr=1e-3,-1")
-    lines = [line for line in text.splitlines() if "placement.muon" in line]
+    asked = command(tmp_path, "--world-size", "4", "--compare", "placement.muon=owned,shard0,nowhere")
+    lines = [line for line in compare(asked.alternatives, 4, None) if "placement.muon" in line]
     tabled = [line for line in lines if "refused" not in line]
     assert len(tabled) == 2
     times = [float(re.split(r" {2,}", line.strip())[3].replace(",", "")) for line in tabled]
     assert times == sorted(times)
-    assert sum("refused: " in line and "muon.lr" in line for line in lines) == 2
+    assert [line for line in lines if "refused: " in line] == [lines[-1]]
+    assert "nowhere" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +105,16 @@ def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: 
     [
         (("--compare", "placement.moun=owned"), "Did you mean"),
         (("--compare", "placement.muon"), "write KEY=VALUE,VALUE"),
-        (("--html", "absent/plan.html"), "--html absent/plan.html: cannot be written"),
         (("--machine", "h200"), "machine.name"),
     ],
 )
 def test_a_wrong_question_is_one_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
-    text = run(tmp_path, *words, code=2)
-    assert part in text.splitlines()[-1]
+    with pytest.raises(RecipeError, match=re.escape(part)):
+        command(tmp_path, *words)
+
+
+def test_questions_of_a_dry_run_are_refused_without_it(tmp_path: Path) -> None:
+    command(tmp_path)
+    for word in ("--verbose", "--html=plan.html", "--compare=muon.lr=1", "--machine=h100x8"):
+        with pytest.raises(RecipeError, match="is only for --dry-run"):
+            parse(["--config", str(tmp_path / "small.toml"), word])
