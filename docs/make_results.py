@@ -11,8 +11,8 @@ PAGE = FOLDER / "plan.md"
 HEAD = """# Plans of published models: modelled steps
 
 `docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`: nodes of 8 GPUs with
-700 TFLOP/s, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. No GPU was measured. A clock may
-show 0.8 to 1.5 times these times. The rates and their sources are in `titan_muon/plan/terms/machine.py`.
+700 TFLOP/s, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. No GPU was measured. A clock
+may show 0.8 to 1.5 times these times. The rates and their sources are in `titan_muon/plan/terms/machine.py`.
 
 - **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
 - **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
