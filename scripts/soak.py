@@ -178,8 +178,8 @@ def main(arguments: Sequence[str]) -> int:
     rise = growth(plain.memory, options.settled)
     grown = "too few steps to say" if rise is None else f"{rise:+.2%} after step {options.settled}"
     print(
-        f"{len(plain.losses)} steps undisturbed in {plain.seconds:.0f} s, {len(killed.losses)} steps with {killed.kills} "
-        f"kills in {killed.seconds:.0f} s; memory {grown}"
+        f"{len(plain.losses)} steps undisturbed in {plain.seconds:.0f} s, {len(killed.losses)} steps with "
+        f"{killed.kills} kills in {killed.seconds:.0f} s; memory {grown}"
     )
     for line in lines:
         print(f"error: {line}", file=sys.stderr)
