@@ -35,7 +35,7 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, saved_averages
+from .state.saved import check_saved_groups, completed, saved_averages
 from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
@@ -294,6 +294,7 @@ class Muon(Optimizer):
         """
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
+        state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
             # Saved and loaded before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])

@@ -274,6 +274,7 @@ class RunMetrics(MetricsProcessor):
         return (
             f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
             f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
+            f"  {1e3 * record['time']['step']:,.0f} ms"
             f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
         )
 

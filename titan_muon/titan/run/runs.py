@@ -253,6 +253,9 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
 
 def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     load = f"checkpoint.load = {recipe.checkpoint.load!r}"
+    if folder.name == LATEST_FILE and folder.is_file():
+        # The names of run folders have characters that shells treat specially; this path has none.
+        folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
     if not folder.is_dir():
         raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
     step = _whole_step(recipe, folder, flaws)
