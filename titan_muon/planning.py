@@ -43,11 +43,23 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collectio
     if not params:
         # A rank without matrices, such as a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
+    check_one_device(params)
     iterations = tuple(iteration_of(trained.group) for trained in params)
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     dispatch = dispatch_of(device_of(params), options)
     return plan_step(named, iterations, dispatch, options, own, kept)
+
+
+def check_one_device(params: Sequence[TrainedParam]) -> None:
+    """Raise ValueError for parameters on several devices, because buffers and streams are those of one device."""
+    first = params[0]
+    for trained in params:
+        if step_device(trained.param) != step_device(first.param):
+            raise ValueError(
+                f"{trained.fqn}: is on {step_device(trained.param)}, and {first.fqn} on {step_device(first.param)}; "
+                "move all parameters of a Muon to one device, or build a Muon for each device"
+            )
 
 
 def device_of(params: Sequence[TrainedParam]) -> torch.device:
