@@ -216,8 +216,15 @@ class AdamW(torch.optim.AdamW):
         if missing:
             raise ValueError(f"the state dict is of another optimizer: its states have no {', '.join(missing)}")
         for name, value in state.items():
+            loaded = torch.as_tensor(saved[name])
+            # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
+            if placement_key(loaded) != placement_key(value):
+                raise ValueError(
+                    f"{name} of a parameter with shape {tuple(value.shape)}: the state dict has another shape, mesh or "
+                    "placements; load a state of another layout with torch.distributed.checkpoint"
+                )
             # In place, to save memory.
-            local(value).copy_(local(torch.as_tensor(saved[name])))
+            local(value).copy_(local(loaded))
 
     def offload(self) -> None:
         """Move the averages to pinned host memory, from where steps stream batches."""
