@@ -38,6 +38,10 @@ from .tensors.storage import TrainedParam
 EQUAL_OPTIONS = (
     "rule",
     "beta2",
+    "update_factor",
+    "decay_follows_lr",
+    "momentum_warmup_steps",
+    "momentum_start",
     "cautious",
     "exchange",
     "owners",

@@ -1,7 +1,4 @@
-"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
-
-`Muon.build` makes the plan on first use. The engine (`engine.py`) runs the stages of each step.
-"""
+"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan, which `Muon.build` makes."""
 
 from __future__ import annotations
 
@@ -26,7 +23,6 @@ from .comm.replicas import unequal_tensors
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
-from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
@@ -80,10 +76,14 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
-        eps: float = 1e-7,
-        lr_scale: str = "match_rms_adamw",
+        eps: float = 1e-14,
+        lr_scale: float | str = "match_rms_adamw",
         rule: str = "muon",
         beta2: float = 0.95,
+        update_factor: float = 1.0,
+        decay_follows_lr: bool = False,
+        momentum_warmup_steps: int = 0,
+        momentum_start: float = 0.85,
         cautious: bool = False,
         orthogonalize: str = "auto",
         ns_dtype: str = "auto",
@@ -116,6 +116,7 @@ class Muon(Optimizer):
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
         self._collectives = registry.exchange_entry(exchange).collectives
+        self._rule = rule_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
@@ -322,13 +323,12 @@ class Muon(Optimizer):
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
-            states, trained = self._rule_states(self.plan), self._trained_params()
-            self._engine = self.engine.rebuilt(trained, self._options, self._agreed, states)
+            states = self._rule_states(self.plan)
+            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, created if missing. Collective."""
-        specs, params = rule_of(self._options).states, self._trained_params()
-        return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
+        """The states of the rule on this rank, made where they are missing. All ranks call it together."""
+        return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank. Returns whether they have."""
@@ -387,6 +387,7 @@ class Muon(Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
+            self._rule.check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -404,6 +405,7 @@ class Muon(Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
+            self._rule = rule_of(state["_options"])
         super().__setstate__(state)
 
     def _build(self) -> None:
@@ -417,7 +419,7 @@ class Muon(Optimizer):
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options))
+        self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
         own = unequal_tensors(params, self._agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
@@ -433,5 +435,4 @@ class Muon(Optimizer):
         )
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
-        draws = self._options.rounding == "stochastic"
-        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=draws))
+        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

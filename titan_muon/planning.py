@@ -22,7 +22,8 @@ from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
-from .rules import check_rule, rule_of
+from .rules import check_rule, rule_of, sliced_names
+from .state.eight_bit import check_eight_bit
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
@@ -99,14 +100,29 @@ def plan_step(
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
+    for (_, tensor), parameter in zip(named, parameters, strict=True):
+        check_eight_bit(tensor, parameter, options)
     check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
     check_rule(options, plan)
+    check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
     if note := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{note}; the other modes are exact", stacklevel=7)
     return plan
+
+
+def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
+    """Raise OptionError for coefficients that begin with a scaling, where the iteration has no scaling."""
+    sliced = sliced_names(plan)
+    scaled = [iteration.name for iteration in iterations if iteration.prescaled]
+    if scaled and (sliced or options.orthogonalize == "reference"):
+        raise OptionError(
+            "ns_coefficients",
+            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
+            f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+        )
 
 
 def plan_parameters(

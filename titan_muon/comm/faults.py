@@ -32,6 +32,7 @@ class Fault(IntEnum):
     GRADIENT_CHANGED = 10
     CONVERTED = 11
     THAWED = 12
+    ZERO_WEIGHTS = 13
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -66,6 +67,8 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.CONVERTED: "{names}: its dtype or its device changed since Muon was built; call rebuild() on every rank",
     Fault.THAWED: "parameters that were frozen when Muon was built need a gradient now, and get no update; call "
     "rebuild() on every rank, or freeze them again (requires_grad = False)",
+    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
+    "initialize the weights, or give the parameter to another optimizer",
 }
 
 
@@ -157,6 +160,10 @@ class FaultReport:
     def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
         """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
         self._codes.scatter_reduce_(0, parameters, changed.to(torch.int32) * Fault.GRADIENT_CHANGED, "amax")
+
+    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
+        """Add matrices of zeros under a rule that keeps norms: `parameters` and `zero` as in `add_changed`."""
+        self._codes.scatter_reduce_(0, parameters, zero.to(torch.int32) * Fault.ZERO_WEIGHTS, "amax")
 
     def add(self, faults: Sequence[Fault]) -> None:
         if any(faults):

@@ -42,6 +42,14 @@ def features_of(
         from .skip import Skips
 
         yield Skips(agreement)
+    if options.state_dtype == "int8":
+        from .eight_bit import EightBit
+
+        # Outside of the others, so that their changes of the momentum are encoded.
+        yield EightBit()
+    feature = rank.rule.feature(agreement)
+    if feature is not None:
+        yield feature
 
 
 def features_of_step(optimizer: Optimizer, rank: RankStages) -> Iterator[Feature]:

@@ -51,7 +51,7 @@ class GradScaling(Feature):
         self._rank.rule = self._plain
 
 
-class ScaledRule:
+class ScaledRule(Rule):
     """A rule for scaled gradients and skipped steps.
 
     Args:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..options import HYPERPARAMETERS
@@ -69,5 +70,10 @@ def saved_averages(
                 raise ValueError(
                     f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; load the "
                     "state of another layout or muon.state with torch.distributed.checkpoint"
+                )
+            if average.dtype != current[parameter].dtype and torch.int8 in (average.dtype, current[parameter].dtype):
+                raise ValueError(
+                    f"{fqn}: the state dict has a momentum in {average.dtype}, and this Muon in "
+                    f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield SavedAverage(key, parameter, average)

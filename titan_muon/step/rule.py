@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..comm.agreement import Agreement
 from ..state.rule_states import StateSpec
 from .update import Tensors
 
@@ -18,15 +19,23 @@ class Rule(Protocol):
     """The arithmetic of one optimizer. The engine decides where and when each method runs.
 
     `advance`, `pack` and `apply` run on every holder. Their arithmetic is element-wise, so that any sharding of a
-    parameter gives the same bits. `finish` runs on the owner, on whole matrices.
+    parameter gives the same bits. `finish` runs on the owner, on whole matrices, if the rule has states.
 
     Attributes:
         states: states of each matrix besides the momentum.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
-    states: tuple[StateSpec, ...]
-    finish_bytes: int
+    states: tuple[StateSpec, ...] = ()
+    finish_bytes: int = 0
+
+    def check(self, group: Group) -> None:
+        """Raise OptionError for hyperparameters of a parameter group that the rule cannot use."""
+        return None
+
+    def feature(self, agreement: Agreement) -> Any:
+        """A `Feature` that wraps the stages of a step, or None."""
+        return None
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance the momentum in place, and write the input of Newton-Schulz into `packed`.
@@ -42,7 +51,7 @@ class Rule(Protocol):
 
         Args:
             whole: (count, rows, cols) matrices of one parameter group.
-            states: by name, (count, outputs) float32.
+            states: by name, (count, outputs) or (count, rows, cols) float32.
             transposed: whether the outputs are the columns.
         """
 

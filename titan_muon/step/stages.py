@@ -120,6 +120,7 @@ class RankStages:
         states: states of the rule, by matrix and name.
 
     Attributes:
+        states: the same, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
         source: provides momentum, gradients and weights to calls.
@@ -142,7 +143,7 @@ class RankStages:
         self.plan, self.program, self.params = plan, program, tuple(params)
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
-        self._states = states
+        self.states = dict(states)
         self.source, self.orthogonalized = OnDevice(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
@@ -182,7 +183,7 @@ class RankStages:
             self.exchange,
             self.report,
             options,
-            self._states if states is None else states,
+            self.states if states is None else states,
         )
 
     @property
@@ -358,11 +359,11 @@ class RankStages:
                 and (transposed[start] == transposed[stop])
             ):
                 continue
-            states = [self._states[matrix] for matrix in batch.matrices[start:stop]]
-            stacked = {spec.name: torch.stack([state[spec.name] for state in states]) for spec in self.rule.states}
+            states = [self.states[matrix] for matrix in batch.matrices[start:stop]]
+            stacked = {spec.name: _stacked([state[spec.name] for state in states]) for spec in self.rule.states}
             whole = batch.whole[start:stop]
             self.rule.finish(whole, stacked, self._groups[first], transposed=transposed[start])
-            for name, advanced in stacked.items():
+            for name, advanced in stacked.items() if len(states) > 1 else ():
                 torch._foreach_copy_([state[name] for state in states], list(advanced.unbind()))
             start = stop
 
@@ -379,3 +380,8 @@ class RankStages:
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _stacked(states: Sequence[Tensor]) -> Tensor:
+    """States of equal shape as one tensor; a view of a single state, which may be as large as a matrix."""
+    return torch.stack(list(states)) if len(states) > 1 else states[0][None]

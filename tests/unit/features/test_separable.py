@@ -43,7 +43,7 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
 
 
 def test_there_are_six_features() -> None:
-    assert FILES == ["early", "host", "late", "scaling", "skip", "slices"]
+    assert FILES == ["early", "eight_bit", "host", "late", "scaling", "skip", "slices"]
 
 
 def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
@@ -56,6 +56,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("host", "offload='state'", "None"),
         ("early", "overlap='backward'", "None"),
         ("late", "overlap='forward'", "None"),
+        ("eight_bit", "state_dtype='int8'", "None"),
         ("scaling", "", "torch.zeros(())"),
         ("skip", "nonfinite='skip'", "None"),
     ],
