@@ -140,6 +140,13 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
     return max(most, loads * element_bytes)
 
 
+def mean_elements(parameter: Tensor, ranks: int) -> float:
+    """Elements of a parameter on the first of `ranks` ranks, or the mean if owned."""
+    if isinstance(parameter, DTensor) and is_owned(parameter):
+        return sum(held_elements(parameter).values()) / ranks
+    return local(parameter).numel()
+
+
 def _elements(parameter: Tensor, owner: int) -> int:
     """Elements on the first rank of the parameter, or on rank `owner` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):

@@ -80,7 +80,7 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
 
 def batch_problem(recipe: Recipe, world_size: int) -> str | None:
     """Reason why `world_size` ranks cannot share the global batch; None if they can."""
-    training, ranks = recipe.training, _data_ranks(recipe, world_size)
+    training, ranks = recipe.training, data_ranks(recipe, world_size)
     whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
     if whole != -1 and whole % (local * ranks):
         problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
@@ -105,10 +105,11 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
     if training.local_batch_size != -1:
         return training.local_batch_size
     # At least 1: a plan may have more ranks than the batch has sequences.
-    return max(1, training.global_batch_size // _data_ranks(recipe, world_size))
+    return max(1, training.global_batch_size // data_ranks(recipe, world_size))
 
 
-def _data_ranks(recipe: Recipe, world_size: int) -> int:
+def data_ranks(recipe: Recipe, world_size: int) -> int:
+    """Data-parallel ranks: replicas times shards."""
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 
 
