@@ -2,9 +2,9 @@
 
     python benchmarks/timeline_picture.py --model qwen3_8b --ranks 64
 
-The strategies differ in owners. They keep the rounds and the bytes of our plan, so the padding of stacks is left out. In
-the last strategy every rank gathers and orthogonalizes all matrices.
-"""  # noqa: E501
+The strategies differ in owners. They keep the rounds and the bytes of our plan, so the padding of stacks is left out.
+In the last strategy every rank gathers and orthogonalizes all matrices.
+"""
 
 import sys
 from dataclasses import replace
