@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Never, Self
 
 import torch
@@ -16,10 +17,12 @@ from torch.optim import Optimizer
 
 from . import registry
 from .comm.agreement import Agreement
+from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
-from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
+from .comm.faults import STORAGE_FAULTS, Fault
 from .comm.replicas import unequal_tensors
+from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
@@ -37,7 +40,7 @@ from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
 
-class Muon(Optimizer):
+class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
     Equal to torch.optim.Muon on the full matrices: bit for bit with `orthogonalize="reference"` on the CPU, and up to
@@ -65,6 +68,8 @@ class Muon(Optimizer):
 
     # torch.amp.GradScaler then runs every step, and passes on the device whether the step may change anything.
     _step_supports_amp_scaling = True
+    _built_late = False
+    _carried: Mapping[str, Carried] = MappingProxyType({})
 
     def __init__(
         self,
@@ -176,6 +181,7 @@ class Muon(Optimizer):
     @property
     def engine(self) -> Engine:
         """The engine for this rank's part of the plan. Builds the optimizer if necessary."""
+        self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
         return self._engine
@@ -195,12 +201,12 @@ class Muon(Optimizer):
                 (`rebuild` accepts most changes).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        first = self._engine is None
         self.engine.flush()
-        if first and self._options.missing_grad == "error":
+        if self._built_late and self._options.missing_grad == "error":
             self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
-        step = self._checked()
-        self.engine.run(step, *features_of_step(self, self.engine.rank))
+        step, self._built_late = self._checked(), False
+        with self._agreed.located(self.engine.rank.report.steps + 1):
+            self.engine.run(step, *features_of_step(self, self.engine.rank, self.take_skip()))
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
@@ -230,13 +236,15 @@ class Muon(Optimizer):
     def _checked(self) -> Step:
         """The gradients of this step. Raises ValueError on all ranks together, before anything changes."""
         engine, rank = self.engine, self.engine.rank
+        self._agreed.check_alive()
+        self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
         faults, moved = engine.faults(self.param_groups, self.state)
         # A rank with peers cannot raise alone, and asking would block the host. So the step continues without the
         # faulty gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
-        told, alone = rank.report.read(), self._agreed.peers is None
-        self._raise_faults([max(pair) for pair in zip(faults, told, strict=True)] if alone else told)
+        alone = self._agreed.peers is None
+        engine.raise_pending(faults if alone else ())
         if not alone:
             rank.report.add(faults)
         excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
@@ -253,8 +261,17 @@ class Muon(Optimizer):
         training. Called by `state_dict`. Includes `finish_step`.
         """
         self.finish_step()
+        self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
-            self._raise_faults(self._engine.rank.report.read())
+            self._engine.raise_pending()
+            # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+            self._engine.rank.report.send_late()
+            self._engine.raise_pending()
+
+    def carry(self, others: Mapping[str, Carried]) -> None:
+        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
+        assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
+        self._carried = dict(others)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
@@ -268,20 +285,6 @@ class Muon(Optimizer):
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
         check_equal({"muon": self}, self._agreed, (*own, *separate))
-
-    def _raise_faults(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults, equal on all ranks; warn of faults allowed by the options."""
-        rank = self.engine.rank
-        chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
-        rank.report.clear()
-        if not any(faults):
-            return
-        for feature in self.engine.features:
-            feature.told(faults)
-        rank.heal(faults)
-        check_faults(rank.params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
-        if names := names_with(rank.params, faults, Fault.NOT_FINITE):
-            warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. Collective over all ranks of the default process group.
@@ -424,14 +427,15 @@ class Muon(Optimizer):
         own = unequal_tensors(params, self._agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        report = report_of(plan, geometries, params, self._options, self.param_groups)
+        report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
         rank = self._agreement.rank
         known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, rank).items()}
         self._agreement.open(report, known, device_of(params))
         collectives = self._collectives()
         states = self._rule_states(plan)
+        rest = (collectives, self._agreement, states, previous)
         self._engine = together(
-            lambda: engine_of(plan, geometries, params, self._options, collectives, self._agreed, states, previous)
+            lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:

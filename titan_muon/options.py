@@ -198,6 +198,8 @@ class Machine:
 
 Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
+MissingGrad = Literal["error", "skip"]
+Nonfinite = Literal["error", "skip"]
 Overlap = Literal["none", "backward", "forward"]
 """Computation that hides communication of a step."""
 
@@ -318,11 +320,11 @@ class StepOptions:
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
-    missing_grad: Literal["error", "skip"] = "error"
+    missing_grad: MissingGrad = "error"
     """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with its
     momentum and weight decay. The ranks agree on the device, and no host waits."""
 
-    nonfinite: Literal["error", "skip"] = "error"
+    nonfinite: Nonfinite = "error"
     """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, the
     matrix also keeps its momentum and is not decayed, and the next step only warns."""
 

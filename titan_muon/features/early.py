@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.faults import Fault, FaultReport
+from ..comm.faults import Fault
+from ..comm.report import FaultReport
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..plan.terms.types import Plan
@@ -211,7 +212,11 @@ class EarlyGathers(Feature):
         changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_current(params[i])}
         # The records would keep released gradients alive.
         self._packed = {}
-        return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(faults)]
+        removed = {index for index in changed if params[index].param.grad is None}
+        return [
+            Fault.GRADIENT_REMOVED if i in removed else Fault.GRADIENT_CHANGED if i in changed else fault
+            for i, fault in enumerate(faults)
+        ]
 
     def after(self) -> None:
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .coefficients import COEFFICIENTS, PRESCALED, Coefficients, coefficients
+from .coefficients import COEFFICIENTS, PRESCALED, Coefficients, coefficients, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
@@ -31,6 +31,7 @@ __all__ = [
     "gram",
     "iteration",
     "kernels_for",
+    "largest_value",
     "orthogonalize",
     "reference",
     "sliced_norms",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from titan_muon.options import OptionError
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
+
+GRID = 4000
+"""Number of singular values that `largest_value` follows."""
 
 POLAR_EXPRESS_NORM = 1.02
 """Factor on the Frobenius norm in the set with a cushion."""
@@ -132,3 +136,17 @@ def _triple(row: object) -> tuple[float, float, float]:
         raise OptionError("ns_coefficients", f"has {row!r}, which is not three finite numbers (a, b, c)")
     a, b, c = numbers
     return float(a), float(b), float(c)
+
+
+@cache
+def largest_value(steps: Coefficients) -> float:
+    """The largest singular value after the steps, for singular values from 0 to 1 before; inf if the steps diverge."""
+    largest = 0.0
+    for index in range(GRID + 1):
+        # A little above 1, because the norm that divides a matrix is rounded.
+        value = 1.01 * index / GRID
+        for a, b, c in steps:
+            square = value * value
+            value *= a + square * (b + c * square)
+        largest = max(largest, abs(value)) if abs(value) < math.inf else math.inf
+    return largest

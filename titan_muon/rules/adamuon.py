@@ -30,6 +30,7 @@ class AdaMuonRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT, "elements"),)
+    limits = "norm"
     finish_bytes = 20
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..options import MuonOptions
 from ..step import update
-from ..step.rule import Group, Rule
+from ..step.rule import Group, Limits, Rule
 from ..step.update import Tensors
 from ..tensors.storage import STEP
 
@@ -21,6 +21,8 @@ class MuonRule(Rule):
     Args:
         options: `cautious`, `decay_follows_lr`, `update_factor`, `momentum_start` and `momentum_warmup_steps`.
     """
+
+    limits: Limits = "spectrum"
 
     def __init__(self, options: MuonOptions) -> None:
         self.options = options

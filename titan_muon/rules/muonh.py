@@ -41,6 +41,7 @@ class MuonHRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(RADIUS, "matrix", saved=False),)
+    limits = "nothing"
     finish_bytes = 4
 
     def __init__(self, options: MuonOptions) -> None:

@@ -29,6 +29,7 @@ class NorMuonRule(MuonRule):
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+    limits = "norm"
     # The matrix and its squares in float32.
     finish_bytes = 8
 

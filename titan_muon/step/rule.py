@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
@@ -15,6 +15,9 @@ Group = Mapping[str, Any]
 """Hyperparameters of a parameter group, by name."""
 
 
+Limits = Literal["spectrum", "norm", "nothing"]
+
+
 class Rule(Protocol):
     """The arithmetic of one optimizer. The engine decides where and when each method runs.
 
@@ -23,10 +26,12 @@ class Rule(Protocol):
 
     Attributes:
         states: states of each matrix besides the momentum.
+        limits: bound on finished matrices: the singular values of an orthogonalized matrix, its norm, or none.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
     states: tuple[StateSpec, ...] = ()
+    limits: Limits = "nothing"
     finish_bytes: int = 0
 
     def check(self, group: Group) -> None:

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, Buffers, StepMemory
 from ..comm.exchange import Exchange
-from ..comm.faults import Fault, FaultReport
+from ..comm.faults import Fault
+from ..comm.report import FaultReport
 from ..options import MuonOptions
-from ..orthogonalize import Iteration, Method, zero_nonfinite_
+from ..orthogonalize import Iteration, Method, largest_value, zero_nonfinite_
 from ..plan.cost.batches import batches
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
@@ -45,6 +46,10 @@ from .gradients import Step
 from .rounding import Draws
 from .rule import Rule
 from .update import Tensors
+
+FINITE = torch.finfo(torch.float32).max
+MARGIN = 1.5
+"""Factor on the largest possible norm of an update, for rounding in bfloat16."""
 
 Stage = Callable[[int, Step], None]
 """One stage of the bucket with this index in the program."""
@@ -70,6 +75,21 @@ class BatchRun:
 
 
 @dataclass(frozen=True)
+class UpdateBounds:
+    """The largest possible norms of arriving updates.
+
+    Attributes:
+        views: the updates, as views of a buffer.
+        parameters: (count,) parameter indices, on the device.
+        norms: (count,) float32 largest Frobenius norms, on the device.
+    """
+
+    views: tuple[Tensor, ...]
+    parameters: Tensor
+    norms: Tensor
+
+
+@dataclass(frozen=True)
 class BucketRun:
     """The calls of one bucket on this rank.
 
@@ -85,6 +105,7 @@ class BucketRun:
     applies: tuple[Apply, ...]
     cleared: Tensor | None
     releases: tuple[int, ...]
+    bounds: UpdateBounds
 
 
 class OnDevice:
@@ -210,11 +231,8 @@ class RankStages:
         first = self.plan.matrices[matrices[0]]
         whole = workspace[: self._numel(matrices)].view(len(matrices), first.rows, first.cols)
         parameters = torch.tensor([self.plan.matrices[m].parameter for m in matrices], device="cpu")
-        if workspace.device.type != "cpu":
-            # Pinned, so that rebuilding stages does not block the host.
-            parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)
         method = self.arithmetic.methods[first.work]
-        return Batch(matrices, whole, parameters, self.arithmetic.iterations[first.parameter], method)
+        return Batch(matrices, whole, self._on_device(parameters), self.arithmetic.iterations[first.parameter], method)
 
     def _bucket_run(self, bucket: int, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
         buffers = self.buffers.buckets[bucket]
@@ -223,9 +241,11 @@ class RankStages:
             (batch,) = batches
             stored = self.program.buckets[bucket].stored
             pieces = [self._piece(p.matrix, spans(p.piece), view) for p, view in zip(stored, batch.whole, strict=True)]
+            stored_views = [(p.matrix, view) for p, view in zip(stored, batch.whole, strict=True)]
             no_copies = Copies((), ())
             advanced, applied = self._calls(pieces, pieces)
-            return BucketRun(advanced, no_copies, (BatchRun(no_copies, batch, no_copies),), applied, None, releases)
+            runs = (BatchRun(no_copies, batch, no_copies),)
+            return BucketRun(advanced, no_copies, runs, applied, None, releases, self._bounds(stored_views))
         return self._travelling_run(buffers, batches, releases)
 
     def _travelling_run(self, buffers: BucketBuffers, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
@@ -238,7 +258,25 @@ class RankStages:
         ]
         runs = tuple(BatchRun(assembling(batch, buffers), batch, splitting(batch, buffers)) for batch in batches)
         advanced, applied = self._calls(packed, [piece for piece, _ in stored])
-        return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases)
+        bounds = self._bounds([(piece.matrix, piece.view) for piece in buffers.stored])
+        return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases, bounds)
+
+    def _bounds(self, pieces: Sequence[tuple[int, Tensor]]) -> UpdateBounds:
+        norms, parameters = [], []
+        for number, view in pieces:
+            matrix = self.plan.matrices[number]
+            # A part of a matrix has at most the singular values of the whole matrix.
+            rank = min(view.shape) if self.rule.limits == "spectrum" else min(matrix.whole_shape)
+            largest = MARGIN * largest_value(self.arithmetic.iterations[matrix.parameter].steps) * math.sqrt(rank)
+            norms.append(min(largest, FINITE) if self.rule.limits != "nothing" else FINITE)
+            parameters.append(matrix.parameter)
+        numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
+        limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
+        return UpdateBounds(tuple(view for _, view in pieces), self._on_device(numbers), self._on_device(limits))
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        # Pinned, so that rebuilding stages does not block the host.
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]
@@ -304,9 +342,18 @@ class RankStages:
         self.exchange.return_results(bucket)
 
     def apply(self, bucket: int, step: Step) -> None:
-        self.exchange.wait(bucket)
+        self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.source.params(call))
+            self.update(call, self.source.params(call), self.rule)
+
+    def receive(self, bucket: int, *, late: bool = False) -> None:
+        """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
+        self.exchange.wait(bucket)
+        bounds = self.runs[bucket].bounds
+        if bounds.views:
+            norms = torch.stack(torch._foreach_norm(bounds.views, 2))
+            # The comparison is false for NaN.
+            self.report.add_too_large(bounds.parameters, (norms <= bounds.norms).logical_not_(), late=late)
 
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:
@@ -325,12 +372,12 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, params: Tensors) -> None:
+    def update(self, call: Apply, params: Tensors, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
             with self.source.changing(call.parts, params):
-                call.update(params, self.rule)
+                call.update(params, rule)
         finally:
             memory.resize_(0)
 
