@@ -1,7 +1,7 @@
 """Whether the loss and the gradient norm look like those of a run that learns, from the reports of the run itself.
 
-The limits are wide. One odd batch of a small recipe triples the loss of a step, and is no fault: a jump counts only if
-the loss stays high for several reports.
+The limits are wide. One odd document triples the loss of a small recipe for some steps, and is no fault: a jump counts
+only if the loss stays high for many reports.
 """
 
 import math
@@ -23,8 +23,9 @@ DEVIATIONS = 8
 """Median absolute deviations above the median loss from which on a loss counts as high."""
 LEAST_RISE = 0.25
 """Least share of the median that a high loss is above the median."""
-HIGH_REPORTS, HIGH_REPORTS_RESUMED = 3, 2
-"""Reports in a row with a high loss until the loss has jumped; fewer right after a checkpoint was loaded."""
+HIGH_REPORTS, HIGH_REPORTS_RESUMED = 10, 3
+"""Reports in a row with a high loss until the loss has jumped; fewer right after a checkpoint was loaded, if the loss
+is above all losses before as well."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Curve:
         deviation = statistics.median(abs(loss - middle) for loss in losses)
         limit = middle + max(DEVIATIONS * deviation, LEAST_RISE * middle)
         self._high = self._high + 1 if report.loss > limit else 0
-        if self._loaded_from is not None and self._high >= HIGH_REPORTS_RESUMED:
+        above_all = report.loss > max(sound.loss for sound in self._sound)
+        if self._loaded_from is not None and self._high >= HIGH_REPORTS_RESUMED and above_all:
             yield (
                 "high",
                 f"step {report.step}: since the checkpoint of step {self._loaded_from} the loss is {report.loss:.4f}, "

@@ -21,11 +21,13 @@ from titan_muon.titan.recipe.toml import value_text
 
 LISTED = 8
 """Most differences in an error text."""
+PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
+"""Keys that may differ: equal files may be at another path on each node."""
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
     """Everything of this rank that must be equal on all ranks, as text by name: recipe keys, versions, source files."""
-    facts = {key: value_text(value) for key, value in written_values(recipe).items()}
+    facts = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
     facts["version of Python"] = platform.python_version()
     facts["version of torch"] = torch.__version__
     facts["version of titan_muon"] = titan_muon.__version__

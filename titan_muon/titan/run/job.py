@@ -62,6 +62,7 @@ from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
 TRACEBACK_FILE = "traceback.txt"
+MOST_FILES = 65536
 # A job ends within five seconds after a time-out: three for the processes, two for the launcher.
 SECONDS_TO_EXIT = 3
 
@@ -166,10 +167,12 @@ def _raise_file_limit() -> None:
     Each gloo group of all ranks has a socket to every other rank, and the usual limit is 1,024. The stop signal and
     asynchronous checkpoints need a group each: both run collectives at the same time, from two threads.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Not beyond: some programs visit every possible file when they start.
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     # Some systems refuse their own hard limit; then the limit stays.
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:

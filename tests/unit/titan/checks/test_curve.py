@@ -39,31 +39,32 @@ def test_dead_gradients_are_named_at_once_and_once() -> None:
     assert "rose to 4.88e+03, from a median of" in tiny.add(Report(22, 2.0, 4883.0))[0]
 
 
-def test_a_jump_that_stays_is_named_after_three_reports_and_its_end_is_said() -> None:
+def test_a_jump_that_stays_is_named_after_ten_reports_and_its_end_is_said() -> None:
     curve = Curve()
     warnings(curve, healthy(100))
-    assert warnings(curve, [Report(101, 5.5, 1.0), Report(102, 5.5, 1.0)]) == []
+    assert warnings(curve, [Report(step, 5.5, 1.0) for step in range(101, 110)]) == []
     assert curve.sound_until == 100, "no checkpoint of a doubtful step may replace a good one"
-    (line,) = curve.add(Report(103, 5.5, 1.0))
-    assert line.startswith("step 103: the loss is 5.5000 and was above ")
-    assert warnings(curve, [Report(104, 5.5, 1.0)]) == []
-    assert warnings(curve, [Report(105, 2.0, 1.0)]) == ["step 105: loss and gradient norm look as before again"]
+    (line,) = curve.add(Report(110, 5.5, 1.0))
+    assert line.startswith("step 110: the loss is 5.5000 and was above ")
+    assert warnings(curve, [Report(111, 5.5, 1.0)]) == []
+    assert warnings(curve, [Report(112, 2.0, 1.0)]) == ["step 112: loss and gradient norm look as before again"]
     assert curve.sound_until is None
 
 
-def test_an_odd_batch_leaves_no_trace() -> None:
+def test_an_odd_document_leaves_no_trace() -> None:
+    """Several steps in a row read a long document, as in a recipe with small batches."""
     curve = Curve(healthy(100))
-    assert warnings(curve, [Report(101, 4.0, 4.0), Report(102, 1.9, 1.0)]) == []
+    odd = [Report(step, 4.0, 4.0) for step in range(101, 106)]
+    assert warnings(curve, [*odd, Report(106, 1.9, 1.0)]) == []
     assert curve.sound_until is None
 
 
 def test_losses_far_from_those_before_a_checkpoint_are_named() -> None:
     """Weights that were not loaded: the loss is the one of a new model."""
     curve = Curve(healthy(60))
-    lines = warnings(curve, [Report(61, 5.66, 9.0), Report(62, 5.6, 9.0)])
-    assert any(
-        "since the checkpoint of step 60 the loss is 5.6000, and the median before was" in line for line in lines
-    )
+    lines = warnings(curve, [Report(61, 5.66, 9.0), Report(62, 5.7, 9.0), Report(63, 5.6, 9.0)])
+    (line,) = [line for line in lines if line.startswith("step 63")]
+    assert "since the checkpoint of step 60 the loss is 5.6000, and the median before was" in line
 
 
 def test_reports_are_read_from_records_of_a_metrics_file() -> None:

@@ -15,10 +15,20 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from titan_muon.titan.run.checkpoints import flaw
-from titan_muon.titan.storage.checksums import CHECKSUMS, METADATA, SummingWriter, damage, read_checksums
-from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader
-from titan_muon.titan.storage.space import folder_bytes, free_bytes, full_disk, is_disk_full
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan.run.checkpoints import flaw  # noqa: E402
+from titan_muon.titan.storage.checksums import (  # noqa: E402
+    CHECKSUMS,
+    METADATA,
+    SummingWriter,
+    damage,
+    read_checksums,
+)
+from titan_muon.titan.storage.reader import RefusedError, SafePlanner, SafeReader  # noqa: E402
+from titan_muon.titan.storage.space import folder_bytes, free_bytes, full_disk, is_disk_full  # noqa: E402
 
 STATE = {
     "weight": torch.arange(12.0).view(3, 4),
