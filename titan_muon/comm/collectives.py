@@ -56,7 +56,7 @@ class Collectives:
             self.traffic.add(sent)
             return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
-        if input.is_cuda:
+        if input.device.type != "cpu":
             return self.all_gather_uneven(parts, input, group)
         # gloo's all-gather takes only equal parts, so each rank broadcasts its part.
         me = dist.get_rank(group)

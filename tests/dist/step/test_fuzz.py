@@ -132,23 +132,24 @@ def differences(seed: int, rank: int) -> str:
 
 
 def _unequal(case: Case, params: dict[str, nn.Parameter], reference: ReferenceMuon) -> str:
-    exact = case.dtype == torch.float32
+    found = ""
     for name, param in params.items():
         indices = held_indices(param)
-        stored = param.to_local() if isinstance(param, DTensor) else param
+        stored = param.to_local() if isinstance(param, DTensor) else param.detach()
         expected = reference.params[name]
         for dim, places in enumerate(indices):
             expected = expected.index_select(dim, places)
-        if exact and not torch.equal(stored, expected):
-            return f"{name} differs from one process by {(stored - expected).abs().max()}"
+        if case.dtype == torch.float32 and not torch.equal(stored, expected):
+            found = found or f"{name} differs from one process by {(stored - expected).abs().max()}"
         if not stored.isfinite().all():
-            return f"{name} is not finite"
+            found = found or f"{name} is not finite"
+        # All ranks gather, also ranks with a difference.
+        here = [places.tolist() for places in indices], stored
         everyone: list[Any] = [None] * RANKS
-        dist.all_gather_object(everyone, ([places.tolist() for places in indices], stored.detach()))
-        for others, value in everyone:
-            if others == [places.tolist() for places in indices] and not torch.equal(value, stored):
-                return f"replicas of {name} differ"
-    return ""
+        dist.all_gather_object(everyone, here)
+        if any(place == here[0] and not torch.equal(value, stored) for place, value in everyone):
+            found = found or f"replicas of {name} differ"
+    return found
 
 
 def fuzz(rank: int, world_size: int, seeds: range) -> dict[int, str]:
