@@ -32,7 +32,7 @@ WORLDS = [1, 2, 4, 8]
 def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict[str, Any]:
     file = folder / "plan.json"
     loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(folder), *overrides])
-    report(loaded, world_size, full=False, json=str(file))
+    report(loaded, world_size, full=False, json=str(file), verbose=True)
     assert not dist.is_initialized(), "a dry run leaves no process group behind"
     return json.loads(file.read_text())
 
