@@ -7,6 +7,7 @@
 # make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
 # make rehearse  full-size training steps on GPUs that are not there
 # make gpu     every check and figure that needs GPUs, with a report to attach to an issue; PYTHON_GPU=... is another interpreter
+# make soak    2,000 steps twice, undisturbed and with random kills: the same digits, and memory that does not grow; at most an hour
 # make kernels the GPU kernels without a GPU: numerics under Triton's interpreter, and what they compile to, as a table
 
 PYTHON ?= python3
@@ -33,7 +34,7 @@ ARGS ?=
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: venv train test check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
+.PHONY: soak venv train test check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -45,6 +46,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 train: venv
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc_per_node=$(NPROC) train.py --config $(CONFIG) $(ARGS)
+
+soak: venv
+	$(BIN)/python scripts/soak.py $(ARGS)
 
 check: venv
 	$(BIN)/ruff format --check .

@@ -18,9 +18,21 @@ def main(command: Command) -> int:
     compat.require_recipes()
     compat.install()
     if command.dry_run:
+        from titan_muon.titan.dry_run.compare import compare
         from titan_muon.titan.dry_run.report import report
 
-        report(command.recipe, command.world_size, full=command.full, json=command.json, device=command.device)
+        if command.alternatives:
+            print("\n".join(compare(command.alternatives, command.world_size, command.device)))
+            return 0
+        report(
+            command.recipe,
+            command.world_size,
+            full=command.full,
+            json=command.json,
+            device=command.device,
+            verbose=command.verbose,
+            html=command.html,
+        )
         return 0
     from titan_muon.titan.run import job
 

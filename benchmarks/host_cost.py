@@ -131,6 +131,8 @@ def optimizers(case: Case) -> Iterator[tuple[Muon, torch.optim.Optimizer]]:
             mock.patch.object(dist, "all_to_all_single", all_to_all),
             mock.patch("titan_muon.planning.make_plan", return_value=plan),
             mock.patch("titan_muon.step.batch.orthogonalize", lambda stack, *_, **__: stack),
+            # Momentum that is not orthogonalized has any norm.
+            mock.patch("titan_muon.step.stages.MARGIN", 1e30),
         ):
             yield Muon(list(params.items())), torch.optim.AdamW(params.values(), foreach=True)
     finally:

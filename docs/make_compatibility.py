@@ -46,6 +46,11 @@ KERNELS = ("triton", "quack")
 """Values of `ns_kernel` that need a GPU: not tried."""
 SAMPLES: Mapping[str, tuple[Any, ...]] = {
     "momentum": (0.9,),
+    "momentum_start": (0.5,),
+    "momentum_warmup_steps": (10,),
+    "weight_decay": (0.0,),
+    "lr_scale": ("original", "spectral", 0.18),
+    "rule": ("normuon", "adamuon", "muonh"),
     "beta2": (0.9,),
     "ns_coefficients": ("polar_express",),
     "split_over": (2, "auto"),
@@ -105,7 +110,7 @@ class Block(nn.Module):
 
     def __init__(self, *other: int) -> None:
         super().__init__()
-        self.up, self.other = Weight(32, 16), Weight(*other)
+        self.up, self.other = Weight(32, 128), Weight(*other)
 
 
 class Model(nn.Module):

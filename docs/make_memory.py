@@ -30,7 +30,7 @@ CPU_OFFLOAD = "training.enable_cpu_offload"
 """Also moves parameters and gradients to the host."""
 OPTIONS = {
     "optimizer.offload": ("none", "state", CPU_OFFLOAD),
-    "muon.state_dtype": ("float32", "bfloat16"),
+    "muon.state_dtype": ("float32", "bfloat16", "int8"),
     "adamw.state_dtype": ("parameter", "bfloat16"),
     "muon.release_grads": (False, True),
 }
@@ -75,6 +75,9 @@ def table() -> str:
     summary = summarize(meta.plan)
     lines = [f"| {' | '.join(HEADER)} |", "|" + "---|" * len(HEADER)]
     for options in product(*OPTIONS.values()):
+        if options[0] != "none" and options[1] == "int8":
+            # Refused together.
+            continue
         variant = with_options(recipe, *options)
         memory = memory_per_rank(meta, summary, {}, variant, "cuda")
         cells = [f"`{str(option).lower()}`" for option in options]

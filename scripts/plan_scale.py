@@ -19,9 +19,11 @@ with `TOKENS` tokens at `TRAINING_FLOPS`.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Annotated
@@ -79,12 +81,16 @@ class Numbers:
     waits_ms: float
     least_ms: float
     link_ms: float
+    host_ms: float
     whole_ms: float
     exposed_ms: float
     hidden_ms: float
     tail_ms: float
     model_ms: float
     seconds: float
+    overlap: Overlap
+    split_over: int
+    replicas: int
 
     @property
     def limit_ms(self) -> float:
@@ -175,6 +181,7 @@ def plan_numbers(
         passes_ms=1e3 * played.last.passes,
         waits_ms=1e3 * played.last.waits,
         least_ms=1e3 * played.least,
+        host_ms=1e3 * played.host,
         link_ms=1e3 * played.link,
         whole_ms=1e3 * least_seconds(plan, rates, played),
         exposed_ms=1e3 * played.exposed,
@@ -182,6 +189,9 @@ def plan_numbers(
         tail_ms=1e3 * played.tail,
         model_ms=1e3 * model_seconds(model),
         seconds=seconds,
+        overlap=overlap,
+        split_over=split_over,
+        replicas=replicas,
     )
 
 
@@ -210,6 +220,13 @@ def row(n: Numbers) -> str:
     )
 
 
+def origin() -> dict[str, object]:
+    """Date, and commit of this checkout; "" without git."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    return {"date": date.today().isoformat(), "commit": commit}
+
+
 def main(
     models: tuple[str, ...] = MODELS,
     ranks: tuple[int, ...] = RANKS,
@@ -234,7 +251,7 @@ def main(
         mode: `muon.tensor_parallel` of a recipe.
         overlap: `backward` hides all gathers but the last; `forward` hides the last returns.
         replicas: HSDP replicas, each sharded over an equal share of the ranks.
-        json_file: file for the numbers.
+        json_file: file for the numbers, with date, commit, machine and command.
     """
     print(HEADER, flush=True)
     numbers = []
@@ -247,7 +264,10 @@ def main(
             )
             print(row(numbers[-1]), flush=True)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(n) for n in numbers], indent=1) + "\n", encoding="utf-8")
+        command = " ".join(["python scripts/plan_scale.py", *sys.argv[1:]])
+        document = {**origin(), "machine": f"{machine}, modelled", "command": command}
+        document["rows"] = [asdict(n) for n in numbers]
+        json_file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return numbers
 
 

@@ -33,7 +33,7 @@ class ReferenceMuon:
         momentum: float = 0.95,
         nesterov: bool = True,
         weight_decay: float = 0.1,
-        lr_scale: str = "match_rms_adamw",
+        lr_scale: float | str = "match_rms_adamw",
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         self.params = dict(params)
@@ -54,13 +54,17 @@ class ReferenceMuon:
     def scale(self, rows: int, cols: int) -> float:
         if self.lr_scale == "match_rms_adamw":
             return 0.2 * math.sqrt(max(rows, cols))
+        if not isinstance(self.lr_scale, str):
+            return self.lr_scale * math.sqrt(max(rows, cols))
         return math.sqrt(max(1, rows / cols)) if self.lr_scale == "original" else math.sqrt(rows / cols)
 
 
 class ReferenceRule(ReferenceMuon):
-    """NorMuon (arXiv:2510.05491, Algorithm 1) and cautious weight decay (arXiv:2510.12402), from their papers.
+    """The rules of the package from their papers, in one process.
 
-    `moments[name]` are the second moments of the matrices of a parameter.
+    NorMuon (arXiv:2510.05491, Algorithm 1), AdaMuon (arXiv:2507.11005, Algorithm 1, with beta2 and a Nesterov blend),
+    MuonH (arXiv:2606.16899), cautious weight decay (arXiv:2510.12402) and AdamC's decay (arXiv:2506.02285).
+    `moments[name]` are the second moments of the matrices of a parameter. `peak` is the highest learning rate of AdamC.
     """
 
     def __init__(
@@ -69,34 +73,60 @@ class ReferenceRule(ReferenceMuon):
         rule: str = "muon",
         beta2: float = 0.95,
         cautious: bool = False,
+        update_factor: float = 1.0,
+        decay_follows_lr: bool = False,
+        momentum_warmup_steps: int = 0,
+        momentum_start: float = 0.85,
         **options: Any,
     ) -> None:
         super().__init__(params, **options)
-        self.rule, self.beta2, self.cautious = rule, beta2, cautious
+        self.rule, self.beta2, self.cautious, self.factor = rule, beta2, cautious, update_factor
+        self.peak = self.lr if decay_follows_lr else None
+        self.warmup, self.start, self.last = momentum_warmup_steps, momentum_start, self.momentum
+        self.steps = 0
         self.moments = {
-            name: [torch.zeros(p.size(-2)) for _ in range(p.size(0) if p.ndim == 3 else 1)]
+            name: [torch.zeros(p.shape[-2:] if rule == "adamuon" else p.size(-2)) for _ in self._matrices(p)]
             for name, p in self.params.items()
+            if rule in ("normuon", "adamuon")
         }
 
+    @staticmethod
+    def _matrices(param: Tensor) -> list[Tensor]:
+        return list(param) if param.ndim == 3 else [param]
+
     def step(self, grads: Mapping[str, Tensor]) -> None:
+        if self.warmup:
+            self.momentum = self.start + (self.last - self.start) * min(1, self.steps / self.warmup)
+        self.steps += 1
+        decay = self.weight_decay if self.peak is None else self.weight_decay * self.lr / self.peak
         for name, param in self.params.items():
             average = self.average[name]
             average.lerp_(grads[name], 1 - self.momentum)
             blended = grads[name].lerp(average, self.momentum) if self.nesterov else average
-            pairs = zip(param, blended, strict=True) if param.ndim == 3 else [(param, blended)]
-            for index, (target, matrix) in enumerate(pairs):
-                update = newton_schulz(matrix, dtype=self.dtype)
-                if self.rule == "normuon":
+            for index, (target, matrix) in enumerate(zip(self._matrices(param), self._matrices(blended), strict=True)):
+                update = newton_schulz(matrix.sign() if self.rule == "adamuon" else matrix, dtype=self.dtype)
+                if self.rule == "muonh":
+                    self.turn(target, update)
+                    continue
+                if self.rule in ("normuon", "adamuon"):
                     update = self.normalized(update, self.moments[name][index])
                 if self.cautious:
-                    target.add_(target * (target * update >= 0), alpha=-self.lr * self.weight_decay)
+                    target.add_(target * (target * update >= 0), alpha=-self.lr * decay)
                 else:
-                    target.mul_(1 - self.lr * self.weight_decay)
-                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape))
+                    target.mul_(1 - self.lr * decay)
+                target.add_(update, alpha=-self.lr * self.scale(*matrix.shape) * self.factor)
 
     def normalized(self, update: Tensor, moment: Tensor) -> Tensor:
         wide = update.float().contiguous()
-        moment.lerp_(wide.square().mean(1), 1 - self.beta2)
-        rows = wide / (moment.sqrt() + 1e-7)[:, None]
-        # 0.2 lr sqrt(m n) / norm is the paper's rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
+        squares = wide.square()
+        moment.lerp_(squares if self.rule == "adamuon" else squares.mean(1), 1 - self.beta2)
+        root = moment.sqrt() + 1e-8 if self.rule == "adamuon" else (moment.sqrt() + 1e-7)[:, None]
+        rows = wide / root
+        # 0.2 lr sqrt(m n) / norm is the papers' rate; the scale of Muon's rate, 0.2 sqrt(max), leaves sqrt(min) / norm.
         return (rows * (min(update.shape) ** 0.5 / rows.norm())).to(update.dtype)
+
+    def turn(self, weights: Tensor, update: Tensor) -> None:
+        """Move weights on the sphere of their norm."""
+        wide, radius = update.float().contiguous(), weights.norm().square().sqrt()
+        weights.add_((wide * (radius / wide.norm())).to(update.dtype), alpha=-self.lr * self.factor)
+        weights.mul_(radius / weights.norm().square().sqrt())

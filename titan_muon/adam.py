@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
-from .options import SLOWEST_IN_BFLOAT16, Offload, OptionError, StateDtype
+from .comm.agreement import Agreement
+from .comm.clip import SkipsSteps
+from .comm.faults import Fault, check_faults, names_with
+from .comm.report import FaultReport
+from .muon import Muon
+from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
 from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
@@ -67,7 +75,7 @@ class ElementBatch:
         return replace(self, parts=tuple(parts))
 
 
-class AdamW(torch.optim.AdamW):
+class AdamW(SkipsSteps, torch.optim.AdamW):
     """AdamW (Loshchilov and Hutter, arXiv:1711.05101), with the bits of torch.optim.AdamW unless `state_dtype` is set.
 
     Further keywords are torch's. With `state_dtype` or `offload`, a step updates parts of bounded size.
@@ -76,6 +84,11 @@ class AdamW(torch.optim.AdamW):
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
         offload: tensors in pinned host memory: the averages (`state`), or also parameters and gradients (`parameters`).
             FSDP's CPUOffloadPolicy implies `parameters`.
+        missing_grad: a parameter without a gradient is an error, or (`skip`) stays as it is, as under torch.
+        nonfinite: after a gradient that is not finite, a step of this rank changes nothing, and the next step raises,
+            or (`skip`) warns.
+
+    In a Hybrid, all ranks raise together, in the next step. Alone, a rank raises at once for a missing gradient.
 
     Raises:
         OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
@@ -84,12 +97,26 @@ class AdamW(torch.optim.AdamW):
     _state_dtype: StateDtype = "parameter"
     _offload: Offload = "none"
     _window: Window | None = None
+    _missing_grad: MissingGrad = "error"
+    _nonfinite: Nonfinite = "error"
+    _care: GradientCare | None = None
+    _skipped: Tensor | None = None
 
     def __init__(
-        self, params: Any, *, state_dtype: StateDtype = "parameter", offload: Offload = "none", **options: Any
+        self,
+        params: Any,
+        *,
+        state_dtype: StateDtype = "parameter",
+        offload: Offload = "none",
+        missing_grad: MissingGrad = "error",
+        nonfinite: Nonfinite = "error",
+        **options: Any,
     ) -> None:
         self._state_dtype, self._offload = state_dtype, offload
+        self._missing_grad, self._nonfinite = missing_grad, nonfinite
         super().__init__(params, **options)
+        # Now, because a parameter that is frozen later lacks a gradient.
+        self._care = GradientCare(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch.optim.AdamW. Raises OptionError for options without support."""
@@ -101,15 +128,22 @@ class AdamW(torch.optim.AdamW):
             problem = f"each at most {SLOWEST_IN_BFLOAT16}, because bfloat16 would round changes of the averages away"
             raise OptionError("betas", f"= {list(group['betas'])} are not accepted with state_dtype: {problem}")
         super().add_param_group(param_group)
+        self._care = None
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters with a gradient. Returns the result of the closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        with torch.enable_grad():
+            loss = None if closure is None else closure()
+        self.check_norm(skips=self._nonfinite == "skip")
+        skipped = self.care.check(self.take_skip(), scaled=getattr(self, "found_inf", None) is not None)
+        # Reading a flag on the CPU does not wait.
+        if skipped is not None and skipped.device.type == "cpu":
+            if skipped:
+                return loss
+            skipped = None
+        self._skipped = skipped
         batches = tuple(self._batches())
         if self._offload == "none":
             for batch in batches:
@@ -117,6 +151,24 @@ class AdamW(torch.optim.AdamW):
         elif batches:
             self._update_in_window(batches)
         return loss
+
+    @property
+    def care(self) -> GradientCare:
+        """The checks of gradients."""
+        if self._care is None:
+            self._care = GradientCare(self)
+        return self._care
+
+    def names(self) -> list[str]:
+        """The names of the parameters, in the order of the groups."""
+        return [name for group in self.param_groups for name in _names(group)]
+
+    def told(self, faults: Sequence[Fault]) -> None:
+        """Raise ValueError for faults by parameter; warn of non-finite gradients that the options allow."""
+        chosen = {Fault.NOT_FINITE: self._nonfinite, Fault.NO_GRADIENT: self._missing_grad}
+        check_faults(self.names(), faults, [fault for fault, choice in chosen.items() if choice == "skip"])
+        if names := names_with(self.names(), faults, Fault.NOT_FINITE):
+            warnings.warn(f"{names}: a gradient was not finite, and AdamW changed nothing in that step", stacklevel=5)
 
     def _update_in_window(self, batches: Sequence[ElementBatch]) -> None:
         changed, read = CHANGED[self._offload], READ[self._offload]
@@ -133,7 +185,7 @@ class AdamW(torch.optim.AdamW):
             self._window.synchronize()
 
     def _batches(self) -> Iterator[ElementBatch]:
-        bounded = self._offload != "none" or self._state_dtype == "bfloat16"
+        bounded = self._offload != "none" or self._state_dtype == "bfloat16" or self._skipped is not None
         moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
         for group in self.param_groups:
             waiting: dict[torch.dtype, list[Elements]] = {}
@@ -148,8 +200,7 @@ class AdamW(torch.optim.AdamW):
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """The parts of a group's parameters, each with at most BATCH_BYTES in the fields `bounded`."""
-        names = group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
-        for fqn, parameter in zip(names, group["params"], strict=True):
+        for fqn, parameter in zip(_names(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
             state = self._state_of(parameter, group)
@@ -171,6 +222,12 @@ class AdamW(torch.optim.AdamW):
     def _update(self, batch: ElementBatch) -> None:
         group, parts, states = batch.group, batch.parts, batch.tensors(CHANGED["state"])
         wide = [state.to(parts[0].param.dtype) for state in states]
+        found_inf, kept = getattr(self, "found_inf", None), list[Tensor]()
+        changed = [*(part.param for part in parts), *wide]
+        if self._skipped is not None:
+            # The fused kernel skips by itself. Other kernels change tensors, which get their old values back.
+            found_inf = self._skipped.float() if group["fused"] else None
+            kept = [] if group["fused"] else [tensor.clone() for tensor in changed]
         adam(
             [part.param for part in parts],
             [part.grad for part in parts],
@@ -181,7 +238,7 @@ class AdamW(torch.optim.AdamW):
             foreach=group["foreach"],
             fused=group["fused"],
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
             decoupled_weight_decay=group["decoupled_weight_decay"],
             amsgrad=False,
             beta1=group["betas"][0],
@@ -191,6 +248,9 @@ class AdamW(torch.optim.AdamW):
             eps=group["eps"],
             maximize=False,
         )
+        for tensor, old in zip(changed, kept, strict=False):
+            assert self._skipped is not None, "old values are kept for a step that may be skipped"
+            tensor.copy_(torch.where(self._skipped, old, tensor))
         if wide[0] is not states[0]:
             torch._foreach_copy_(states, wide)
 
@@ -216,8 +276,15 @@ class AdamW(torch.optim.AdamW):
         if missing:
             raise ValueError(f"the state dict is of another optimizer: its states have no {', '.join(missing)}")
         for name, value in state.items():
+            loaded = torch.as_tensor(saved[name])
+            # copy_ would broadcast a tensor of another shape, and take another rank's shard for this rank's.
+            if placement_key(loaded) != placement_key(value):
+                raise ValueError(
+                    f"{name} of a parameter with shape {tuple(value.shape)}: the state dict has another shape, mesh or "
+                    "placements; load a state of another layout with torch.distributed.checkpoint"
+                )
             # In place, to save memory.
-            local(value).copy_(local(torch.as_tensor(saved[name])))
+            local(value).copy_(local(loaded))
 
     def offload(self) -> None:
         """Move the averages to pinned host memory, from where steps stream batches."""
@@ -240,6 +307,85 @@ class AdamW(torch.optim.AdamW):
         """Block the host until all averages have arrived."""
         if self._window is not None:
             self._window.synchronize()
+
+
+class GradientCare:
+    """Reports missing and non-finite gradients of AdamW, with Muon's report or alone.
+
+    Attributes:
+        carrier: the Muon whose report carries the faults, or None.
+    """
+
+    def __init__(self, adamw: AdamW) -> None:
+        self._adamw = adamw
+        self.carrier: Muon | None = None
+        # By place, because Accelerate and the like replace the parameters of groups.
+        self._frozen = [not parameter.requires_grad for parameter in self._params]
+        self._own: FaultReport | None = None
+        self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [parameter for group in self._adamw.param_groups for parameter in group["params"]]
+
+    def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
+        """Raise ValueError for the last step, and report the gradients of this step.
+
+        Args:
+            skipped: () bool on the device: whether the step changes nothing anyway.
+            scaled: whether a GradScaler has looked at the gradients.
+
+        Returns:
+            Whether the step may change nothing, () bool on the device; None if it may.
+        """
+        report, start = self._report()
+        faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
+        if any(faults):
+            if not report.is_shared:
+                self._adamw.told(faults)
+            report.add(faults, start)
+        if not scaled:
+            skipped = self._nonfinite(report, start, skipped)
+        if self.carrier is None:
+            report.send()
+        return skipped
+
+    def _report(self) -> tuple[FaultReport, int]:
+        """The report, and the number of AdamW's first parameter in it. Raises ValueError for the last step."""
+        if self.carrier is not None:
+            self.carrier.engine.raise_pending()
+            report = self.carrier.engine.rank.report
+            return report, report.start_of(self._adamw)
+        if self._own is None:
+            device = step_device(self._params[0]) if self._params else torch.device("cpu")
+            self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
+        faults = self._own.read()
+        self._own.clear()
+        self._adamw.told(faults)
+        return self._own, 0
+
+    def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
+        if parameter.grad is not None or frozen or self._adamw._missing_grad == "skip":
+            return Fault.NONE
+        # A rank outside of the mesh gets no gradient in backward.
+        outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
+        return Fault.NONE if outside else Fault.NO_GRADIENT
+
+    def _nonfinite(self, report: FaultReport, start: int, skipped: Tensor | None) -> Tensor | None:
+        grads = {i: g for i, p in enumerate(self._params) if p.grad is not None and (g := local(p.grad)).numel() > 0}
+        if not grads:
+            return skipped
+        norms = torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
+        broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
+        if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
+            self._numbers = torch.tensor([start + index for index in grads], device=report.device)
+        # A norm over all gradients has its own error.
+        report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
+        return broken.any() if skipped is None else broken.any() | skipped
+
+
+def _names(group: Mapping[str, Any]) -> Sequence[str]:
+    return group.get("param_names", [f"parameter {index}" for index in range(len(group["params"]))])
 
 
 def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:

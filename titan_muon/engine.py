@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .comm.agreement import Agreement, PlanReport, digest_of
 from .comm.buffers import Buffers, fragmentation
 from .comm.collectives import Collectives
 from .comm.exchange import Exchange
-from .comm.faults import Fault, FaultReport, fault_of
+from .comm.faults import Fault, check_faults, fault_of, names_with
+from .comm.report import Carried, FaultReport
 from .features import features_of, needs_exclusive_groups
 from .options import HYPERPARAMETERS, MuonOptions
 from .orthogonalize import DTYPES
@@ -38,6 +41,10 @@ from .tensors.storage import TrainedParam
 EQUAL_OPTIONS = (
     "rule",
     "beta2",
+    "update_factor",
+    "decay_follows_lr",
+    "momentum_warmup_steps",
+    "momentum_start",
     "cautious",
     "exchange",
     "owners",
@@ -73,6 +80,7 @@ class Engine:
             Act.ORTHOGONALIZE: (stages.orthogonalize, stages.send_back),
             Act.APPLY: (stages.apply,),
         }
+        rank.report.begin_step()
         rank.begin(step)
         for feature in features:
             feature.before(step)
@@ -123,6 +131,30 @@ class Engine:
             faults = list(feature.faults(faults))
         return faults, moved
 
+    def raise_pending(self, faults: Sequence[Fault] = ()) -> None:
+        """Raise ValueError for the last report, equal on all ranks, and warn of faults that the options allow.
+
+        Args:
+            faults: further faults of Muon's parameters, equal on all ranks.
+        """
+        rank, options = self.rank, self.rank.options
+        reported = rank.report.read()
+        rank.report.clear()
+        reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
+        if not any(reported):
+            return
+        own = reported[: len(rank.params)]
+        for feature in self.features:
+            feature.told(own)
+        rank.heal(own)
+        chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
+        allowed = [fault for fault, choice in chosen.items() if choice == "skip"]
+        names = rank.report.names[: len(own)]
+        check_faults(names, own, allowed, rank.report.details(reported))
+        rank.report.tell_carried(reported)
+        if broken := names_with(names, own, Fault.NOT_FINITE):
+            warnings.warn(f"{broken}: not finite; the update of those matrices was zero in a step", stacklevel=5)
+
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Names of trained parameters outside the plan, because they were frozen when it was made."""
         return [
@@ -162,13 +194,24 @@ def engine_of(
     agreement: Agreement,
     states: MatrixStates,
     previous: Sequence[Feature] = (),
+    *,
+    muon: Optimizer,
+    carried: Mapping[str, Carried],
 ) -> Engine:
-    """The engine of a plan on this rank. `agreement`: process groups; `previous`: features of the old engine."""
+    """The engine of a plan on this rank.
+
+    Args:
+        agreement: process groups.
+        previous: features of the old engine.
+        muon: the optimizer with these parameters.
+        carried: by name, optimizers whose faults Muon's report carries.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
     program = make_program(plan, rank, geometries)
     buffers = Buffers(program, device_of(params), DTYPES[options.wire_dtype], kept=options.keep_buffers)
     exchange = Exchange(program, buffers, collectives, agreement, exclusive=needs_exclusive_groups(options))
-    report = FaultReport(len(params), buffers.device, agreement, replicated_plain(plan))
+    names = [trained.fqn for trained in params]
+    report = FaultReport(names, {"muon": muon}, carried, buffers.device, agreement, replicated_plain(plan))
     arithmetic = arithmetic_of(params, plan, options)
     stages = RankStages(plan, program, params, arithmetic, rule_of(options), buffers, exchange, report, options, states)
     if warning := fragmentation(buffers.device.type, stages.step_bytes, os.environ):
@@ -182,6 +225,7 @@ def report_of(
     params: Sequence[TrainedParam],
     options: MuonOptions,
     groups: Sequence[Mapping[str, Any]],
+    carried: Mapping[str, Carried],
 ) -> PlanReport:
     """The part of a plan to agree on before the first step, with the process groups."""
     # A learning rate in a tensor prints its device, which differs between ranks.
@@ -193,6 +237,7 @@ def report_of(
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         "hyperparameters": hyperparameters,
         "options": {name: getattr(options, name) for name in EQUAL_OPTIONS},
+        "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
         "plan": plan.digest(),
     }
     teams = {team for bucket in plan.buckets for team in teams_in(bucket, plan.matrices).values()}

@@ -20,6 +20,7 @@ from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
 from .assignment.table import parameter_table
 from .comm.agreement import Agreement
+from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
@@ -63,6 +64,9 @@ def parts_of(
     Raises OptionError also for refused options.
     """
     parameters = trained_parameters(modules)
+    # AdamW is as careful as Muon, unless its table says otherwise.
+    shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
+    tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
     seen = see(modules, canonical_fqn) if model is None else model
     is_stage = model is not None
     decision = decided(seen, parameters, rules, defaults, tables, offload=offload, is_stage=is_stage)
@@ -119,6 +123,24 @@ class OfParts:
         for muon in self._muons:
             muon.check_last_step()
 
+    def skip_unless_finite(self, norm: NormCheck) -> None:
+        """Let the next step of Muon and AdamW change nothing if the norm is not finite. The host does not wait.
+
+        Args:
+            norm: of `titan_muon.comm.clip`. With names, the step after that one raises ValueError on all ranks.
+        """
+        for optimizer in self.parts.optimizers.values():
+            if isinstance(optimizer, SkipsSteps):
+                optimizer.skip_unless_finite(norm)
+
+    def _carry(self) -> None:
+        """Let Muon's report carry the faults of AdamW."""
+        for muon in self._muons[:1]:
+            others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
+            muon.carry(others)
+            for adamw in others.values():
+                adamw.care.carrier = muon
+
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states differ, of any optimizer.
 
@@ -152,7 +174,7 @@ class OfParts:
             getattr(optimizer, method)()
 
 
-class Hybrid(OfParts, Optimizer):
+class Hybrid(OfParts, SkipsSteps, Optimizer):
     """Muon for the hidden matrices of a model and AdamW for the rest, as a single torch.optim.Optimizer.
 
     Roles of modules, names and shapes decide: matrices and stacks of expert matrices go to Muon;
@@ -251,6 +273,8 @@ class Hybrid(OfParts, Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for part in self.optimizers.values():
+            if self._skips_on_host(part):
+                continue
             for name in ("grad_scale", "found_inf"):
                 # torch.amp.GradScaler sets both for the time of a step.
                 if hasattr(self, name):
@@ -310,8 +334,14 @@ class Hybrid(OfParts, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}
 
+    def _skips_on_host(self, part: Optimizer) -> bool:
+        """Whether to leave out the step of an optimizer that cannot decide on the device. The host waits."""
+        norm = self._next_norm
+        return not isinstance(part, SkipsSteps) and norm is not None and bool(norm.broken)
+
     def _link(self) -> None:
         """Refer to the parts' groups and state, because loading replaces these objects."""
+        self._carry()
         self.param_groups[:] = [group for part in self.optimizers.values() for group in part.param_groups]
         self.state.clear()
         for part in self.optimizers.values():

@@ -1,15 +1,13 @@
-"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan.
-
-`Muon.build` makes the plan on first use. The engine (`engine.py`) runs the stages of each step.
-"""
+"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan, which `Muon.build` makes."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Never, Self
 
 import torch
@@ -19,14 +17,15 @@ from torch.optim import Optimizer
 
 from . import registry
 from .comm.agreement import Agreement
+from .comm.clip import SkipsSteps
 from .comm.equality import check_equal
 from .comm.exchange import Exchange
-from .comm.faults import STORAGE_FAULTS, Fault, check_faults, names_with
+from .comm.faults import STORAGE_FAULTS, Fault
 from .comm.replicas import unequal_tensors
+from .comm.report import Carried
 from .engine import Engine, engine_of, report_of
 from .features import features_of_step
 from .options import HYPERPARAMETERS, Machine, MuonOptions, Offload, Split, refuse_keywords
-from .plan.terms.layout import Geometries
 from .plan.terms.types import Plan
 from .planning import checked_plan, device_of
 from .rules import rule_of
@@ -35,13 +34,13 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, saved_averages
+from .state.saved import check_saved_groups, completed, saved_averages
 from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
 
-class Muon(Optimizer):
+class Muon(SkipsSteps, Optimizer):
     """Momentum, orthogonalized by Newton-Schulz (Keller Jordan, 2024), for matrices in any layout.
 
     Equal to torch.optim.Muon on the full matrices: bit for bit with `orthogonalize="reference"` on the CPU, and up to
@@ -69,6 +68,8 @@ class Muon(Optimizer):
 
     # torch.amp.GradScaler then runs every step, and passes on the device whether the step may change anything.
     _step_supports_amp_scaling = True
+    _built_late = False
+    _carried: Mapping[str, Carried] = MappingProxyType({})
 
     def __init__(
         self,
@@ -80,10 +81,14 @@ class Muon(Optimizer):
         weight_decay: float = 0.1,
         ns_steps: int = 5,
         ns_coefficients: str | Sequence[Sequence[float]] = "keller_jordan",
-        eps: float = 1e-7,
-        lr_scale: str = "match_rms_adamw",
+        eps: float = 1e-14,
+        lr_scale: float | str = "match_rms_adamw",
         rule: str = "muon",
         beta2: float = 0.95,
+        update_factor: float = 1.0,
+        decay_follows_lr: bool = False,
+        momentum_warmup_steps: int = 0,
+        momentum_start: float = 0.85,
         cautious: bool = False,
         orthogonalize: str = "auto",
         ns_dtype: str = "auto",
@@ -116,6 +121,7 @@ class Muon(Optimizer):
         arguments = locals()
         self._options = MuonOptions(**{item.name: arguments[item.name] for item in fields(MuonOptions)})
         self._collectives = registry.exchange_entry(exchange).collectives
+        self._rule = rule_of(self._options)
         self._agreement: Agreement | None = None
         self._engine: Engine | None = None
         self._closed = False
@@ -175,6 +181,7 @@ class Muon(Optimizer):
     @property
     def engine(self) -> Engine:
         """The engine for this rank's part of the plan. Builds the optimizer if necessary."""
+        self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
         return self._engine
@@ -194,12 +201,12 @@ class Muon(Optimizer):
                 (`rebuild` accepts most changes).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        first = self._engine is None
         self.engine.flush()
-        if first and self._options.missing_grad == "error":
+        if self._built_late and self._options.missing_grad == "error":
             self._agreed.together(lambda: check_first_gradients(self.engine.rank.params))
-        step = self._checked()
-        self.engine.run(step, *features_of_step(self, self.engine.rank))
+        step, self._built_late = self._checked(), False
+        with self._agreed.located(self.engine.rank.report.steps + 1):
+            self.engine.run(step, *features_of_step(self, self.engine.rank, self.take_skip()))
         for group in self.param_groups:
             if STEP in group:
                 group[STEP] += 1
@@ -229,31 +236,23 @@ class Muon(Optimizer):
     def _checked(self) -> Step:
         """The gradients of this step. Raises ValueError on all ranks together, before anything changes."""
         engine, rank = self.engine, self.engine.rank
+        self._agreed.check_alive()
+        self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
         faults, moved = engine.faults(self.param_groups, self.state)
-        if self._agrees_first:
-            # Before any exchange: if a single rank skipped or raised, the remaining ranks would wait for its shards.
-            faults = [Fault(code) for code in self._agreed.max_over_ranks(faults)]
-            self._raise_faults([max(pair) for pair in zip(faults, rank.report.read(), strict=True)])
-        else:
-            # A single rank cannot raise, and asking would block the host. So the step continues without the faulty
-            # gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
-            self._raise_faults(rank.report.read())
+        # A rank with peers cannot raise alone, and asking would block the host. So the step continues without the
+        # faulty gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
+        alone = self._agreed.peers is None
+        engine.raise_pending(faults if alone else ())
+        if not alone:
             rank.report.add(faults)
-        stepped = {Fault.NONE} if self._agrees_first else {Fault.NONE, Fault.NO_GRADIENT}
-        excluded = frozenset(index for index, fault in enumerate(faults) if fault not in stepped)
+        excluded = frozenset(i for i, fault in enumerate(faults) if fault not in (Fault.NONE, Fault.NO_GRADIENT))
         if STORAGE_FAULTS.isdisjoint(faults) and moved:
             # For example after `param.data = ...`: views of the old storage would train the old weights.
             params = [with_average(param, self.state[param.param]["momentum_buffer"]) for param in rank.params]
             self._engine = engine.rebuilt(params, self._options, self._agreed)
         return Step.of(rank.params, rank.plan.parameters, excluded)
-
-    @property
-    def _agrees_first(self) -> bool:
-        """Whether the host exchanges faults before each step, or has no peers."""
-        # To exclude a parameter, all ranks must know before momentum changes.
-        return self._agreed.peers is None or self._options.missing_grad == "skip"
 
     def check_last_step(self) -> None:
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
@@ -262,8 +261,17 @@ class Muon(Optimizer):
         training. Called by `state_dict`. Includes `finish_step`.
         """
         self.finish_step()
+        self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
-            self._raise_faults(self._engine.rank.report.read())
+            self._engine.raise_pending()
+            # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+            self._engine.rank.report.send_late()
+            self._engine.raise_pending()
+
+    def carry(self, others: Mapping[str, Carried]) -> None:
+        """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
+        assert self._engine is None or dict(others) == dict(self._carried), "Muon was built without these optimizers"
+        self._carried = dict(others)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
@@ -278,20 +286,6 @@ class Muon(Optimizer):
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
         check_equal({"muon": self}, self._agreed, (*own, *separate))
 
-    def _raise_faults(self, faults: Sequence[Fault]) -> None:
-        """Raise ValueError for faults, equal on all ranks; warn of faults allowed by the options."""
-        rank = self.engine.rank
-        chosen = {Fault.NOT_FINITE: self._options.nonfinite, Fault.NO_GRADIENT: self._options.missing_grad}
-        rank.report.clear()
-        if not any(faults):
-            return
-        for feature in self.engine.features:
-            feature.told(faults)
-        rank.heal(faults)
-        check_faults(rank.params, faults, [fault for fault, choice in chosen.items() if choice == "skip"])
-        if names := names_with(rank.params, faults, Fault.NOT_FINITE):
-            warnings.warn(f"{names}: not finite; the update of those matrices was zero in a step", stacklevel=4)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load hyperparameters and momentum. Collective over all ranks of the default process group.
 
@@ -304,6 +298,7 @@ class Muon(Optimizer):
         """
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
+        state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
             # Saved and loaded before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
@@ -331,13 +326,12 @@ class Muon(Optimizer):
             kept.copy_(loaded)
         self.state.update(before)
         if not self._replanned():
-            states, trained = self._rule_states(self.plan), self._trained_params()
-            self._engine = self.engine.rebuilt(trained, self._options, self._agreed, states)
+            states = self._rule_states(self.plan)
+            self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, created if missing. Collective."""
-        specs, params = rule_of(self._options).states, self._trained_params()
-        return with_rule_states(plan, Geometries(plan.parameters), params, specs, self.state) if specs else {}
+        """The states of the rule on this rank, made where they are missing. All ranks call it together."""
+        return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
         """Plan again if the trained parameters or iterations changed on any rank. Returns whether they have."""
@@ -396,6 +390,7 @@ class Muon(Optimizer):
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
             check_params(self.param_groups[-1], self._options.split)
+            self._rule.check(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -413,6 +408,7 @@ class Muon(Optimizer):
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
+            self._rule = rule_of(state["_options"])
         super().__setstate__(state)
 
     def _build(self) -> None:
@@ -426,21 +422,21 @@ class Muon(Optimizer):
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together
-        self._options = together(lambda: checked(self.param_groups, self._options))
+        self._options = together(lambda: checked(self.param_groups, self._options, self._rule.check))
         params = together(self._trained_params)
         own = unequal_tensors(params, self._agreement)
         plan, geometries = together(lambda: checked_plan(params, self._options, own, self._agreed.rank))
         params = together(lambda: with_states(params, plan.parameters, self.state, self._options))
-        report = report_of(plan, geometries, params, self._options, self.param_groups)
+        report = report_of(plan, geometries, params, self._options, self.param_groups, self._carried)
         rank = self._agreement.rank
         known = {ranks: group for trained in params for ranks, group in mesh_groups(trained.param, rank).items()}
         self._agreement.open(report, known, device_of(params))
         collectives = self._collectives()
         states = self._rule_states(plan)
+        rest = (collectives, self._agreement, states, previous)
         self._engine = together(
-            lambda: engine_of(plan, geometries, params, self._options, collectives, self._agreed, states, previous)
+            lambda: engine_of(plan, geometries, params, self._options, *rest, muon=self, carried=self._carried)
         )
 
     def _trained_params(self) -> tuple[TrainedParam, ...]:
-        draws = self._options.rounding == "stochastic"
-        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, stochastic=draws))
+        return tuple(trained_params(self.param_groups, self.state, self._agreed.rank, self._options))

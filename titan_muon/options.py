@@ -198,6 +198,8 @@ class Machine:
 
 Offload = Literal["none", "state", "parameters"]
 """Tensors on the host between steps: none, optimizer states, or also parameters and gradients."""
+MissingGrad = Literal["error", "skip"]
+Nonfinite = Literal["error", "skip"]
 Overlap = Literal["none", "backward", "forward"]
 """Computation that hides communication of a step."""
 
@@ -208,6 +210,13 @@ SLOWEST_IN_BFLOAT16 = 0.99
 """Largest beta of an average in bfloat16."""
 # bfloat16 rounds away changes below 2^-8 of an average. At 0.99 the average stops within 40 % of a constant input (the
 # root within 20 %). At 0.999 the average never shrinks.
+
+
+LR_SCALES = ("match_rms_adamw", "original", "spectral")
+LR_SCALE = Constraint(
+    f"{', '.join(LR_SCALES)}, or a number above 0",
+    lambda value: value in LR_SCALES or (type(value) in (int, float) and POSITIVE.holds(value)),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,23 +244,37 @@ class Hyperparameters:
     ] = "keller_jordan"
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
-    eps: Annotated[float, POSITIVE] = 1e-7
-    """Lower bound of the norm that divides a matrix."""
+    eps: Annotated[float, POSITIVE] = 1e-14
+    """Lower bound of the norm that divides a matrix. A smaller matrix gets a smaller update. float32 cannot sum the
+    squares of much smaller norms. torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
-    lr_scale: Literal["match_rms_adamw", "original", "spectral"] = "match_rms_adamw"
-    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n)."""
+    lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
+    """Factor on the learning rate of an m x n matrix: 0.2 sqrt(max(m, n)), sqrt(max(1, m/n)) or sqrt(m/n). A number r
+    instead of 0.2, as DeepSeek-V4's 0.18: r sqrt(max(m, n)), so that r is the root mean square of an update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepOptions:
     """Options of all parameters of a Muon."""
 
-    rule: Literal["muon", "normuon"] = "muon"
-    """Arithmetic of the update. `normuon` divides each row of an update (a neuron) by a running root mean square
-    (arXiv:2510.05491)."""
+    rule: Annotated[str, TEXT] = "muon"
+    """Arithmetic of the update: `muon`; `normuon` (arXiv:2510.05491) and `adamuon` (arXiv:2507.11005) divide rows or
+    elements of an update by a running root mean square; `muonh` (arXiv:2606.16899) keeps the norm of each matrix."""
 
     beta2: Annotated[float, FRACTION] = 0.95
-    """Decay of the average of squared updates by rows, with `rule` = "normuon"."""
+    """Decay of the average of squared updates, with `rule` = "normuon" or "adamuon"."""
+
+    update_factor: Annotated[float, POSITIVE] = 1.0
+    """Factor on updates besides `lr_scale`. Weight decay is not scaled."""
+
+    decay_follows_lr: bool = False
+    """Multiply weight decay by the learning rate over its highest value in the schedule (AdamC, arXiv:2506.02285)."""
+
+    momentum_warmup_steps: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps in which the decay of the momentum rises linearly from `momentum_start` to `momentum`."""
+
+    momentum_start: Annotated[float, FRACTION] = 0.85
+    """Decay of the momentum in the first step, with `momentum_warmup_steps`."""
 
     cautious: bool = False
     """Decay weights only where the update also moves the weight towards zero (arXiv:2510.12402)."""
@@ -291,17 +314,19 @@ class StepOptions:
     state: Literal["replicated", "owner"] = "replicated"
     """Keepers of the momentum of replicas, as under HSDP and DDP: every holder, or only the owner."""
 
-    state_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the momentum."""
+    state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
+    """Dtype of the momentum. `int8` has a float32 scale for each 64 elements of a row, and rounds stochastically."""
 
     rounding: Literal["stochastic", "nearest"] = "stochastic"
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
-    missing_grad: Literal["error", "skip"] = "error"
-    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks."""
+    missing_grad: MissingGrad = "error"
+    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with its
+    momentum and weight decay. The ranks agree on the device, and no host waits."""
 
-    nonfinite: Literal["error", "skip"] = "error"
-    """A non-finite matrix gets no update. The next step raises on all ranks, or (`skip`) warns and goes on."""
+    nonfinite: Nonfinite = "error"
+    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, the
+    matrix also keeps its momentum and is not decayed, and the next step only warns."""
 
     release_grads: bool = False
     """Free each gradient after packing."""
@@ -341,6 +366,13 @@ class MuonOptions(StepOptions, Hyperparameters):
         if self.overlap != "none" and self.offload != "none":
             problem = f"= {self.overlap!r} needs momentum and parameters on the device; set 'none', or offload = 'none'"
             raise OptionError("overlap", problem)
+        for name, needed in (("offload", "none"), ("state", "replicated")):
+            if self.state_dtype == "int8" and getattr(self, name) != needed:
+                problem = f"= {getattr(self, name)!r} does not take state_dtype = 'int8'; set {needed!r}, or 'bfloat16'"
+                raise OptionError(name, problem)
+        if self.state_dtype == "int8" and self.overlap == "backward":
+            problem = "= 'backward' reads the momentum before a step decodes it from int8"
+            raise OptionError("overlap", f"{problem}; set 'none' or 'forward', or state_dtype = 'bfloat16'")
         if self.overlap == "backward" and self.state != "replicated":
             problem = "= 'backward' needs the momentum on each replica; set 'none', or state = 'replicated'"
             raise OptionError("overlap", problem)

@@ -22,7 +22,8 @@ from .plan.terms.layout import Geometries
 from .plan.terms.machine import MachineRates, machine_of
 from .plan.terms.types import Matrix, Parameter, Plan
 from .plan.terms.work import FLOAT32_PASSES, Passes, Work, WorkOf, traffic
-from .rules import check_rule, rule_of
+from .rules import check_rule, rule_of, sliced_names
+from .state.eight_bit import check_eight_bit
 from .state.groups import iteration_of
 from .state.host import check_offload
 from .state.momentum import check_not_owned, kept_by
@@ -43,11 +44,23 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, own: Collectio
     if not params:
         # A rank without matrices, such as a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
+    check_one_device(params)
     iterations = tuple(iteration_of(trained.group) for trained in params)
     named = [(trained.fqn, trained.param) for trained in params]
     kept = {trained.fqn: ranks for trained in params if (ranks := kept_by(trained))}
     dispatch = dispatch_of(device_of(params), options)
     return plan_step(named, iterations, dispatch, options, own, kept)
+
+
+def check_one_device(params: Sequence[TrainedParam]) -> None:
+    """Raise ValueError for parameters on several devices, because buffers and streams are those of one device."""
+    first = params[0]
+    for trained in params:
+        if step_device(trained.param) != step_device(first.param):
+            raise ValueError(
+                f"{trained.fqn}: is on {step_device(trained.param)}, and {first.fqn} on {step_device(first.param)}; "
+                "move all parameters of a Muon to one device, or build a Muon for each device"
+            )
 
 
 def device_of(params: Sequence[TrainedParam]) -> torch.device:
@@ -87,14 +100,29 @@ def plan_step(
     check_splits((fqn for fqn, _ in named), options.split)
     parameters = [planned(fqn, tensor, options.split, own=fqn in own) for fqn, tensor in named]
     check_offload(parameters, options)
+    for (_, tensor), parameter in zip(named, parameters, strict=True):
+        check_eight_bit(tensor, parameter, options)
     check_not_owned(dict(named), options)
     dtypes = frozenset(tensor.dtype for _, tensor in named)
     plan = plan_parameters(parameters, iterations, dispatch, options, kept, passes_of(dtypes, options, dispatch.device))
     check_rule(options, plan)
+    check_prescaled(options, plan, iterations)
     check_features(options, plan, [fqn for fqn, tensor in named if without_groups(tensor)])
     if note := blocks_reason(options, parameters, plan.parameters):
         warnings.warn(f"{note}; the other modes are exact", stacklevel=7)
     return plan
+
+
+def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
+    """Raise OptionError for coefficients that begin with a scaling, where the iteration has no scaling."""
+    sliced = sliced_names(plan)
+    scaled = [iteration.name for iteration in iterations if iteration.prescaled]
+    if scaled and (sliced or options.orthogonalize == "reference"):
+        raise OptionError(
+            "ns_coefficients",
+            f"= {scaled[0]!r} begins with a scaling of whole matrices, which orthogonalize = 'reference' and slices do "
+            f"not have{sliced}; choose another set, or orthogonalize = 'auto' and split_over = 1",
+        )
 
 
 def plan_parameters(
@@ -117,14 +145,16 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
+    # A copy of the momentum or the weights, to give skipped matrices back their values.
+    skips = "skip" in (options.missing_grad, options.nonfinite)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)))
+        advance.append(wide * (1 + (state_bytes < wide)) + skips * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0))
+        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips * dtype.itemsize)
     # Of several dtypes, the one with the most traffic.
     moved = (
         traffic(

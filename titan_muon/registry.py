@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Generic, TypeVar
 
-from .options import OptionError
+from .options import MuonOptions, OptionError
 
 T = TypeVar("T")
 
@@ -102,6 +102,9 @@ def exchange_entry(name: str) -> ExchangeEntry:
     except ValueError as error:
         raise OptionError("exchange", str(error).removeprefix("exchange ")) from error
 
+
+rules: Registry[Callable[[MuonOptions], Any]] = Registry("rule", "titan_muon.rules")
+"""Called with the options of Muon; returns a `step.rule.Rule`. `rules/` registers this package's rules."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""

@@ -35,10 +35,10 @@ MODELLED = [
     ("qwen3_8b", 64, 1.29, 1.08),
     ("llama3_70b", 64, 1.04, 1.03),
     ("llama3_70b", 128, 1.12, 1.08),
-    ("llama3_70b", 256, 1.42, 1.02),
+    ("llama3_70b", 256, 1.42, 1.04),
     ("qwen3_30b_a3b", 64, 1.06, 1.04),
     ("qwen3_30b_a3b", 1024, 1.05, 1.25),
-    ("kimi_k2", 512, 1.00, 1.12),
+    ("kimi_k2", 512, 1.00, 1.16),
 ]
 
 
@@ -82,8 +82,8 @@ def test_returns_awaited_in_forward_are_not_in_the_step() -> None:
     without, overlapped = (plan_numbers("llama3_8b", 64, overlap=each, replicas=8) for each in ("none", "forward"))
     assert overlapped.hidden_ms > 0.9 * without.tail_ms > 0 == without.hidden_ms
     assert overlapped.link_ms < without.link_ms
-    assert overlapped.step_ms < 0.5 * without.step_ms
-    assert overlapped.exposed_ms <= 0.05 * overlapped.newton_schulz_ms
+    assert overlapped.step_ms < 0.6 * without.step_ms
+    assert overlapped.exposed_ms <= 0.25 * without.exposed_ms
     assert overlapped.sent_mib_mean == without.sent_mib_mean
 
 
@@ -114,6 +114,8 @@ def test_replicas_have_more_to_bring_back_and_each_matrix_is_orthogonalized_once
 def test_the_numbers_are_written_where_json_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "numbers.json"
     tyro.cli(main, args=["--models", "qwen3_0.6b", "--ranks", "2", "--json", str(file)])
-    (numbers,) = json.loads(file.read_text())
+    document = json.loads(file.read_text())
+    assert set(document) == {"date", "commit", "machine", "command", "rows"}
+    (numbers,) = document["rows"]
     assert (numbers["model"], numbers["ranks"]) == ("qwen3_0.6b", 2)
     assert "| qwen3_0.6b | 2 |" in capsys.readouterr().out

@@ -32,7 +32,7 @@ WORLDS = [1, 2, 4, 8]
 def dry_run(recipe: str, world_size: int, folder: Path, *overrides: str) -> dict[str, Any]:
     file = folder / "plan.json"
     loaded = load(CONFIGS / f"{recipe}.toml", ["--data.cache", str(folder), *overrides])
-    report(loaded, world_size, full=False, json=str(file))
+    report(loaded, world_size, full=False, json=str(file), verbose=True)
     assert not dist.is_initialized(), "a dry run leaves no process group behind"
     return json.loads(file.read_text())
 
@@ -214,23 +214,18 @@ def test_the_report_has_the_exchange_hidden_in_forward(tmp_path: Path, capsys: p
     said = (
         r"in forward +([\d.,]+) ms of results .* are hidden .*; in the step ([\d.,]+) ms of the exchange stay exposed"
     )
-    step, tail = (
-        r"modelled time +([\d.,]+) ms",
-        r"way back +([\d.,]+) ms of results and updates behind all Newton-Schulz",
-    )
+    step = r"modelled time +([\d.,]+) ms"
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP)
     without = capsys.readouterr().out
     assert not re.search(said, without)
-    (behind,) = map(float, re.findall(tail, without))
     dry_run("llama3_8b_muon", 64, tmp_path, *HSDP, "--muon.overlap", "forward")
     printed = capsys.readouterr().out
     (found,) = re.findall(said, printed)
     hidden, exposed = map(float, found)
-    assert hidden > 0.9 * behind, "results to eight replicas"
-    assert not re.search(tail, printed)
     before, after = (float(re.findall(step, text)[0]) for text in (without, printed))
-    assert before - after > 0.9 * behind
-    assert exposed < 0.05 * after
+    assert after < 0.6 * before, "results to eight replicas"
+    assert hidden > before - after
+    assert exposed < 0.2 * after
 
 
 def test_a_package_may_bring_another_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,7 +102,7 @@ WRONG = [
     ("ns_steps", 0, "it takes 1 or more"),
     ("ns_coefficients", (), "the name of a set, or a list that is not empty"),
     ("eps", 0.0, "it takes more than 0"),
-    ("lr_scale", "adam", "is not one of match_rms_adamw, original, spectral"),
+    ("lr_scale", "adam", "it takes match_rms_adamw, original, spectral, or a number above 0"),
     ("wire_dtype", "int8", "is not one of bfloat16, float32"),
     ("missing_grad", None, "is not one of error, skip"),
     ("owners", "me", "is not one of balanced, everyone"),

@@ -20,7 +20,9 @@ from .roles import Seen
 from .rules import Assignment, Default, assign, splits_with
 
 registry.optimizers.register("muon", registry.OptimizerEntry(Muon, options.SHARED))
-registry.optimizers.register("adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload")))
+registry.optimizers.register(
+    "adamw", registry.OptimizerEntry(AdamW, ("foreach", "fused", "state_dtype", "offload", "missing_grad", "nonfinite"))
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -11,6 +13,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+PATIENCE = 2.0
+"""Seconds to wait for the places of other ranks after a failed collective."""
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -95,6 +100,56 @@ class Agreement:
             key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
         )
 
+    def gathered_from_peers(self, value: T) -> dict[int, T]:
+        """The values of all peers, by rank. All peers call this together."""
+        if self.peers is None:
+            return {self.rank: value}
+        values: list[Any] = [None] * dist.get_world_size(self.peers)
+        dist.all_gather_object(values, value, group=self.peers)
+        return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
+
+    def check_alive(self) -> None:
+        """Raise ValueError if the default process group was destroyed since this object was made."""
+        if self._size > 1 and not dist.is_initialized():
+            raise ValueError(
+                "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
+                "destroy_process_group(), or build a new optimizer in a new process group"
+            )
+
+    @contextmanager
+    def located(self, steps: int) -> Iterator[None]:
+        """Add to a collective's error in this context which rank is in which step, as far as ranks answer.
+
+        Args:
+            steps: the number of this step.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if self.peers is not None and dist.is_initialized():
+                error.add_note(self._places(steps))
+            raise
+
+    def _places(self, steps: int) -> str:
+        # Collectives have failed, so ask through the store: ranks whose collective failed too have written there.
+        store, prefix = dist.distributed_c10d._get_default_store(), "titan_muon/step_of_rank"
+        ranks = dist.get_process_group_ranks(self.peers)
+        known: dict[int, int] = {}
+        try:
+            store.set(f"{prefix}/{self.rank}", str(steps))
+            deadline = time.monotonic() + PATIENCE
+            while len(known) < len(ranks) and time.monotonic() < deadline:
+                known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
+                time.sleep(0.05)
+        except RuntimeError:
+            # The store ends with its process.
+            known[self.rank] = steps
+        silent = [rank for rank in ranks if rank not in known]
+        places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
+        return f"Muon's step {steps} on rank {self.rank} did not end. Since Muon was built: {places}" + (
+            f"; ranks {silent} do not answer, because they ended, or wait outside of step()" if silent else ""
+        )
+
     def gathered(self, value: T) -> list[T]:
         """The values of all ranks of the world, in order. All ranks call this together."""
         if self._size == 1:
@@ -177,14 +232,6 @@ class Agreement:
     def exclusive_group(self, ranks: Ranks) -> dist.ProcessGroup:
         return self._exclusive[ranks]
 
-    def max_over_ranks(self, codes: Sequence[int]) -> list[int]:
-        """The element-wise maximum over the peers. The host waits for all peers and for the device."""
-        if self.peers is None:
-            return list(codes)
-        tensor = torch.tensor(codes, dtype=torch.int32, device=_device())
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.peers)
-        return [int(code) for code in tensor.tolist()]
-
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
         """Start an in-place maximum over the peers; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
@@ -250,6 +297,8 @@ CAUSES: Mapping[str, str] = {
     "the same parameters, in the same order; a parameter that only some ranks have must be a DTensor on their mesh",
     "hyperparameters": "their parameter groups have different hyperparameters; set the same values on every rank",
     "options": "their options differ; give every rank the same options",
+    "others": "the optimizers beside Muon have different parameters or groups; give AdamW the same parameters on every "
+    "rank",
     "plan": "parameters, hyperparameters and options are equal, and the planned costs differ; give every rank the same "
     "machine.file, the same kernels (ns_kernel) and the same versions of titan_muon and PyTorch",
 }

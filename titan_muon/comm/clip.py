@@ -8,7 +8,9 @@ parameters, and pipeline stages.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..tensors.mesh import without_groups
+from .faults import NotFiniteError
 
 EPS = 1e-6
 """Added to the norm before division, as in torch.nn.utils.clip_grad_norm_."""
@@ -29,6 +32,7 @@ def clip_grad_norm_(
     foreach: bool | None = None,
     *,
     stages: int = 1,
+    optimizer: SkipsSteps | None = None,
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
@@ -43,6 +47,9 @@ def clip_grad_norm_(
         error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
         foreach: ignored; exists for torch's signature.
         stages: pipeline stages with separate parameters.
+        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, the next step of this optimizer
+            changes no weight and no state, and the step after it, or `check_last_step`, raises ValueError on all ranks
+            with the parameters and ranks (or warns, with nonfinite = "skip"). The host does not wait.
 
     Returns:
         The norm before scaling, () float32 on the gradients' device, equal on all ranks.
@@ -65,8 +72,91 @@ def clip_grad_norm_(
             f"the total norm of order {norm_type} of the gradients is not finite, so they cannot be clipped; set "
             "error_if_nonfinite = False to scale them by it anyway"
         )
+    if optimizer is not None:
+        optimizer.skip_unless_finite(NormCheck(norm, optimizer.names_of(clip.parameters), clip.local_norms))
     clip.scale(clip.gradients(), norm)
     return norm.float()
+
+
+class NormCheck:
+    """Whether the gradient norm of a step is finite, as a flag on the device that the next step reads.
+
+    Args:
+        norm: () norm over all ranks, equal on all ranks.
+        names: names of this rank's parameters; without them `check` does nothing, and the caller reports.
+        local_norms: (len(names),) norms of this rank's gradients.
+
+    Attributes:
+        broken: () bool on the device.
+    """
+
+    def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
+        self.broken, self._names, self._local_norms = norm.isfinite().logical_not(), names, local_norms
+        on_device = norm.device.type != "cpu"
+        self._on_host = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
+        self._on_host.copy_(self.broken, non_blocking=True)
+        module: Any = torch.get_device_module(norm.device)
+        self._copied = module.Event() if on_device else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def check(self, *, skips: bool) -> None:
+        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Does nothing a second time.
+
+        All ranks of the default process group call this together.
+        """
+        local_norms, self._local_norms = self._local_norms, None
+        if local_norms is None:
+            return
+        if self._copied is not None:
+            self._copied.synchronize()
+        if not self._on_host:
+            return
+        broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
+        everywhere: list[Sequence[str]] = [broken]
+        if _world_size() > 1:
+            everywhere = [()] * _world_size()
+            dist.all_gather_object(everywhere, broken)
+        where = "; ".join(
+            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} on rank {rank}"
+            for rank, names in enumerate(everywhere)
+            if names
+        )
+        text = f"the norm of the gradients was not finite ({where or 'too large'}), and the step changed no weight"
+        if not skips:
+            raise NotFiniteError(
+                f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"
+            )
+        warnings.warn(text, stacklevel=4)
+
+
+class SkipsSteps:
+    """An optimizer whose next step the device may skip, after a gradient norm that is not finite."""
+
+    _next_norm: NormCheck | None = None
+    _last_norm: NormCheck | None = None
+
+    def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
+        """The names of parameters, for an error."""
+        groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
+        named = (pair for g in groups if "param_names" in g for pair in zip(g["params"], g["param_names"], strict=True))
+        names = dict(named)
+        return [names.get(parameter, "a parameter without a name") for parameter in parameters]
+
+    def skip_unless_finite(self, norm: NormCheck) -> None:
+        """Let the next step change nothing if the norm is not finite. The host does not wait."""
+        self._next_norm = norm
+
+    def take_skip(self) -> Tensor | None:
+        """Whether this step changes nothing, () bool on the device; None if it does. Called once in each step."""
+        self._last_norm, self._next_norm = self._next_norm, None
+        return None if self._last_norm is None else self._last_norm.broken
+
+    def check_norm(self, *, skips: bool) -> None:
+        """Report the norm of the last step, see `NormCheck.check`."""
+        last, self._last_norm = self._last_norm, None
+        if last is not None:
+            last.check(skips=skips)
 
 
 class GradientClip:
@@ -104,6 +194,8 @@ class GradientClip:
             device=device,
         )
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
+        self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
+        """(len(parameters),) float64: norms of this rank's gradients in the last call, before scaling."""
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -127,6 +219,7 @@ class GradientClip:
         local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
+        self.local_norms = local_norms
         if math.isinf(self.norm_type):
             largest = torch.where(self._weights > 0, local_norms, 0.0).amax(dim=1)
             _reduce(largest, dist.ReduceOp.MAX)

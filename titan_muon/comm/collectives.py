@@ -56,9 +56,8 @@ class Collectives:
             self.traffic.add(sent)
             return [_gather_equal(output[: sum(splits)], input, group=group, async_op=True)]
         parts = list(output[: sum(splits)].split(list(splits)))
-        if input.is_cuda:
-            self.traffic.add(sent)
-            return [dist.all_gather(parts, input, group=group, async_op=True)]
+        if input.device.type != "cpu":
+            return self.all_gather_uneven(parts, input, group)
         # gloo's all-gather takes only equal parts, so each rank broadcasts its part.
         me = dist.get_rank(group)
         parts[me].copy_(input)
@@ -68,6 +67,18 @@ class Collectives:
                 self.traffic.add(sent if source == me else 0)
                 works.append(dist.broadcast(part, group_src=source, group=group, async_op=True))
         return works
+
+    def all_gather_uneven(self, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
+        """Fill `parts` with the inputs of all ranks, of different sizes, by direct sends."""
+        # NCCL gathers a list of different sizes by one broadcast for each rank. Direct sends move the same bytes in one
+        # launch, and empty parts have none.
+        self.traffic.add(input.nbytes * (len(parts) - 1))
+        me = dist.get_rank(group)
+        parts[me].copy_(input)
+        peers = [(rank, part) for rank, part in enumerate(parts) if rank != me]
+        sends = [dist.P2POp(dist.isend, input, group=group, group_peer=r) for r, _ in peers if input.numel() > 0]
+        receives = [dist.P2POp(dist.irecv, part, group=group, group_peer=r) for r, part in peers if part.numel() > 0]
+        return dist.batch_isend_irecv([*sends, *receives]) if sends or receives else []
 
     def reduce_scatter(
         self, output: Tensor, splits: Splits, input: Tensor, group: dist.ProcessGroup

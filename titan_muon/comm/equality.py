@@ -47,21 +47,26 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
                         yield fqn, f"{fqn} ({key})", state
 
 
-def hyperparameters_of(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
-    """The hyperparameters of every group with a parameter, by a name that says which."""
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
+    """The hyperparameters of a parameter group as text. A value on a device is left out, because reading it waits."""
+    values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
+    return {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
+
+
+def group_label(name: str, group: Mapping[str, Any]) -> str:
+    """What an error calls a group of the optimizer `name`."""
+    return f"{name}'s group of {_names(group)[0]}" if group["params"] else f"{name}'s empty group"
+
+
+def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
+    """The hyperparameters of every group, by a name that says of which group."""
     return {
-        f"{key} of {name}'s group of {_names(group)[0]}": text_of(value)
+        f"{key} of {group_label(name, group)}": value
         for name, optimizer in optimizers.items()
         for group in optimizer.param_groups
-        if group["params"]
-        for key, value in group.items()
-        if key not in ("params", "param_names")
+        for key, value in hyperparameters(group).items()
     }
-
-
-def text_of(value: object) -> str:
-    """A hyperparameter as text. A learning rate in a tensor prints its device, which differs between ranks."""
-    return repr(value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)
 
 
 def _names(group: Mapping[str, Any]) -> Sequence[str]:
@@ -86,9 +91,7 @@ def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: 
                 plain[label] = tensor
         elif not without_groups(tensor) and (axes := _replica_axes(tensor)):
             shards.setdefault((tensor.device_mesh, axes), {})[label] = tensor
-    values: dict[str, Held] = {
-        label: Held(text, is_tensor=False) for label, text in hyperparameters_of(optimizers).items()
-    }
+    values: dict[str, Held] = {label: Held(text, is_tensor=False) for label, text in labeled(optimizers).items()}
     values |= {
         label: Held((tuple(plain[label].shape), number)) for label, number in zip(plain, _sums(plain), strict=True)
     }
@@ -96,7 +99,25 @@ def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: 
     for (mesh, axes), tensors in shards.items():
         differing |= _differing_shards(mesh, axes, tensors)
     if agreement.any_rank(bool(differing)):
-        raise ValueError(_message(agreement.gathered(differing)))
+        lines = _lines(dict(enumerate(agreement.gathered(differing))))
+        raise ValueError(
+            f"values that must be equal on ranks differ: {lines}. Each rank would train on from its own: continue from "
+            "a checkpoint from before, with the same options, gradients and number of steps on every rank"
+        )
+
+
+def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
+    """The values that differ between ranks as text. `everywhere`: the values of each rank."""
+    labels = dict.fromkeys(label for values in everywhere.values() for label in values)
+    differing = {
+        label for label in labels if len({values[label] for values in everywhere.values() if label in values}) > 1
+    }
+    return _lines(
+        {
+            rank: {label: Held(value, is_tensor=False) for label, value in values.items() if label in differing}
+            for rank, values in everywhere.items()
+        }
+    )
 
 
 def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
@@ -133,26 +154,24 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[st
     return {label: Held(s, shard) for label, s, d in zip(tensors, sums, differs, strict=True) if d}
 
 
-def _message(everywhere: Sequence[Mapping[str, Held]]) -> str:
-    """The error text for the differing values of all ranks."""
-    labels = list(dict.fromkeys(label for held in everywhere for label in held))
-    lines = [_line(label, everywhere) for label in labels[:LISTED]]
+def _lines(everywhere: Mapping[int, Mapping[str, Held]]) -> str:
+    """The differing values of all ranks, by rank and label, as text."""
+    labels = list(dict.fromkeys(label for held in everywhere.values() for label in held))
     more = f"; and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
-    return (
-        f"values that must be equal on ranks differ: {'; '.join(lines)}{more}. Each rank would train on from its own: "
-        "continue from a checkpoint from before, with the same options, gradients and number of steps on every rank"
-    )
+    return "; ".join(_line(label, everywhere) for label in labels[:LISTED]) + more
 
 
-def _line(label: str, everywhere: Sequence[Mapping[str, Held]]) -> str:
+def _line(label: str, everywhere: Mapping[int, Mapping[str, Held]]) -> str:
     ranks: dict[tuple[int, ...], dict[Hashable, list[int]]] = {}
-    for rank, held in enumerate(everywhere):
+    is_tensor = True
+    for rank, held in everywhere.items():
         if label in held:
+            is_tensor = held[label].is_tensor
             ranks.setdefault(held[label].shard, {}).setdefault(held[label].value, []).append(rank)
-    if any(not held[label].is_tensor for held in everywhere if label in held):
+    if not is_tensor:
         (values,) = ranks.values()
         return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in values.items())
-    # The majority is right most likely, and among equals the rank that saves.
+    # The majority is right most likely, and among equals the lowest rank.
     texts = []
     for values in ranks.values():
         first, *others = sorted(values.values(), key=lambda where: (-len(where), where))

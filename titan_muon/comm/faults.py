@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from enum import IntEnum
-from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import Work
 
 from ..tensors.dtensor import local
 from ..tensors.storage import TrainedParam, placement_key
-from .agreement import Agreement
-from .replicas import NO_SIZE, differ, sizes
 
 
 class Fault(IntEnum):
@@ -32,6 +27,11 @@ class Fault(IntEnum):
     GRADIENT_CHANGED = 10
     CONVERTED = 11
     THAWED = 12
+    GRADIENT_REMOVED = 13
+    UPDATE_TOO_LARGE = 14
+    HYPERPARAMETERS_DIFFER = 15
+    STEPS_DIFFER = 16
+    ZERO_WEIGHTS = 17
 
 
 STORAGE_FAULTS = frozenset((Fault.RESHARDED, Fault.STATE_REPLACED, Fault.PARAMETER_REPLACED, Fault.CONVERTED))
@@ -66,6 +66,17 @@ REMEDIES: Mapping[Fault, str] = {
     Fault.CONVERTED: "{names}: its dtype or its device changed since Muon was built; call rebuild() on every rank",
     Fault.THAWED: "parameters that were frozen when Muon was built need a gradient now, and get no update; call "
     "rebuild() on every rank, or freeze them again (requires_grad = False)",
+    Fault.GRADIENT_REMOVED: "no gradient for {names}: it was removed after backward had sent it "
+    "(overlap = 'backward'); keep gradients until the step, or set overlap = 'none'",
+    Fault.UPDATE_TOO_LARGE: "{names}: an update arrived that is not finite or larger than an orthogonalized matrix can "
+    "be, so memory or network of a rank is faulty; continue from a checkpoint, and if the fault comes back, replace "
+    "machines",
+    Fault.HYPERPARAMETERS_DIFFER: "hyperparameters differed between ranks in the last step: {details}; set the same "
+    "values on every rank, and continue from a checkpoint",
+    Fault.STEPS_DIFFER: "ranks took different numbers of steps since Muon was built: {details}; call step() equally "
+    "often on every rank, also where an error was caught, and continue from a checkpoint",
+    Fault.ZERO_WEIGHTS: "{names}: a matrix of zeros, which keeps the norm 0 under rule = 'muonh' and never changes; "
+    "initialize the weights, or give the parameter to another optimizer",
 }
 
 
@@ -108,116 +119,16 @@ class NotFiniteError(ValueError, FloatingPointError):
     """Gradients or momentum of some parameters were not finite: training has diverged."""
 
 
-def check_faults(params: Sequence[TrainedParam], faults: Sequence[Fault], allowed: Collection[Fault]) -> None:
+def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collection[Fault], details: str = "") -> None:
     """Raise ValueError with names and remedy for the first fault outside `allowed`."""
     for fault, remedy in REMEDIES.items():
-        names = names_with(params, faults, fault)
-        if names and fault not in allowed:
+        faulty = names_with(names, faults, fault)
+        if faulty and fault not in allowed:
             kind = NotFiniteError if fault is Fault.NOT_FINITE else ValueError
-            raise kind(remedy.format(names=names))
+            raise kind(remedy.format(names=faulty, details=details))
 
 
-def names_with(params: Sequence[TrainedParam], faults: Sequence[Fault], fault: Fault) -> str:
+def names_with(names: Sequence[str], faults: Sequence[Fault], fault: Fault) -> str:
     """The first five names of parameters with this fault, and the number of further names; empty without any."""
-    names = [trained.fqn for trained, current in zip(params, faults, strict=True) if current == fault]
-    return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
-
-
-class FaultReport:
-    """Shares the faults of a step among all ranks without blocking the host.
-
-    A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
-    result.
-
-    Args:
-        replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
-    """
-
-    def __init__(
-        self, parameters: int, device: torch.device, agreement: Agreement, replicas: Sequence[int] = ()
-    ) -> None:
-        # Codes of the parameters, then the gradient sizes of replicas, then two flags: skipped and taken.
-        self._parameters, self._replicas, self._scaled = parameters, tuple(replicas), False
-        self._codes = torch.zeros(parameters + 2 * len(self._replicas) + 2, dtype=torch.int32, device=device)
-        self._sizes = self._codes[parameters:-2].view(2, -1)
-        self._sizes.fill_(NO_SIZE)
-        self._shared = torch.zeros_like(self._codes)
-        self._agreement = agreement
-        self._work: Work | None = None
-        self._on_device = device.type != "cpu"
-        shared = self._shared
-        self._on_host = torch.zeros_like(shared, device="cpu", pin_memory=True) if self._on_device else shared
-        self._module: Any = torch.get_device_module(device)
-        self._stream, self._sent = self._module.Stream(), self._module.Event()
-
-    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
-        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
-        self._codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.NOT_FINITE, "amax")
-
-    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
-        self._codes.scatter_reduce_(0, parameters, changed.to(torch.int32) * Fault.GRADIENT_CHANGED, "amax")
-
-    def add(self, faults: Sequence[Fault]) -> None:
-        if any(faults):
-            new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
-            codes = self._codes[: self._parameters]
-            torch.maximum(codes, new, out=codes)
-
-    def add_skipped(self, skipped: Tensor) -> None:
-        """Add whether this rank skips the step, () bool. Either all ranks call this or none."""
-        self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
-        self._scaled = True
-
-    def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
-        """Add the gradient sizes of the replicas; `stored` are the gradients by parameter."""
-        grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
-        if not grads:
-            return
-        new = sizes(list(grads.values()))
-        if len(grads) == len(self._replicas):
-            self._sizes.copy_(new)
-        else:
-            # Separate copies, because indexing by a list blocks the host.
-            for place, size in zip(grads, new.unbind(1), strict=True):
-                self._sizes[:, place].copy_(size)
-
-    def send(self) -> None:
-        """Start to share the faults with all ranks."""
-        self._shared.copy_(self._codes)
-        self._codes.zero_()
-        self._sizes.fill_(NO_SIZE)
-        size = self._shared.numel() - (0 if self._scaled else 2)
-        self._work = self._agreement.start_max_over_peers(self._shared[:size])
-        self._scaled = False
-        if not self._on_device:
-            return
-        # The computing stream must not wait for late ranks.
-        self._stream.wait_stream(self._module.current_stream())
-        with self._module.stream(self._stream):
-            if self._work is not None:
-                self._work.wait()
-            self._on_host.copy_(self._shared, non_blocking=True)
-            self._sent.record()
-
-    def read(self) -> list[Fault]:
-        """By parameter, the maximum fault over all ranks in the last step."""
-        if self._on_device:
-            self._sent.synchronize()
-        elif self._work is not None:
-            self._work.wait()
-        self._work = None
-        *codes, skipped, stepped = self._on_host.tolist()
-        faults = [Fault(code) for code in codes[: self._parameters]]
-        if skipped and stepped:
-            return [Fault.SKIPPED] * len(faults)
-        both = codes[self._parameters :]
-        count = len(self._replicas)
-        for parameter, largest, negative_smallest in zip(self._replicas, both[:count], both[count:], strict=True):
-            if differ(largest, negative_smallest):
-                faults[parameter] = Fault.REPLICAS_DIFFER
-        return faults
-
-    def clear(self) -> None:
-        """Clear the result, to report each fault once."""
-        self._on_host.zero_()
+    faulty = [name for name, current in zip(names, faults, strict=True) if current == fault]
+    return f"{', '.join(faulty[:5])}{f' and {len(faulty) - 5} more' if len(faulty) > 5 else ''}"

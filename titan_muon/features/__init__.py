@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ..comm.agreement import Agreement
@@ -38,18 +40,41 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    if "skip" in (options.missing_grad, options.nonfinite):
+        from .skip import Skips
+
+        yield Skips(agreement)
+    if options.state_dtype == "int8":
+        from .eight_bit import EightBit
+
+        # Outside of the others, so that their changes of the momentum are encoded.
+        yield EightBit()
+    feature = rank.rule.feature(agreement)
+    if feature is not None:
+        yield feature
 
 
-def features_of_step(optimizer: Optimizer, rank: RankStages) -> Iterator[Feature]:
-    """Features of one step alone: torch.amp.GradScaler sets `found_inf` on the optimizer during a step.
+def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
+    """Features of one step alone.
 
-    Raises OptionError for options without support for a gradient scale.
+    Args:
+        optimizer: torch.amp.GradScaler sets `found_inf` on it during a step.
+        skipped: () bool on the device: whether the step changes nothing; None if it does.
+
+    Raises:
+        OptionError: for options without support for a gradient scale.
     """
-    if getattr(optimizer, "found_inf", None) is not None:
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    if found_inf is not None:
         from .scaling import GradScaling
 
         GradScaling.check(rank.options)
-        yield GradScaling(optimizer, rank)
+        yield GradScaling(rank, found_inf, getattr(optimizer, "grad_scale", None))
+    # Reading a flag on the CPU does not wait, and spares the copies of a step that may be undone.
+    elif skipped is not None and (skipped.device.type != "cpu" or skipped):
+        from .scaling import GradScaling
+
+        yield GradScaling(rank, skipped, None)
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:

@@ -12,7 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,7 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm.faults import Fault, FaultReport
+from ..comm.faults import Fault
+from ..comm.report import FaultReport
 from ..options import OptionError
 from ..plan.program import replicated_plain
 from ..plan.terms.types import Plan
@@ -55,6 +58,16 @@ class Packed(NamedTuple):
         return current.grad is self.grad and current[1:] == self[1:]
 
 
+def shared_queue(device: str, environ: Mapping[str, str]) -> str:
+    """A warning if all streams of a GPU share one queue, where a waiting gather delays the backward; else empty."""
+    if device != "cuda" or environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return ""
+    return (
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts all streams into one queue, where gathers in backward "
+        "(overlap = 'backward') delay the reductions of gradients; unset the variable, or set overlap = 'none'"
+    )
+
+
 def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> Tensor | None:
     """The norms of the gradients' first rows, (count,) float32; None if a gradient is missing."""
     rows = [grad[:1] for index in parameters if (grad := stored[index]) is not None]
@@ -85,6 +98,8 @@ class EarlyGathers(Feature):
         # On the gradients' stream, packing would delay the next reduction.
         self._stream = self.module.Stream()
         self._rank = rank
+        if warning := shared_queue(rank.device.type, os.environ):
+            warnings.warn(warning, stacklevel=2)
 
     @staticmethod
     def check(plan: Plan) -> None:
@@ -197,7 +212,11 @@ class EarlyGathers(Feature):
         changed = self._changed | {i for i, packed in self._packed.items() if not packed.is_current(params[i])}
         # The records would keep released gradients alive.
         self._packed = {}
-        return [Fault.GRADIENT_CHANGED if index in changed else fault for index, fault in enumerate(faults)]
+        removed = {index for index in changed if params[index].param.grad is None}
+        return [
+            Fault.GRADIENT_REMOVED if i in removed else Fault.GRADIENT_CHANGED if i in changed else fault
+            for i, fault in enumerate(faults)
+        ]
 
     def after(self) -> None:
         self._launched, self._packed, self._changed, self._rows = 0, {}, set(), {}

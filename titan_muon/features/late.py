@@ -22,6 +22,7 @@ from ..step.feature import Feature
 from ..step.foreach import Apply, without_parameters
 from ..step.gradients import Step
 from ..step.ranges import trace_range
+from ..step.rule import Rule
 from ..step.stages import RankStages, Stages
 
 
@@ -33,6 +34,7 @@ class Update:
     bucket: int
     applies: tuple[Apply, ...]
     params: frozenset[Tensor]
+    rule: Rule
 
     def run(self) -> list[str]:
         """Apply the updates. Returns the names of parameters with replaced storage, whose updates are lost."""
@@ -40,9 +42,9 @@ class Update:
         stored = {part.parameter for call in self.applies for part in call.parts}
         moved = {index for index in stored if not self.rank.storage[index].is_of_weights(params[index])}
         with trace_range("apply", self.bucket):
-            self.rank.exchange.wait(self.bucket)
+            self.rank.receive(self.bucket, late=True)
             for call in without_parameters(self.applies, moved):
-                self.rank.update(call, call.params)
+                self.rank.update(call, call.params, self.rule)
         return [params[index].fqn for index in sorted(moved)]
 
 
@@ -98,7 +100,7 @@ class LateApplies(Feature):
         params = frozenset(rank.params[index].param for index in rank.parameters_of(bucket))
         calls = without_parameters(rank.runs[bucket].applies, step.excluded)
         applies = tuple(call.with_current_group() for call in calls)
-        self._updates.append(Update(rank, bucket, applies, params))
+        self._updates.append(Update(rank, bucket, applies, params, rank.rule))
         self.holds_buffers = True
 
     def waits(self, params: Collection[Tensor]) -> bool:

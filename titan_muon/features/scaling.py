@@ -1,4 +1,4 @@
-"""Steps under torch.amp.GradScaler, with scaled gradients, or skipped without a change."""
+"""Steps with scaled gradients (torch.amp.GradScaler), or without any change after a norm that is not finite."""
 
 # [Note: skipped steps]
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from ..options import MuonOptions, OptionError
 from ..step.feature import Feature
@@ -24,12 +23,15 @@ from ..step.update import Tensors
 
 
 class GradScaling(Feature):
-    """One step under GradScaler, which sets `found_inf` and `grad_scale` on the optimizer during the step."""
+    """One step that the device may skip.
 
-    def __init__(self, optimizer: Optimizer, rank: RankStages) -> None:
+    Args:
+        found_inf: positive if the step changes nothing.
+        scale: scale of the gradients, or None.
+    """
+
+    def __init__(self, rank: RankStages, found_inf: Any, scale: Tensor | None) -> None:
         device, self._rank = rank.device, rank
-        found_inf: Any = optimizer.found_inf  # type: ignore[attr-defined]
-        scale: Any = getattr(optimizer, "grad_scale", None)
         # A number, not a tensor, if GradScaler has seen no gradient.
         self.skipped = torch.as_tensor(found_inf, device=device).reshape(()) > 0
         # In double precision, as in GradScaler.unscale_. None if gradients were unscaled already.
@@ -51,7 +53,7 @@ class GradScaling(Feature):
         self._rank.rule = self._plain
 
 
-class ScaledRule:
+class ScaledRule(Rule):
     """A rule for scaled gradients and skipped steps.
 
     Args:
@@ -62,6 +64,7 @@ class ScaledRule:
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
         self._rule, self._inverse, self._skipped = rule, inverse, skipped
         self.states, self.finish_bytes = rule.states, rule.finish_bytes
+        self.limits = rule.limits
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .coefficients import COEFFICIENTS, Coefficients, coefficients
+from .coefficients import COEFFICIENTS, PRESCALED, Coefficients, coefficients, largest_value
 from .dispatch import DTYPES, Dispatch, Kernel, Method
 from .gram import gram
 from .reference import reference
@@ -31,6 +31,7 @@ __all__ = [
     "gram",
     "iteration",
     "kernels_for",
+    "largest_value",
     "orthogonalize",
     "reference",
     "sliced_norms",
@@ -46,6 +47,11 @@ class Iteration:
     name: str
     steps: Coefficients
     eps: float
+
+    @property
+    def prescaled(self) -> bool:
+        """Whether the iteration begins with the scaling of `standard.almost_orthogonal_`."""
+        return self.name in PRESCALED
 
     def __str__(self) -> str:
         return f"{self.name} x {len(self.steps)}, eps {self.eps:g}"
@@ -82,9 +88,10 @@ def orthogonalize(
     if of is not None:
         norms = sliced_norms(stack, of.team) if norms is None else norms
         return sliced(stack, steps, eps, dtype, method.runs(len(steps)), of, norms=norms, out=out)
+    prescale = iteration.prescaled
     if method.algorithm == "gram":
-        return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out)
-    return standard(stack, steps, eps, dtype, products, norms=norms, out=out)
+        return gram(stack, steps, eps, dtype, method.restarts, products, norms=norms, out=out, prescale=prescale)
+    return standard(stack, steps, eps, dtype, products, norms=norms, out=out, prescale=prescale)
 
 
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:

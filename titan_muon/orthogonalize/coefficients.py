@@ -5,14 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 
 from titan_muon.options import OptionError
 
 Coefficients = tuple[tuple[float, float, float], ...]
 """(a, b, c) of each step."""
 
+GRID = 4000
+"""Number of singular values that `largest_value` follows."""
+
 POLAR_EXPRESS_NORM = 1.02
 """Factor on the Frobenius norm in the set with a cushion."""
+
+CANS_NORM = 1.02
+"""The same for `cans`."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -49,11 +56,53 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     ),
     # DeepSeek-V4's ten steps, as in Emerging-Optimizers: eight to grow singular values, two to pull them to 1.
     "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
-    # The Newton-Schulz iteration for the exact polar factor (Björck and Bowie, 1971; Higham, "Functions of Matrices",
+    # Grishina et al., "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials"
+    # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. The published steps have no margin at the singular value 1:
+    # rounding in bfloat16 takes it to 1.9. The first step divides by CANS_NORM besides the Frobenius norm.
+    "cans": (
+        (8.4703 / CANS_NORM, -25.1081 / CANS_NORM**3, 18.6293 / CANS_NORM**5),
+        (4.1828, -3.1087, 0.5806),
+        (3.9619, -2.9541, 0.5630),
+        (3.2866, -2.4647, 0.5074),
+        (2.2737, -1.6447, 0.4162),
+    ),
+    # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): the scaling of `standard.almost_orthogonal_` instead of a first
+    # step, here of you_jiacheng's. Singular values stay positive up to 1. (The steps tuned for it in
+    # flash-newton-schulz turn singular values above 0.88 negative, as that of a matrix of rank one.)
+    "aol": (
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+    # The Newton-Schulz iteration for the polar factor itself (Björck and Bowie, 1971; Higham, "Functions of Matrices",
     # 2008, chapter 8): slow from small singular values, exact in the limit.
     "cubic": ((1.5, -0.5, 0.0),),
 }
-"""Sets by name. A set of a single step is repeated; a longer set has a fixed number of steps."""
+"""Sets by name. A set of one step is repeated. Longer sets have a fixed number of steps, or go on in CONTINUED."""
+
+PRESCALED = ("aol",)
+"""Sets that begin with the scaling of `standard.almost_orthogonal_`."""
+
+POLAR_EXPRESS_SAFETY = 1.05
+CONTINUED: Mapping[str, Coefficients] = {
+    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal. The last step needs no
+    # safety, because singular values are near 1.
+    "polar_express": (
+        (
+            1.891301407787398 / POLAR_EXPRESS_SAFETY,
+            -1.2679958271945868 / POLAR_EXPRESS_SAFETY**3,
+            0.37680408948524835 / POLAR_EXPRESS_SAFETY**5,
+        ),
+        (
+            1.8750014808534479 / POLAR_EXPRESS_SAFETY,
+            -1.2500016453999487 / POLAR_EXPRESS_SAFETY**3,
+            0.3750001645474248 / POLAR_EXPRESS_SAFETY**5,
+        ),
+        (1.875, -1.25, 0.375),
+    ),
+}
+"""Steps after those of COEFFICIENTS, by set. The last step is repeated."""
 
 
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
@@ -70,6 +119,9 @@ def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coeffic
             raise OptionError("ns_coefficients", f"= {choice!r} is not one of {', '.join(COEFFICIENTS)}{hint}")
         table = COEFFICIENTS[choice]
         rows = table * steps if len(table) == 1 else table
+        if steps > len(rows) and choice in CONTINUED:
+            rows = (*rows, *CONTINUED[choice])[:steps]
+            rows = (*rows, *rows[-1:] * (steps - len(rows)))
     else:
         rows = tuple(_triple(row) for row in choice)
         rows = rows * steps if len(rows) == 1 else rows
@@ -84,3 +136,17 @@ def _triple(row: object) -> tuple[float, float, float]:
         raise OptionError("ns_coefficients", f"has {row!r}, which is not three finite numbers (a, b, c)")
     a, b, c = numbers
     return float(a), float(b), float(c)
+
+
+@cache
+def largest_value(steps: Coefficients) -> float:
+    """The largest singular value after the steps, for singular values from 0 to 1 before; inf if the steps diverge."""
+    largest = 0.0
+    for index in range(GRID + 1):
+        # A little above 1, because the norm that divides a matrix is rounded.
+        value = 1.01 * index / GRID
+        for a, b, c in steps:
+            square = value * value
+            value *= a + square * (b + c * square)
+        largest = max(largest, abs(value)) if abs(value) < math.inf else math.inf
+    return largest

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import PLAIN, Products, multiply, polynomial, smaller_first
-from .standard import delivered, next_buffer, normalized
+from .standard import almost_orthogonal_, delivered, next_buffer, normalized, start_norm
 
 
 def gram(
@@ -23,34 +23,39 @@ def gram(
     *,
     norms: Tensor | None = None,
     out: Tensor | None = None,
+    prescale: bool = False,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
     The standard iteration multiplies X by polynomials in R = X Xᵀ, and polynomials in R commute. So iterate on the
     small R, accumulate the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the
     end.
-    Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms` and `out` as in `standard`.
+    Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms`, `out` and `prescale` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, next_buffer(x, out), steps, restarts, products), stack.dtype, out)
+    return delivered(_iterated(x, next_buffer(x, out), steps, restarts, products, prescale), stack.dtype, out)
 
 
-def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products) -> Tensor:
+def _iterated(
+    x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
+) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
     # R is iterated without X, so rounding errors in small eigenvalues grow with each step. A restart recomputes R from
     # X, for two products with X.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
-        q = _accumulated(x, steps[first:last], work, products)
-        multiply(q, x, out=spare)
+        q = _accumulated(x, steps[first:last], work, products, prescale and first == 0)
+        multiply(q, x, alpha=1 / start_norm(x.dtype) if last == len(steps) else 1.0, out=spare)
         x, spare = spare, x
     return x
 
 
-def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products) -> Tensor:
+def _accumulated(x: Tensor, steps: Coefficients, work: Sequence[Tensor], products: Products, prescale: bool) -> Tensor:
     """The product of the steps' polynomials a I + b R + c R R, with R advanced from X Xᵀ by each; one of `work`."""
     r, q, z, spare = work
-    products.gram(smaller_first(x), out=r)
+    products.gram(smaller_first(x), out=r, alpha=start_norm(x.dtype) ** -2)
+    if prescale:
+        almost_orthogonal_(x, r)
     for index, (a, b, c) in enumerate(steps):
         if len(steps) == 1:
             polynomial(products, r, b, c, delta=a, out=q)

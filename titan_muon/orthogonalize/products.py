@@ -11,8 +11,8 @@ from torch import Tensor
 class Products(Protocol):
     """Symmetric products of an iteration. X is (count, m, n), all further matrices are (count, m, m)."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
-        """Fill `out` with X Xᵀ."""
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Fill `out` with alpha X Xᵀ."""
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
@@ -23,8 +23,11 @@ class Products(Protocol):
 class PlainProducts:
     """Products that compute the full result with the device's matrix library."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
-        torch.bmm(x, x.mT, out=out)
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        if alpha == 1:
+            torch.bmm(x, x.mT, out=out)
+        else:
+            torch.baddbmm(out, x, x.mT, beta=0, alpha=alpha, out=out)
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
@@ -62,11 +65,11 @@ def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: floa
         out.diagonal(dim1=1, dim2=2).add_(delta)
 
 
-def multiply(p: Tensor, x: Tensor, *, beta: float = 0.0, out: Tensor) -> None:
-    """Fill `out` with P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
+def multiply(p: Tensor, x: Tensor, *, alpha: float = 1.0, beta: float = 0.0, out: Tensor) -> None:
+    """Fill `out` with alpha P X + beta X for each matrix on the smaller side; P (count, m, m) is symmetric."""
     # From the right for tall matrices, because on CPUs writing to transposed memory is a thousand times slower.
     left, right = (x, p) if x.size(1) > x.size(2) else (p, x)
-    if beta == 0:
+    if beta == 0 and alpha == 1:
         torch.bmm(left, right, out=out)
     else:
-        torch.baddbmm(x, left, right, beta=beta, out=out)
+        torch.baddbmm(x, left, right, alpha=alpha, beta=beta, out=out)

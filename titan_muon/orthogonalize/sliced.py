@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .coefficients import Coefficients
 from .products import wide_gram
-from .standard import delivered, normalized
+from .standard import delivered, normalized, start_norm
 
 
 class Team(Protocol):
@@ -68,16 +68,17 @@ def sliced(
     `norms` are `sliced_norms`. The result is a new tensor or `out`, which may be `stack`.
     """
     x = normalized(stack, eps, dtype, norms)[0]
-    spare = torch.empty_like(x)
+    spare, count = torch.empty_like(x), sum(runs)
     for first, last in pairwise(accumulate(runs, initial=0)):
         beta, part = _accumulated(_gram(x, of), steps[first:last], of.team)
         q = of.team.gathered(part)
         # From the right for row slices, as in `multiply`.
         left, right = (x, q) if of.cuts_rows else (q, x)
-        if beta == 0:
+        scale = 1 / start_norm(dtype) if last == count else 1.0
+        if beta == 0 and scale == 1:
             torch.mm(left, right, out=spare)
         else:
-            torch.addmm(x, left, right, beta=beta, out=spare)
+            torch.addmm(x, left, right, alpha=scale, beta=beta * scale, out=spare)
         x, spare = spare, x
     return delivered(x[None], stack.dtype, out)
 
@@ -85,7 +86,8 @@ def sliced(
 def _gram(x: Tensor, of: TeamSlice) -> Tensor:
     """This rank's rows of X Xᵀ, summed over all slices."""
     # Summed in float32 and rounded once: 16-bit partial sums would add a quarter to the error of the result.
-    return of.team.summed(wide_gram(x.mT if of.cuts_rows else x)).to(x.dtype)
+    wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
+    return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)
 
 
 def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Tensor]:

@@ -18,27 +18,57 @@ def standard(
     *,
     norms: Tensor | None = None,
     out: Tensor | None = None,
+    prescale: bool = False,
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
     X <- a X + (b A + c A A) X with A = X Xᵀ, from X = matrix / max(norm, eps), on the smaller side, in `dtype`. Source:
     Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024). The result is a new tensor or
-    `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`, if already computed.
+    `out`, which may be `stack`. `norms`: `frobenius_norms(stack, dtype)`, if already computed. `prescale`: begin
+    with `almost_orthogonal_`.
     """
     x = normalized(stack, eps, dtype, norms)
-    return delivered(_iterated(x, next_buffer(x, out), steps, products), stack.dtype, out)
+    return delivered(_iterated(x, next_buffer(x, out), steps, products, prescale), stack.dtype, out)
 
 
-def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products) -> Tensor:
+def _iterated(x: Tensor, spare: Tensor, steps: Coefficients, products: Products, prescale: bool) -> Tensor:
     # Two alternating buffers, because a product cannot overwrite its operand.
     gram = x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2)
     p = torch.empty_like(gram)
-    for a, b, c in steps:
-        products.gram(smaller_first(x), out=gram)
+    inverse = 1 / start_norm(x.dtype)
+    for index, (a, b, c) in enumerate(steps):
+        products.gram(smaller_first(x), out=gram, alpha=inverse**2)
+        if prescale and index == 0:
+            almost_orthogonal_(x, gram)
         polynomial(products, gram, b, c, out=p)
-        multiply(p, x, beta=a, out=spare)
+        scale = inverse if index + 1 == len(steps) else 1.0
+        multiply(p, x, alpha=scale, beta=a * scale, out=spare)
         x, spare = spare, x
     return x
+
+
+def almost_orthogonal_(x: Tensor, gram: Tensor) -> None:
+    """Scale X to S X and its Gram matrix A to S A S, in place, with S = diag(1 / sqrt(row sums of |A|)).
+
+    The spectral norm of S X is at most 1, and closer to 1 than after a division by the Frobenius norm (Prach and
+    Lampert, "Almost-Orthogonal Layers", 2022; Boissin et al., "Turbo-Muon", arXiv:2512.04632). S changes the polar
+    factor if rows of X, the smaller side, have unequal norms.
+    """
+    # float16 rounds squares below 2^-24 to zero. Such rows are scaled by at most 2^12.
+    wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
+    sums = wide.abs().sum(dim=-1).clamp_(min=2.0**-24 if x.dtype == torch.float16 else 1e-20)
+    scales = sums.rsqrt_().to(x.dtype)
+    gram.mul_(scales[:, :, None]).mul_(scales[:, None, :])
+    smaller_first(x).mul_(scales[:, :, None])
+
+
+FLOAT16_NORM = 2.0**10
+"""Norm of X in float16, where elements of a matrix of norm 1 would be subnormal numbers, which have fewer digits."""
+
+
+def start_norm(dtype: torch.dtype) -> float:
+    """The Frobenius norm from which an iteration starts. X keeps this scale, and the last product removes it."""
+    return FLOAT16_NORM if dtype == torch.float16 else 1.0
 
 
 def next_buffer(x: Tensor, out: Tensor | None) -> Tensor:
@@ -67,8 +97,10 @@ def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | None = None) -> Tensor:
-    """Each matrix of `stack` (count, rows, cols) divided by max(Frobenius norm, eps), a new tensor in `dtype`."""
+    """Each matrix of `stack` (count, rows, cols) over max(norm, eps), times `start_norm`: a new tensor in `dtype`."""
     # The scale keeps the norms' dtype, because a wider scale would make the CPU compute all of X in float32.
     norms = frobenius_norms(stack, dtype) if norms is None else norms
     scale = norms.clamp(min=eps).reciprocal_()[:, None, None]
+    if dtype == torch.float16:
+        scale.mul_(FLOAT16_NORM)
     return torch.mul(stack, scale, out=torch.empty(stack.shape, dtype=dtype, device=stack.device))

@@ -22,11 +22,11 @@ from .products import PLAIN, Products
 class TritonProducts:
     """This package's kernels, see `symmetric_kernel`."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         # Imported on use, because only CUDA builds of PyTorch include Triton.
         from .symmetric_kernel import symmetric_product
 
-        symmetric_product(x, x.mT, None, out)
+        symmetric_product(x, x.mT, None, out, alpha=alpha)
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor
@@ -40,10 +40,10 @@ class TritonProducts:
 class QuackProducts:
     """`gemm_symmetric` of quack-kernels (github.com/Dao-AILab/quack), for Hopper and Blackwell."""
 
-    def gram(self, x: Tensor, out: Tensor) -> None:
+    def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         from quack.gemm_interface import gemm_symmetric_out
 
-        gemm_symmetric_out(x, x.mT, out)
+        gemm_symmetric_out(x, x.mT, out, alpha=alpha)
 
     def symmetric(
         self, a: Tensor, b: Tensor, c: Tensor, *, alpha: float, beta: float, delta: float = 0.0, out: Tensor

@@ -50,7 +50,11 @@ def make_plan(
     candidate, simulation = _best(problem, geometries, work_of)
     problem = candidate.problem
     blocks = blocks_reason(options, whole_parameters, parameters)
-    reasons = (simulation.reason, candidate.reason, blocks, _own_reason(parameters))
+    no_state = options.state == "owner" and not any(parameter.state_ranks for parameter in parameters)
+    momentum = (
+        "state = 'owner' has no effect: no matrix has replicas that could do without momentum" if no_state else ""
+    )
+    reasons = (simulation.reason, candidate.reason, blocks, _own_reason(parameters), momentum)
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),

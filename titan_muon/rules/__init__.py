@@ -1,22 +1,49 @@
-"""The update rules of the engine. To delete a rule, delete a file and the lines below."""
+"""The update rules of the engine. To delete a rule, delete its file and its name below."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from importlib import import_module
 
+from .. import registry
 from ..options import MuonOptions, OptionError
 from ..plan.terms.types import Plan
+from ..state.rule_states import StateSpec
 from ..step.rule import Rule
-from .muon import MuonRule
+
+RULES: Mapping[str, str] = {
+    "muon": "MuonRule",
+    "normuon": "NorMuonRule",
+    "muonh": "MuonHRule",
+    "adamuon": "AdaMuonRule",
+}
+"""The class of each rule, in the file with the rule's name."""
+
+
+def _made(name: str, options: MuonOptions) -> Rule:
+    """The rule of a file, which is imported at the first use."""
+    rule: Rule = getattr(import_module(f".{name}", __package__), RULES[name])(options)
+    return rule
+
+
+for _name in RULES:
+    registry.rules.register(_name, partial(_made, _name))
 
 
 def rule_of(options: MuonOptions) -> Rule:
-    """The rule of the options."""
-    if options.rule == "normuon":
-        from .normuon import NorMuonRule
+    """The rule of the options. Raises OptionError for an unknown rule, and for options that the rule cannot use."""
+    try:
+        make = registry.rules.get(options.rule)
+    except ValueError as error:
+        raise OptionError("rule", str(error).removeprefix("rule ")) from error
+    rule: Rule = make(options)
+    return rule
 
-        return NorMuonRule(options.beta2, cautious=options.cautious)
-    return MuonRule(cautious=options.cautious)
+
+def rule_states(name: str) -> tuple[StateSpec, ...]:
+    """The states of a rule with default options. Raises OptionError for an unknown rule."""
+    return rule_of(MuonOptions(rule=name)).states
 
 
 def check_rule(options: MuonOptions, plan: Plan) -> None:

@@ -6,39 +6,53 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ..state.rule_states import StateSpec
+from ..options import MuonOptions
 from ..step import update
-from ..step.rule import Group
+from ..step.rule import Group, Limits, Rule
 from ..step.update import Tensors
+from ..tensors.storage import STEP
 
 
-class MuonRule:
+class MuonRule(Rule):
     """Orthogonalized exponential moving average of gradients, with decoupled weight decay.
 
+    The base class of other rules.
+
     Args:
-        cautious: whether weight decay is cautious, see `update.decay_cautiously`.
+        options: `cautious`, `decay_follows_lr`, `update_factor`, `momentum_start` and `momentum_warmup_steps`.
     """
 
-    states: tuple[StateSpec, ...] = ()
-    finish_bytes = 0
+    limits: Limits = "spectrum"
 
-    def __init__(self, *, cautious: bool) -> None:
-        self._cautious = cautious
+    def __init__(self, options: MuonOptions) -> None:
+        self.options = options
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance the momentum, and pack the momentum or the blend with the gradient (`nesterov`)."""
-        update.momentum(averages, grads, packed, group["momentum"], group["nesterov"])
+        update.momentum(averages, grads, packed, self.momentum(group), group["nesterov"])
 
     def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        update.pack_ahead(averages, grads, packed, group["momentum"], group["nesterov"])
+        update.pack_ahead(averages, grads, packed, self.momentum(group), group["nesterov"])
+
+    def momentum(self, group: Group) -> float:
+        """The decay of the momentum in this step, which rises linearly from `momentum_start`."""
+        steps, momentum = self.options.momentum_warmup_steps, group["momentum"]
+        if not steps or group[STEP] >= steps:
+            return momentum
+        start = self.options.momentum_start
+        return start + (momentum - start) * group[STEP] / steps
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Do nothing: the orthogonalized matrix is the update."""
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """param <- (1 - lr weight_decay) param - lr scale update. The decay may be cautious."""
+        """param <- (1 - lr weight_decay) param - lr scale update_factor update. The decay may be cautious."""
         lr, decay = update.rate(group["lr"]), group["weight_decay"]
-        if self._cautious:
+        if self.options.decay_follows_lr:
+            # Schedulers store the highest rate. Without a scheduler, the rate is constant.
+            peak = update.rate(group.get("initial_lr", group["lr"]))
+            decay = decay * lr / peak if isinstance(peak, Tensor) or peak > 0 else 0.0
+        if self.options.cautious:
             update.decay_cautiously(params, updates, lr * decay)
             decay = 0.0
-        update.apply(params, updates, lr, scale, decay, scratch)
+        update.apply(params, updates, lr, scale * self.options.update_factor, decay, scratch)

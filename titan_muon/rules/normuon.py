@@ -12,6 +12,8 @@ from ..step.rule import Group
 from .muon import MuonRule
 
 SECOND_MOMENT = "second_moment"
+EPS = 1e-7
+"""Added to the root mean square of a row."""
 
 
 class NorMuonRule(MuonRule):
@@ -23,27 +25,23 @@ class NorMuonRule(MuonRule):
     lr_scale = "match_rms_adamw" the update equals the paper's.
 
     Args:
-        beta2: decay of the second moment.
-        cautious: as in MuonRule.
+        options: as in MuonRule, and `beta2`, the decay of the second moment.
     """
 
     states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT),)
+    limits = "norm"
     # The matrix and its squares in float32.
     finish_bytes = 8
 
-    def __init__(self, beta2: float, *, cautious: bool) -> None:
-        super().__init__(cautious=cautious)
-        self._beta2 = beta2
-
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
         """Normalize the rows of each matrix of `whole` (count, rows, cols), in place; columns if `transposed`."""
-        moments, eps = states[SECOND_MOMENT], group["eps"]
+        moments, eps = states[SECOND_MOMENT], EPS
         wide = whole.float()
         inputs = 1 if transposed else 2
         squares = wide.square().mean(dim=inputs)
         # A zero matrix comes from a missing or non-finite gradient and must not change the moment.
         updated = squares.sum(dim=1, keepdim=True) > 0
-        moments.copy_(torch.where(updated, torch.lerp(moments, squares, 1 - self._beta2), moments))
+        moments.copy_(torch.where(updated, torch.lerp(moments, squares, 1 - self.options.beta2), moments))
         wide.div_(moments.sqrt().add_(eps).unsqueeze(inputs))
         norms = torch.linalg.vector_norm(wide.flatten(1), dim=1)
         target = min(whole.shape[1:]) ** 0.5

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from ..options import HYPERPARAMETERS, Hyperparameters, OptionError
@@ -103,6 +104,10 @@ def as_torch(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             coefficients that differ between steps.
     """
     groups = []
+    if any(value["momentum_buffer"].dtype == torch.int8 for value in state_dict["state"].values()):
+        raise OptionError(
+            "state_dtype", "= 'int8' has no equivalent in torch.optim.Muon; save with float32 or bfloat16"
+        )
     for group in state_dict["param_groups"]:
         steps = coefficients(group["ns_coefficients"], group["ns_steps"])
         if len(set(steps)) > 1:

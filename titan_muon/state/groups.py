@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -34,10 +34,13 @@ def iteration_changed(group: Mapping[str, Any], planned: Iteration) -> bool:
         return True
 
 
-def checked(groups: Sequence[Mapping[str, Any]], options: MuonOptions) -> MuonOptions:
-    """The options, with the `offload` of these groups' parameters. Raises ValueError as `check_group`."""
+def checked(
+    groups: Sequence[Mapping[str, Any]], options: MuonOptions, check_by_rule: Callable[[Mapping[str, Any]], None]
+) -> MuonOptions:
+    """The options, with the `offload` of these groups' parameters. Raises ValueError as `check_group` and the rule."""
     for group in groups:
         check_group(group)
+        check_by_rule(group)
     parameters = [parameter for group in groups for parameter in group["params"]]
     return replace(options, offload=resolved(options.offload, parameters))
 

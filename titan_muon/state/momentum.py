@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from ..plan.terms.types import Parameter
 from ..tensors.dtensor import held_indices, local, storage_device
 from ..tensors.mesh import StateMesh, without_groups
 from ..tensors.storage import TrainedParam, placement_key, with_average
+from .eight_bit import BLOCK, SCALES, new_scales
 from .host import new_state, state_like
 
 
@@ -40,13 +42,16 @@ def with_states(
             average = new_average(trained.param, parameter, options)
             state[trained.param]["momentum_buffer"] = average
             trained = with_average(trained, average)
+        if options.state_dtype == "int8" and trained.scales is None:
+            scales = state[trained.param][SCALES] = new_scales(trained.param)
+            trained = replace(trained, scales=scales)
         complete.append(trained)
     return tuple(complete)
 
 
 def new_average(parameter: Tensor, planned: Parameter, options: MuonOptions) -> Tensor:
     """Momentum of zeros: placed like the parameter, or like one replica on the keepers (`planned.state_ranks`)."""
-    dtype = DTYPES[options.state_dtype]
+    dtype = torch.int8 if options.state_dtype == "int8" else DTYPES[options.state_dtype]
     if not planned.state_ranks:
         return new_state(parameter, dtype, options.offload)
     cut: list[tuple[int, Any]] = []
@@ -130,6 +135,13 @@ def kept_by(trained: TrainedParam) -> tuple[int, ...]:
 def fits(saved: Tensor, average: Tensor, parameter: Tensor) -> bool:
     """Whether a saved momentum is placed like the current momentum or the parameter."""
     return placement_key(saved) in (placement_key(average), placement_key(parameter))
+
+
+def momentum_bytes(elements: int, state_dtype: str) -> int:
+    """Bytes of the momentum of so many elements, with the scales of whole blocks."""
+    if state_dtype == "int8":
+        return elements + 4 * -(-elements // BLOCK)
+    return elements * DTYPES[state_dtype].itemsize
 
 
 def copy_average(saved: Tensor, average: Tensor, parameter: Tensor) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from math import prod
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,16 +18,29 @@ from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
 from ..tensors.mesh import StateMesh
 from ..tensors.storage import TrainedParam, placement_key
+from .eight_bit import SCALES
 
 
 @dataclass(frozen=True)
 class StateSpec:
-    """A state on the owner of a matrix: float32, one number for each output, zero at the start.
+    """A state on the owner of a matrix: float32, zero at the start.
 
     The key in the optimizer's state is `name.i` for matrix i of a parameter.
+
+    Attributes:
+        kind: a number for each output, for each element, or for the whole matrix.
+        saved: whether the state outlives a step. A feature of the rule fills the others in each step.
     """
 
     name: str
+    kind: Literal["outputs", "elements", "matrix"] = "outputs"
+    saved: bool = True
+
+    def shape(self, plan: Plan, number: int) -> tuple[int, ...]:
+        """The shape of the state of a matrix of the plan."""
+        matrix = plan.matrices[number]
+        shapes = {"outputs": (plan.out_in(number)[0],), "elements": (matrix.rows, matrix.cols), "matrix": (1,)}
+        return shapes[self.kind]
 
 
 MatrixStates = Mapping[int, Mapping[str, Tensor]]
@@ -35,7 +49,6 @@ MatrixStates = Mapping[int, Mapping[str, Tensor]]
 
 def with_rule_states(
     plan: Plan,
-    geometries: Geometries,
     params: Sequence[TrainedParam],
     specs: Sequence[StateSpec],
     state: Mapping[Tensor, dict[str, Any]],
@@ -46,15 +59,15 @@ def with_rule_states(
     orthogonalize the matrix, so that torch.distributed.checkpoint can load the state to another owner.
     """
     states: dict[int, dict[str, Tensor]] = {}
-    if not specs:
-        return states
-    for number, ranks in enumerate(workers(plan, geometries)):
+    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if specs else ()):
         matrix = plan.matrices[number]
         param, holders = params[matrix.parameter].param, plan.parameters[matrix.parameter].layout.mesh.ranks
         for spec in specs:
+            if not spec.saved:
+                continue
             key = f"{spec.name}.{matrix.index}"
             old = state[param].get(key)
-            new = _zeros(param, plan.out_in(number)[0], ranks, holders)
+            new = _zeros(param, spec.shape(plan, number), ranks, holders)
             # Optimizer.load_state_dict rounds states of frozen parameters to the weights' dtype.
             if old is None or _place(old) != _place(new):
                 if old is not None:
@@ -64,16 +77,27 @@ def with_rule_states(
     return states
 
 
-def _zeros(param: Tensor, outputs: int, ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
+def state_bytes(plan: Plan, specs: Sequence[StateSpec]) -> Mapping[int, int]:
+    """Bytes of the saved states on each rank that has some."""
+    found: dict[int, int] = {}
+    saved = [spec for spec in specs if spec.saved]
+    for number, ranks in enumerate(workers(plan, Geometries(plan.parameters)) if saved else ()):
+        size = 4 * sum(prod(spec.shape(plan, number)) for spec in saved)
+        for rank in ranks:
+            found[rank] = found.get(rank, 0) + size
+    return found
+
+
+def _zeros(param: Tensor, shape: tuple[int, ...], ranks: tuple[int, ...], holders: tuple[int, ...]) -> Tensor:
     device = step_device(param)
     if not isinstance(param, DTensor) and ranks == tuple(sorted(holders)):
-        return torch.zeros(outputs, dtype=torch.float32, device=device)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
     # A DTensor for replicated plain tensors too, because checkpoints must save the owner's state.
     mesh = StateMesh(device.type, torch.tensor(ranks, device="cpu"))
-    stored = outputs if mesh.get_coordinate() is not None else 0
-    zeros = torch.zeros(stored, dtype=torch.float32, device=device)
-    size = torch.Size((outputs,))
-    state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=size, stride=(1,))
+    stored = mesh.get_coordinate() is not None
+    zeros = torch.zeros(shape if stored else (0, *shape[1:]), dtype=torch.float32, device=device)
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    state = DTensor.from_local(zeros, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
     if not stored:
         # PyTorch's methods would return an empty tensor.
         for read in ("full_tensor", "redistribute"):
@@ -111,6 +135,8 @@ def saved_rule_states(
             if key == "momentum_buffer":
                 continue
             loaded = saved[trained.param].get(key)
+            if loaded is None and key == SCALES:
+                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
             if loaded is None or placement_key(loaded) != placement_key(old):
                 raise ValueError(
                     f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..options import HYPERPARAMETERS
@@ -20,6 +22,18 @@ class SavedAverage:
     key: Any
     param: Tensor
     average: Tensor
+
+
+def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A state dict of Muon, with the current value of each option that Muon did not have when it was saved."""
+    saved_groups = list(state_dict["param_groups"])
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=False)):
+        missing = [name for name in HYPERPARAMETERS if name not in saved]
+        # No other optimizer has `lr_scale`. The state dict of another optimizer is refused later.
+        if missing and "lr_scale" in saved:
+            warnings.warn(f"the state dict has no {', '.join(missing)}: the present values stay", stacklevel=3)
+            saved_groups[index] = {**saved, **{name: group[name] for name in missing}}
+    return {**state_dict, "param_groups": saved_groups}
 
 
 def check_saved_groups(groups: Sequence[Mapping[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -56,5 +70,10 @@ def saved_averages(
                 raise ValueError(
                     f"{fqn}: the state dict has no momentum with the parameter's mesh and placements; load the "
                     "state of another layout or muon.state with torch.distributed.checkpoint"
+                )
+            if average.dtype != current[parameter].dtype and torch.int8 in (average.dtype, current[parameter].dtype):
+                raise ValueError(
+                    f"{fqn}: the state dict has a momentum in {average.dtype}, and this Muon in "
+                    f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield SavedAverage(key, parameter, average)

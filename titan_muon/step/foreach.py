@@ -41,11 +41,12 @@ WIDE_BYTES = 4
 
 
 class Rectangle(NamedTuple):
-    """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view."""
+    """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view. `matrix`: index in the plan."""
 
     # A single slice if all columns are included, because indexing by one slice takes half the time.
     parameter: int
     place: tuple[slice, slice] | slice | None
+    matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
         """The rectangle of a tensor with the storage layout of the parameter."""
@@ -184,6 +185,7 @@ class StoredPiece(NamedTuple):
     `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
     """
 
+    matrix: int
     parameter: int
     out_in: tuple[int, int]
     spans: tuple[Span, ...]
@@ -203,7 +205,7 @@ def advances(
         stored = storage[piece.parameter]
         most = _rows_within(device, WIDE_BYTES, stored)
         for span in piece.spans:
-            whole = rectangle_of(piece.parameter, span, stored.param)
+            whole = rectangle_of(piece.parameter, span, stored.param)._replace(matrix=piece.matrix)
             view = None if piece.view is None else piece.view[span.piece]
             for part, rows in whole.in_rows(_height(span), most):
                 placed.append((part, part.of_average(stored), () if view is None else (view[rows],)))
@@ -248,7 +250,7 @@ def applies(
         most = _rows_within(device, BYTES if draws[piece.parameter] else stored.param.element_size(), stored)
         for span in piece.spans:
             whole, view, first = (
-                rectangle_of(piece.parameter, span, stored.param),
+                rectangle_of(piece.parameter, span, stored.param)._replace(matrix=piece.matrix),
                 piece.view[span.piece],
                 piece.draws.first(span),
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
+from ..comm.agreement import Agreement
 from ..state.rule_states import StateSpec
 from .update import Tensors
 
@@ -14,19 +15,32 @@ Group = Mapping[str, Any]
 """Hyperparameters of a parameter group, by name."""
 
 
+Limits = Literal["spectrum", "norm", "nothing"]
+
+
 class Rule(Protocol):
     """The arithmetic of one optimizer. The engine decides where and when each method runs.
 
     `advance`, `pack` and `apply` run on every holder. Their arithmetic is element-wise, so that any sharding of a
-    parameter gives the same bits. `finish` runs on the owner, on whole matrices.
+    parameter gives the same bits. `finish` runs on the owner, on whole matrices, if the rule has states.
 
     Attributes:
         states: states of each matrix besides the momentum.
+        limits: bound on finished matrices: the singular values of an orthogonalized matrix, its norm, or none.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
 
-    states: tuple[StateSpec, ...]
-    finish_bytes: int
+    states: tuple[StateSpec, ...] = ()
+    limits: Limits = "nothing"
+    finish_bytes: int = 0
+
+    def check(self, group: Group) -> None:
+        """Raise OptionError for hyperparameters of a parameter group that the rule cannot use."""
+        return None
+
+    def feature(self, agreement: Agreement) -> Any:
+        """A `Feature` that wraps the stages of a step, or None."""
+        return None
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
         """Advance the momentum in place, and write the input of Newton-Schulz into `packed`.
@@ -42,7 +56,7 @@ class Rule(Protocol):
 
         Args:
             whole: (count, rows, cols) matrices of one parameter group.
-            states: by name, (count, outputs) float32.
+            states: by name, (count, outputs) or (count, rows, cols) float32.
             transposed: whether the outputs are the columns.
         """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from ..comm.buffers import BucketBuffers, Buffers, StepMemory
 from ..comm.exchange import Exchange
-from ..comm.faults import Fault, FaultReport
+from ..comm.faults import Fault
+from ..comm.report import FaultReport
 from ..options import MuonOptions
-from ..orthogonalize import Iteration, Method, zero_nonfinite_
+from ..orthogonalize import Iteration, Method, largest_value, zero_nonfinite_
 from ..plan.cost.batches import batches
 from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
@@ -33,6 +35,7 @@ from .foreach import (
     Advance,
     Apply,
     Copies,
+    Rectangle,
     StoredPiece,
     advances,
     applies,
@@ -43,6 +46,10 @@ from .gradients import Step
 from .rounding import Draws
 from .rule import Rule
 from .update import Tensors
+
+FINITE = torch.finfo(torch.float32).max
+MARGIN = 1.5
+"""Factor on the largest possible norm of an update, for rounding in bfloat16."""
 
 Stage = Callable[[int, Step], None]
 """One stage of the bucket with this index in the program."""
@@ -68,6 +75,21 @@ class BatchRun:
 
 
 @dataclass(frozen=True)
+class UpdateBounds:
+    """The largest possible norms of arriving updates.
+
+    Attributes:
+        views: the updates, as views of a buffer.
+        parameters: (count,) parameter indices, on the device.
+        norms: (count,) float32 largest Frobenius norms, on the device.
+    """
+
+    views: tuple[Tensor, ...]
+    parameters: Tensor
+    norms: Tensor
+
+
+@dataclass(frozen=True)
 class BucketRun:
     """The calls of one bucket on this rank.
 
@@ -83,6 +105,7 @@ class BucketRun:
     applies: tuple[Apply, ...]
     cleared: Tensor | None
     releases: tuple[int, ...]
+    bounds: UpdateBounds
 
 
 class OnDevice:
@@ -96,6 +119,10 @@ class OnDevice:
 
     def params(self, apply: Apply) -> Tensors:
         return apply.params
+
+    def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> AbstractContextManager[None]:
+        """The context in which a call changes momentum or weights."""
+        return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -114,6 +141,7 @@ class RankStages:
         states: states of the rule, by matrix and name.
 
     Attributes:
+        states: the same, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
         source: provides momentum, gradients and weights to calls.
@@ -136,7 +164,7 @@ class RankStages:
         self.plan, self.program, self.params = plan, program, tuple(params)
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
-        self._states = states
+        self.states = dict(states)
         self.source, self.orthogonalized = OnDevice(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
@@ -176,7 +204,7 @@ class RankStages:
             self.exchange,
             self.report,
             options,
-            self._states if states is None else states,
+            self.states if states is None else states,
         )
 
     @property
@@ -203,11 +231,8 @@ class RankStages:
         first = self.plan.matrices[matrices[0]]
         whole = workspace[: self._numel(matrices)].view(len(matrices), first.rows, first.cols)
         parameters = torch.tensor([self.plan.matrices[m].parameter for m in matrices], device="cpu")
-        if workspace.device.type != "cpu":
-            # Pinned, so that rebuilding stages does not block the host.
-            parameters = parameters.pin_memory().to(workspace.device, non_blocking=True)
         method = self.arithmetic.methods[first.work]
-        return Batch(matrices, whole, parameters, self.arithmetic.iterations[first.parameter], method)
+        return Batch(matrices, whole, self._on_device(parameters), self.arithmetic.iterations[first.parameter], method)
 
     def _bucket_run(self, bucket: int, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
         buffers = self.buffers.buckets[bucket]
@@ -216,9 +241,11 @@ class RankStages:
             (batch,) = batches
             stored = self.program.buckets[bucket].stored
             pieces = [self._piece(p.matrix, spans(p.piece), view) for p, view in zip(stored, batch.whole, strict=True)]
+            stored_views = [(p.matrix, view) for p, view in zip(stored, batch.whole, strict=True)]
             no_copies = Copies((), ())
             advanced, applied = self._calls(pieces, pieces)
-            return BucketRun(advanced, no_copies, (BatchRun(no_copies, batch, no_copies),), applied, None, releases)
+            runs = (BatchRun(no_copies, batch, no_copies),)
+            return BucketRun(advanced, no_copies, runs, applied, None, releases, self._bounds(stored_views))
         return self._travelling_run(buffers, batches, releases)
 
     def _travelling_run(self, buffers: BucketBuffers, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
@@ -231,13 +258,31 @@ class RankStages:
         ]
         runs = tuple(BatchRun(assembling(batch, buffers), batch, splitting(batch, buffers)) for batch in batches)
         advanced, applied = self._calls(packed, [piece for piece, _ in stored])
-        return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases)
+        bounds = self._bounds([(piece.matrix, piece.view) for piece in buffers.stored])
+        return BucketRun(advanced, Copies.of(buffers.repeated), runs, applied, buffers.cleared, releases, bounds)
+
+    def _bounds(self, pieces: Sequence[tuple[int, Tensor]]) -> UpdateBounds:
+        norms, parameters = [], []
+        for number, view in pieces:
+            matrix = self.plan.matrices[number]
+            # A part of a matrix has at most the singular values of the whole matrix.
+            rank = min(view.shape) if self.rule.limits == "spectrum" else min(matrix.whole_shape)
+            largest = MARGIN * largest_value(self.arithmetic.iterations[matrix.parameter].steps) * math.sqrt(rank)
+            norms.append(min(largest, FINITE) if self.rule.limits != "nothing" else FINITE)
+            parameters.append(matrix.parameter)
+        numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
+        limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
+        return UpdateBounds(tuple(view for _, view in pieces), self._on_device(numbers), self._on_device(limits))
+
+    def _on_device(self, tensor: Tensor) -> Tensor:
+        # Pinned, so that rebuilding stages does not block the host.
+        return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]
         draws = Draws.of(self.plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
         # The learning rate depends on the shape of the whole matrix, not of the shard.
-        return StoredPiece(matrix.parameter, self.plan.out_in(number), places, view, draws)
+        return StoredPiece(number, matrix.parameter, self.plan.out_in(number), places, view, draws)
 
     def _calls(
         self, packed: Sequence[StoredPiece], returned: Sequence[StoredPiece]
@@ -297,15 +342,25 @@ class RankStages:
         self.exchange.return_results(bucket)
 
     def apply(self, bucket: int, step: Step) -> None:
-        self.exchange.wait(bucket)
+        self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.source.params(call))
+            self.update(call, self.source.params(call), self.rule)
+
+    def receive(self, bucket: int, *, late: bool = False) -> None:
+        """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
+        self.exchange.wait(bucket)
+        bounds = self.runs[bucket].bounds
+        if bounds.views:
+            norms = torch.stack(torch._foreach_norm(bounds.views, 2))
+            # The comparison is false for NaN.
+            self.report.add_too_large(bounds.parameters, (norms <= bounds.norms).logical_not_(), late=late)
 
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:
             for advance in self.with_gradients(call, step):
                 averages, grads = self.source.averages(advance), self.source.grads(advance, step)
-                self.rule.advance(averages, grads, advance.packed, advance.group)
+                with self.source.changing(advance.parts, averages):
+                    self.rule.advance(averages, grads, advance.packed, advance.group)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
         """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
@@ -317,11 +372,12 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, params: Tensors) -> None:
+    def update(self, call: Apply, params: Tensors, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            call.update(params, self.rule)
+            with self.source.changing(call.parts, params):
+                call.update(params, rule)
         finally:
             memory.resize_(0)
 
@@ -350,11 +406,11 @@ class RankStages:
                 and (transposed[start] == transposed[stop])
             ):
                 continue
-            states = [self._states[matrix] for matrix in batch.matrices[start:stop]]
-            stacked = {spec.name: torch.stack([state[spec.name] for state in states]) for spec in self.rule.states}
+            states = [self.states[matrix] for matrix in batch.matrices[start:stop]]
+            stacked = {spec.name: _stacked([state[spec.name] for state in states]) for spec in self.rule.states}
             whole = batch.whole[start:stop]
             self.rule.finish(whole, stacked, self._groups[first], transposed=transposed[start])
-            for name, advanced in stacked.items():
+            for name, advanced in stacked.items() if len(states) > 1 else ():
                 torch._foreach_copy_([state[name] for state in states], list(advanced.unbind()))
             start = stop
 
@@ -371,3 +427,8 @@ class RankStages:
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _stacked(states: Sequence[Tensor]) -> Tensor:
+    """States of equal shape as one tensor; a view of a single state, which may be as large as a matrix."""
+    return torch.stack(list(states)) if len(states) > 1 else states[0][None]

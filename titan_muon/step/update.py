@@ -12,8 +12,13 @@ from ..options import OptionError
 Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
-def lr_scale(name: str, rows: int, cols: int) -> float:
-    """Factor on the learning rate for a rows x cols matrix. Raises OptionError for an unknown name."""
+def lr_scale(choice: float | str, rows: int, cols: int) -> float:
+    """Factor on the learning rate for a rows x cols matrix, by a root mean square or a name.
+
+    Raises OptionError for an unknown name.
+    """
+    if not isinstance(choice, str):
+        return choice * math.sqrt(max(rows, cols))
     factors = {
         # The root mean square of AdamW's updates (Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982).
         "match_rms_adamw": 0.2 * math.sqrt(max(rows, cols)),
@@ -22,9 +27,9 @@ def lr_scale(name: str, rows: int, cols: int) -> float:
         # Bernstein, "Deriving Muon", 2025; Yang et al., arXiv:2310.17813.
         "spectral": math.sqrt(rows / cols),
     }
-    if name not in factors:
-        raise OptionError("lr_scale", f"= {name!r} is not one of {', '.join(factors)}")
-    return factors[name]
+    if choice not in factors:
+        raise OptionError("lr_scale", f"= {choice!r} is not one of {', '.join(factors)}")
+    return factors[choice]
 
 
 def momentum(averages: Tensors, grads: Tensors, packed: Tensors, decay: float, nesterov: bool) -> None:

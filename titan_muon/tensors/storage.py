@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.distributed.tensor import DTensor
 
+from ..options import MuonOptions
 from ..plan.terms.layout import Geometry
 from ..plan.terms.types import Parameter
 from .dtensor import held_indices, layout_of, local
 
 STEP = "step"
-"""Key of a parameter group: the number of steps, for stochastic rounding."""
+"""Key of a parameter group: the number of steps, for stochastic rounding and for the warm-up of the momentum."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class TrainedParam:
         on_mesh: whether this rank is on the mesh, and so gets a gradient.
         stored: dtype and device of the local tensor when the step was planned.
         average_device: type of the device with the momentum.
+        scales: scales of an int8 momentum.
     """
 
     fqn: str
@@ -40,6 +42,7 @@ class TrainedParam:
     on_mesh: bool
     stored: tuple[torch.dtype, torch.device]
     average_device: str = ""
+    scales: Tensor | None = None
 
     @property
     def momentum(self) -> Tensor:
@@ -53,12 +56,12 @@ def with_average(trained: TrainedParam, average: Tensor) -> TrainedParam:
 
 
 def trained_params(
-    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, *, stochastic: bool
+    groups: Iterable[dict[str, Any]], state: Mapping[Tensor, Mapping[str, Any]], rank: int, options: MuonOptions
 ) -> Iterator[TrainedParam]:
     """The trained parameters of an optimizer's groups, with the momentum in its state, if any.
 
-    With `stochastic`, adds STEP to groups with bfloat16 weights. Raises ValueError for a repeated parameter and for a
-    parameter without storage.
+    Adds STEP to groups if the options count steps. Raises ValueError for a repeated parameter and for a parameter
+    without storage.
     """
     seen: set[str] = set()
     for group in groups:
@@ -70,13 +73,15 @@ def trained_params(
                 continue
             if parameter.is_meta:
                 raise ValueError(f"{fqn}: on the meta device; give it storage (to_empty) before building Muon")
-            if stochastic and parameter.dtype == torch.bfloat16:
-                # Only for bfloat16, so that other checkpoints keep their keys.
+            rounds = options.rounding == "stochastic" and parameter.dtype == torch.bfloat16
+            if rounds or options.momentum_warmup_steps or options.state_dtype == "int8":
+                # Only where steps count, so that other checkpoints keep their keys.
                 group.setdefault(STEP, 0)
             on_mesh = rank in layout_of(fqn, parameter).mesh.ranks
             shard, key = local(parameter), placement_key(parameter)
             trained = TrainedParam(fqn, parameter, None, group, key, on_mesh, (shard.dtype, shard.device))
-            average = state.get(parameter, {}).get("momentum_buffer")
+            average, scales = (state.get(parameter, {}).get(key) for key in ("momentum_buffer", "momentum_scale"))
+            trained = replace(trained, scales=scales)
             yield trained if average is None else with_average(trained, average)
 
 

@@ -33,8 +33,8 @@ SAME_EXPERIMENT = frozenset(
 """Keys that may change within an experiment, besides the tables below: how far, on what, and how fast a run trains."""
 
 SAME_EXPERIMENT_TABLES = frozenset(
-    {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "parallelism", "placement"}
-    | {"profiler", "validator"}
+    {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"}
+    | {"placement", "profiler", "validator"}
 )
 
 

@@ -221,7 +221,7 @@ def test_a_learning_rate_in_a_tensor_is_compared_by_its_value() -> None:
         muon = Muon([("w", Parameter(torch.ones(4, 4)))], lr=lr).build()
         rank = muon.engine.rank
         geometries = Geometries(muon.plan.parameters)
-        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups).parts
+        return report_of(muon.plan, geometries, rank.params, muon._options, muon.param_groups, {}).parts
 
     assert signature(torch.tensor(0.5)) == signature(0.5) != signature(0.25)
 

@@ -47,6 +47,7 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     mesh = init_device_mesh("cpu", (world_size,))
     (params, optimizer), (healthy, other) = build(mesh, **options), build(mesh, **options)
     before = {name: param.full_tensor().clone() for name, param in params.items()}
+    started = [whole(optimizer.build().state[param]["momentum_buffer"]).clone() for param in params.values()]
     spoil(params, mesh, 1, value)
     optimizer.step()
     other.step()
@@ -56,9 +57,10 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
         now, start, good = whole(params[name]), before[name], whole(healthy[name])
         decayed = start * (1 - LR * DECAY)
         if now.ndim == 2:
-            now, decayed, good = now[None], decayed[None], good[None]
-        found[name] = ["decayed" if torch.equal(a, b) else "as healthy" if torch.allclose(a, c, atol=1e-3) else "?"
-                       for a, b, c in zip(now, decayed, good, strict=True)]  # fmt: skip
+            now, decayed, good, start = now[None], decayed[None], good[None], start[None]
+        found[name] = ["kept" if torch.equal(a, d) else
+                       "decayed" if torch.equal(a, b) else "as healthy" if torch.allclose(a, c, atol=1e-3) else "?"
+                       for a, b, c, d in zip(now, decayed, good, start, strict=True)]  # fmt: skip
     stood = [param.full_tensor().clone() for param in params.values()]
     set_gradients(params, mesh, 2)
     with warnings.catch_warnings(record=True) as caught:
@@ -71,6 +73,7 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
         found["warned"] = " ".join(str(warning.message) for warning in caught)
     found["stood"] = all(torch.equal(a, param.full_tensor()) for a, param in zip(stood, params.values(), strict=True))
     averages = [whole(optimizer.state[param]["momentum_buffer"]) for param in params.values()]
+    found["momentum"] = [torch.equal(whole(a), b) for a, b in zip(averages, started, strict=True)]
     goods = [whole(other.state[param]["momentum_buffer"]) for param in healthy.values()]
     found["differing"] = [int((a != b).sum()) for a, b in zip(averages, goods, strict=True)]
     found["zero"] = [int((a == 0).sum()) for a in averages]
@@ -86,6 +89,14 @@ UNSPOILED = {
     "layers.1.weight": ["as healthy"],
     "layers.2.experts": ["as healthy", "as healthy", "decayed", "as healthy"],
 }
+
+
+SKIPPED = {
+    "layers.0.weight": ["kept"],
+    "layers.1.weight": ["as healthy"],
+    "layers.2.experts": ["as healthy", "as healthy", "kept", "as healthy"],
+}
+EXPERT = math.prod(SHAPES["layers.2.experts"][1:])
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -117,8 +128,10 @@ def test_a_matrix_in_slices_gets_no_update_in_any_of_them() -> None:
 def test_skipping_goes_on_and_warns_on_every_rank(exchange: str) -> None:
     options = {"exchange": exchange, "nonfinite": "skip"}
     for found in run_ranks(after_a_bad_step, 2, options, math.nan, timeout=SECONDS):
-        assert {name: found[name] for name in SHAPES} == UNSPOILED
-        assert found["differing"] == found["zero"] == [1, 0, 1]
+        assert {name: found[name] for name in SHAPES} == SKIPPED
+        # Momentum was zero before the step. The momentum of a skipped matrix, also of one expert of four, stays.
+        assert found["momentum"] == [True, False, False]
+        assert found["zero"] == found["differing"] == [math.prod(SHAPES["layers.0.weight"]), 0, EXPERT]
         assert found["error"] == ""
         assert found["warned"].startswith("layers.0.weight, layers.2.experts: not finite")
         assert found["goes_on"]
@@ -180,6 +193,37 @@ def left_out(rank: int, world_size: int) -> str:
     optimizer.step()
     set_gradients(params, mesh, 2)
     return message(optimizer.step)
+
+
+def missing_on_one_rank(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    """Rank 1 has no gradient of one parameter in the second of three steps. The results of the parameter."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    (params, optimizer), (healthy, other) = (build(mesh, missing_grad="skip", **options) for _ in range(2))
+    optimizer.step()
+    other.step()
+    param, twin = params["layers.2.experts"], healthy["layers.2.experts"]
+    before = whole(param).clone(), whole(optimizer.state[param]["momentum_buffer"]).clone()
+    set_gradients(params, mesh, 2)
+    if rank == 1:
+        param.grad = None
+    optimizer.step()
+    stood = [
+        torch.equal(a, whole(b))
+        for a, b in zip(before, (param, optimizer.state[param]["momentum_buffer"]), strict=True)
+    ]
+    # As if the second step had not been.
+    for each in (params, healthy):
+        set_gradients(each, mesh, 3)
+    optimizer.step()
+    other.step()
+    goes_on = torch.equal(whole(param), whole(twin))
+    return {"weights": stood[0], "momentum": stood[1], "goes on": goes_on}
+
+
+@pytest.mark.parametrize("options", [{}, {"exchange": "all_gather"}, {"rule": "normuon"}], ids=str)
+def test_a_parameter_without_gradient_on_one_rank_is_left_alone_on_all(options: dict[str, Any]) -> None:
+    for found in run_ranks(missing_on_one_rank, 2, options, timeout=SECONDS):
+        assert all(found.values()), found
 
 
 def message(call: Callable[[], object]) -> str:

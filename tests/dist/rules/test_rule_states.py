@@ -1,4 +1,4 @@
-"""The second moments of NorMuon: one for each matrix, at its owner; in checkpoints; in steps that change nothing."""
+"""States of rules: one for each matrix, at its owner; in checkpoints; in steps that change nothing."""
 
 import copy
 import math
@@ -16,13 +16,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.dist.harness import run_ranks
+from tests.dist.rules.test_rules import equal
 from tests.dist.small_params import SECONDS
 from tests.reference_muon import ReferenceRule
 from titan_muon import Muon, own
 from titan_muon.owned import gather
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "experts": (8, 12, 20)}
-RULE: dict[str, Any] = {"rule": "normuon", "beta2": 0.9}
+RULES: dict[str, dict[str, Any]] = {
+    "normuon": {"rule": "normuon", "beta2": 0.9},
+    "adamuon": {"rule": "adamuon", "beta2": 0.9},
+    "muonh": {"rule": "muonh", "weight_decay": 0.0},
+}
 STEPS = 3
 
 
@@ -39,7 +44,8 @@ def local(tensor: Tensor) -> Tensor:
 class Training:
     """The matrices of SHAPES in a layout (plain, fsdp, hsdp, redundant replicas or owned), and their Muon."""
 
-    def __init__(self, layout: str, world_size: int, seed: int = 0, **options: Any) -> None:
+    def __init__(self, layout: str, world_size: int, seed: int = 0, rule: str = "normuon", **options: Any) -> None:
+        self.rule = RULES.get(rule, {"rule": rule})
         shape = (2, world_size // 2) if layout in ("hsdp", "redundant") else (world_size,)
         placements: list[Placement] = [Replicate(), Shard(0)][-len(shape) :]
         mesh = None if world_size == 1 else init_device_mesh("cpu", shape)
@@ -53,7 +59,7 @@ class Training:
         if layout == "redundant":
             options["replicas"] = "redundant"
         self.params = dict(self.model.named_parameters())
-        self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **(RULE | options)).build()
+        self.muon = Muon(list(self.params.items()), lr=0.02, orthogonalize="reference", **self.rule, **options).build()
 
     def set_gradients(self, grads: dict[str, Tensor]) -> None:
         """Give parameters their part of the gradients that there are, and the others none."""
@@ -90,10 +96,11 @@ class Training:
 
     def differs(self, steps: int) -> list[str]:
         """What is not as after `steps` of one process: weights, and the second moments that this rank keeps."""
-        reference = ReferenceRule(full(0), **RULE)
+        reference = ReferenceRule(full(0), **self.rule)
         for seed in range(1, steps + 1):
             reference.step(full(seed))
-        found = [name for name, param in self.params.items() if not torch.equal(gather(param), reference.params[name])]
+        pairs = ((name, gather(param), reference.params[name]) for name, param in self.params.items())
+        found = [name for name, ours, expected in pairs if not equal(self.rule["rule"], ours, expected)]
         for name, expected in reference.moments.items():
             kept = self.moments(name)
             assert len(kept) == len(expected)
@@ -109,22 +116,30 @@ class Training:
         return sum(moment.numel() > 0 for name in self.params for moment in self.moments(name))
 
 
-def train(rank: int, world_size: int, layout: str) -> tuple[list[str], int]:
-    training = Training(layout, world_size)
-    for seed in range(1, STEPS + 1):
-        training.step(seed)
-    return training.differs(STEPS), training.kept()
+def train(rank: int, world_size: int, layout: str) -> dict[str, tuple[list[str], int, int]]:
+    """By rule: what differs, the second moments on this rank, and the collectives of the last step."""
+    found = {}
+    for rule in RULES:
+        training = Training(layout, world_size, rule=rule)
+        for seed in range(1, STEPS + 1):
+            calls = training.muon.exchange.collectives.traffic.calls
+            training.step(seed)
+        calls = training.muon.exchange.collectives.traffic.calls - calls
+        found[rule] = training.differs(STEPS), training.kept(), calls
+    return found
 
 
 MATRICES = 3 + SHAPES["experts"][0]
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("owned", 2), ("owned", 4), ("plain", 2)])
-def test_owned_matrices_and_plain_copies_equal_the_reference_bit_for_bit(layout: str, world_size: int) -> None:
-    """And the second moment of each matrix is on one rank, its owner."""
-    found = run_ranks(train, world_size, layout, timeout=SECONDS)
-    assert [differs for differs, _ in found] == [[]] * world_size
-    assert sum(kept for _, kept in found) == MATRICES
+def test_owned_matrices_and_plain_copies_equal_the_reference(layout: str, world_size: int) -> None:
+    """The second moment of each matrix is on its owner alone. Owned matrices need no collective for any rule."""
+    ranks = run_ranks(train, world_size, layout, timeout=SECONDS)
+    for rule in RULES:
+        assert [found[rule][0] for found in ranks] == [[]] * world_size, rule
+        assert sum(found[rule][1] for found in ranks) == (0 if rule == "muonh" else MATRICES)
+        assert layout != "owned" or all(found[rule][2] == 0 for found in ranks)
 
 
 STAGES: list[tuple[int, list[str]]] = [
@@ -163,26 +178,26 @@ def load(training: Training, folder: str, path: str) -> None:
 def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
     """A step in each layout, from the checkpoint of the steps before, and what then differs from one process."""
     found = {}
-    for path in ("torch", "titan"):
+    for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
         for steps, layout in enumerate(layouts, start=taken + 1):
             # Other weights, momentum and second moments: what is not loaded shows.
-            training = Training(layout, world_size, seed=0 if steps == 1 else 1)
+            training = Training(layout, world_size, seed=0 if steps == 1 else 1, rule=rule)
             if steps > 1:
                 training.step(90)
-                load(training, f"{folder}/{path}{steps - 1}", path)
+                load(training, f"{folder}/{path}{rule}{steps - 1}", path)
             training.step(steps)
-            found[f"{path} {layout}"] = training.differs(steps)
-            dcp.save(saved(training, path), checkpoint_id=f"{folder}/{path}{steps}")
+            found[f"{path} {rule} {layout}"] = training.differs(steps)
+            dcp.save(saved(training, path), checkpoint_id=f"{folder}/{path}{rule}{steps}")
     return found
 
 
 def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
-    """Each layout goes on from the checkpoint of another, bit for bit as one process that was never interrupted."""
+    """Each layout goes on from the checkpoint of another, as one process that was never interrupted."""
     taken = 0
     for world_size, layouts in STAGES:
-        for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=2 * SECONDS):
+        for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=4 * SECONDS):
             assert found == {key: [] for key in found}, world_size
-            assert len(found) == 2 * len(layouts)
+            assert len(found) == 4 * len(layouts)
         taken += len(layouts)
 
 
@@ -260,9 +275,10 @@ def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> N
         assert all("load the state with torch.distributed.checkpoint" in text for text in found)
 
 
-def test_a_step_that_a_grad_scaler_skips_changes_nothing() -> None:
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
     """Neither weights nor momentum nor second moments, with gradients that are finite and that are not."""
-    training = Training("plain", 1)
+    training = Training("plain", 1, rule=rule)
     training.step(1)
     for bad in (1.0, math.inf):
         before = training.contents()
@@ -275,6 +291,34 @@ def test_a_step_that_a_grad_scaler_skips_changes_nothing() -> None:
         assert training.changed_since(before) == set()
     training.step(2)
     assert training.differs(2) == []
+
+
+def test_a_gradient_that_is_not_finite_is_reported_under_every_rule() -> None:
+    for rule in RULES:
+        training = Training("plain", 1, rule=rule)
+        grads = full(1)
+        grads["tall"][-1, 0] = math.inf
+        training.set_gradients(grads)
+        training.muon.step()
+        assert "tall: gradient or momentum was not finite" in said(training.muon.check_last_step), rule
+
+
+def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
+    """It would keep the norm 0 and never train."""
+    training = Training("plain", 1, rule="muonh")
+    training.params["experts"].data[3].zero_()
+    training.step(1)
+    assert "experts: a matrix of zeros, which keeps the norm 0" in said(training.muon.check_last_step)
+
+
+def test_weights_keep_their_norm_under_muonh_over_many_steps() -> None:
+    training = Training("plain", 1, rule="muonh")
+    before = {name: param.norm(dim=(-2, -1)) for name, param in training.params.items()}
+    for seed in range(1, 101):
+        training.step(seed)
+    for name, param in training.params.items():
+        torch.testing.assert_close(param.norm(dim=(-2, -1)), before[name], rtol=1e-5, atol=0)
+        assert not torch.allclose(param, full(0)[name], atol=0.1)
 
 
 SPOILED = 2

@@ -136,6 +136,9 @@ def test_a_diverged_model_is_never_saved(rules: str, tmp_path: Path) -> None:
     assert process.returncode == 1, shown
     assert shown.count("error: ") == 1
     assert "Traceback" not in shown
+    (reason,) = tiny.records(run_folder(tmp_path), "diverged").values()
+    assert str(reason) in shown, "one record, and one error in the same words"
+    assert rules or "(muon.nonfinite = 'skip')" in shown, "the key of the recipe, not Muon's keyword"
     for checkpoint in (run_folder(tmp_path) / "checkpoint").glob("step-*"):
         metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         kinds = {key: value for key, value in metadata.items() if isinstance(value, TensorStorageMetadata)}
@@ -153,7 +156,7 @@ DIVERGES = ("--adamw.lr=1e30", "--lr_scheduler.warmup_steps=0", "--metrics.log_f
     ("words", "expected", "code"),
     [
         (("--training.seq_len=60000",), "Training sequence length 60000 exceeds", 2),
-        (DIVERGES, "the loss on the held-out text is not finite", 1),
+        (DIVERGES, "the norm of the gradients is nan", 1),
     ],
 )
 def test_an_end_on_two_ranks_is_said_once_and_not_repeated(

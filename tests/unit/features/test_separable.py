@@ -42,8 +42,8 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     return result.stdout.strip()
 
 
-def test_there_are_five_features() -> None:
-    assert FILES == ["early", "host", "late", "scaling", "slices"]
+def test_there_are_six_features() -> None:
+    assert FILES == ["early", "eight_bit", "host", "late", "scaling", "skip", "slices"]
 
 
 def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
@@ -56,7 +56,9 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("host", "offload='state'", "None"),
         ("early", "overlap='backward'", "None"),
         ("late", "overlap='forward'", "None"),
+        ("eight_bit", "state_dtype='int8'", "None"),
         ("scaling", "", "torch.zeros(())"),
+        ("skip", "nonfinite='skip'", "None"),
     ],
 )
 def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, options: str, found_inf: str) -> None:

@@ -36,3 +36,18 @@ def test_tensors_put_into_a_live_state_dict_are_loaded(rule: str) -> None:
     muon.load_state_dict(live)
     step(param, muon, 2)
     assert torch.equal(param, expected)
+
+
+def test_a_state_dict_of_before_an_option_existed_is_loaded() -> None:
+    """Each new option would otherwise make all older state dicts unreadable. The present value of the option stays."""
+    param, muon = trained("muon")
+    step(param, muon, 1)
+    saved = copy.deepcopy(muon.state_dict())
+    del saved["param_groups"][0]["ns_steps"]
+    other = nn.Parameter(param.detach().clone())
+    resumed = Muon([("w", other)], ns_steps=3, orthogonalize="reference")
+    with pytest.warns(UserWarning, match="the state dict has no ns_steps: the present values stay"):
+        resumed.load_state_dict(saved)
+    assert resumed.param_groups[0]["ns_steps"] == 3
+    assert torch.equal(resumed.state[other]["momentum_buffer"], muon.state[param]["momentum_buffer"])
+    step(other, resumed, 2)

@@ -332,6 +332,17 @@ def test_batches_have_the_bits_of_torchs_own(implementation: str, monkeypatch: p
     expected.load_state_dict(third.state_dict())
 
 
+def test_an_average_of_another_shape_is_refused() -> None:
+    """A copy would repeat one row for all rows."""
+    params = named()
+    adamw = batched.AdamW(params.items(), lr=0.02, foreach=True)
+    train(adamw, params, range(1))
+    saved = copy.deepcopy(adamw.state_dict())
+    saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"][:1].clone()
+    with pytest.raises(ValueError, match=r"exp_avg of a parameter .* has another shape"):
+        adamw.load_state_dict(saved)
+
+
 def test_bfloat16_averages_are_computed_in_float32_and_rounded_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batched, "BATCH_BYTES", 600)
     wide, ours, offloaded = named(), named(), named()

@@ -55,6 +55,9 @@ def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any
     # Four matrices a stack: a shape's batch takes them all, in one call each of what Newton-Schulz needs.
     growing = {name for name in many if many[name] > few[name]}
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
+    if options.get("nonfinite") == "skip":
+        # Each tensor gets its old value back if it is skipped. Only then can a skipped matrix keep its momentum.
+        allowed.add("aten.where.self_out")
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0
 

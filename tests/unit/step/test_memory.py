@@ -1,6 +1,8 @@
 """A step allocates as many bytes as its plan says, stage by stage."""
 
+import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +15,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
+from titan_muon.features.early import shared_queue
 from titan_muon.options import PlacementRule
+from titan_muon.plan.cost.times import Costs
+from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
+from titan_muon.plan.terms.layout import Geometries, Geometry
+from titan_muon.plan.terms.pieces import Pieces
+from titan_muon.planning import check_one_device
 from titan_muon.step.foreach import CPU_CHUNK_BYTES
+from titan_muon.tensors.storage import trained_params
 
 MIB = 2**20
 # One Newton-Schulz step in the dtype of the workspace, because the test is about the other stages.
@@ -151,3 +160,37 @@ def test_a_step_allocates_its_buffers_and_workspace_unless_they_are_kept() -> No
     for kept in (False, True):
         muon = Muon([("w", nn.Parameter(torch.zeros(512, 64)))], keep_buffers=kept)
         assert muon.engine.rank.step_bytes == (0 if kept else 512 * 64 * 2)
+
+
+def test_planning_data_is_dropped_after_construction() -> None:
+    """Pieces of thousands of matrices on a thousand ranks would slow down each garbage collection."""
+    muon = Muon([(f"w{i}", with_gradient(nn.Parameter(torch.zeros(8, 8 + i)))) for i in range(3)]).build()
+    muon.step()
+    gc.collect()
+    kinds = (Geometries, Geometry, Pieces, Costs, Totals)
+    assert [type(item).__name__ for item in gc.get_objects() if isinstance(item, kinds)] == []
+
+
+def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
+    muon = Muon([("w", with_gradient(nn.Parameter(torch.zeros(64, 64))))]).build()
+
+    def fail(*args: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("titan_muon.step.foreach.Apply.update", fail)
+    with pytest.raises(MemoryError):
+        muon.step()
+    assert muon.engine.rank._scratch.untyped_storage().nbytes() == 0
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    params = [("a", nn.Parameter(torch.zeros(8, 8))), ("b", nn.Parameter(torch.zeros(8, 8, device="meta")))]
+    trained = list(trained_params([{"param_names": ["a"], "params": [params[0][1]]}], {}, 0, stochastic=False))
+    other = replace(trained[0], fqn="b", param=params[1][1])
+    with pytest.raises(ValueError, match="b: is on meta, and a on cpu; move all parameters"):
+        check_one_device([*trained, other])
+
+
+@pytest.mark.parametrize(("device", "value", "warns"), [("cuda", "1", True), ("cuda", "8", False), ("cpu", "1", False)])
+def test_one_queue_for_all_streams_is_warned_about(device: str, value: str, warns: bool) -> None:
+    assert bool(shared_queue(device, {"CUDA_DEVICE_MAX_CONNECTIONS": value})) == warns

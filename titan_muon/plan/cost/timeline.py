@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import TypeVar
 
 from ...options import Overlap
 from ..exchange.pattern import BucketTotals, Flow
@@ -95,7 +96,7 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     local = [time.seconds for time in local_times.values()]
     rounds = [bucket.round for bucket in plan.buckets]
     hidden = hidden_rounds(overlap, plan.buffer_sets, plan.rounds, ordered_rounds(plan.buckets, overlap))
-    clock = _run_clock(times, rounds, local, plan.buffer_sets, hidden)
+    clock = run_clock(Clock(times, len(local)), rounds, local, plan.buffer_sets, hidden)
     ends = clock.now
     # Hidden gathers take no time in either run; late applies are left out of both.
     free = simulate(
@@ -129,6 +130,9 @@ def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") ->
     )
 
 
+C = TypeVar("C", bound="Clock")
+
+
 def simulate(
     times: Sequence[BucketTimes],
     rounds: Sequence[int],
@@ -137,17 +141,15 @@ def simulate(
     hidden: Hidden = NOTHING,
 ) -> list[float]:
     """The end of each rank's step, without `hidden` rounds; `rounds` by bucket, `local` seconds by rank."""
-    return _run_clock(times, rounds, local, buffer_sets, hidden).now
+    return run_clock(Clock(times, len(local)), rounds, local, buffer_sets, hidden).now
 
 
-def _run_clock(
-    times: Sequence[BucketTimes], rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden
-) -> _Clock:
+def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden = NOTHING) -> C:
+    """Play the turns of a step on a clock; `rounds` by bucket, `local` seconds by rank. Returns the clock."""
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
         by_round[number].append(index)
-    clock = _Clock(times, len(local))
     opening, turns = schedule(count, max(1, min(buffer_sets, count)))
     for _, number in opening:
         for bucket in by_round[number]:
@@ -164,7 +166,7 @@ def _run_clock(
     return clock
 
 
-class _Clock:
+class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
     # The host enqueues without waiting. A rank's compute continues when the awaited collective ends, at the end of its

@@ -62,6 +62,7 @@ class HybridOptimizers(OfParts, OptimizersContainer):
             raise recipe_error(error) from error
         self.optimizers = list(self.parts.optimizers.values())
         try:
+            self._carry()
             for muon in self._muons:
                 # Plan here, not in the first step, so that a planning error ends the start of the run.
                 muon.build()

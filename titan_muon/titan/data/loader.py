@@ -93,6 +93,16 @@ class PackedDataLoader(BaseDataLoader):
             self._read += self._stride
             yield self._make_batch(range(start, start + self._batch))
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of the stream that all ranks together have read."""
+        return self._read
+
+    @property
+    def position(self) -> int:
+        """Number of the next block of this rank."""
+        return self._read + self._first
+
     def state_dict(self) -> dict[str, Any]:
         """`blocks`: blocks read by all ranks together. `stream`: digest of text, tokenizer, split, seed and seq_len."""
         return {"blocks": self._read, "stream": self.fingerprint}

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchtitan.config import TORCH_DTYPE_MAP
 
 from titan_muon.adam import AVERAGES, BATCH_BYTES
 from titan_muon.options import Offload
@@ -16,7 +15,10 @@ from titan_muon.owned.param import held_elements
 from titan_muon.plan import Summary
 from titan_muon.plan.owned.ownership import OwnedTotals
 from titan_muon.plan.search.state import state_elements
+from titan_muon.rules import rule_states
 from titan_muon.state.host import TRANSFERS_AT_ONCE, host_bytes
+from titan_muon.state.momentum import momentum_bytes
+from titan_muon.state.rule_states import state_bytes
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan.assign.container import offload_of
 from titan_muon.titan.dry_run.meta_model import MetaModel
@@ -90,6 +92,9 @@ def memory_per_rank(
         states_on_device = _window_bytes(held, summary, recipe) + of_rule
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
+    if meta.plan is not None:
+        # On the device under offload too. The owner with the largest states may not hold the largest shards.
+        states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
     if summary is not None:
@@ -113,7 +118,7 @@ def _held(meta: MetaModel, elements: Mapping[str, int], kept: Mapping[str, int],
         size, itemsize = elements[a.fqn], meta.parameters[a.fqn].element_size()
         states: tuple[int, ...] = ()
         if a.optimizer == "muon":
-            states = (kept[a.fqn] * TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize,)
+            states = (momentum_bytes(kept[a.fqn], recipe.muon.state_dtype),)
         elif a.optimizer == "adamw":
             states = (size * (2 if recipe.adamw.state_dtype == "bfloat16" else itemsize),) * len(AVERAGES)
         yield Held(a.optimizer, size * itemsize, itemsize, states)
@@ -126,13 +131,20 @@ def _window_bytes(held: list[Held], summary: Summary | None, recipe: Recipe) -> 
     most = TRANSFERS_AT_ONCE * min(BATCH_BYTES, batched)
     if summary is None:
         return most
-    element_bytes, stages = TORCH_DTYPE_MAP[recipe.muon.state_dtype].itemsize, 1
+    element_bytes, stages = momentum_bytes(1, recipe.muon.state_dtype), 1
     if offload == "parameters":
         # Momentum and gradient share a transfer; the parameter's own transfer is smaller.
         element_bytes += max(item.itemsize for item in held if item.optimizer == "muon")
         stages = 2
     loads = max(min(TRANSFERS_AT_ONCE, stages * cost.loads) * cost.load_elements for cost in summary.ranks)
     return max(most, loads * element_bytes)
+
+
+def mean_elements(parameter: Tensor, ranks: int) -> float:
+    """Elements of a parameter on the first of `ranks` ranks, or the mean if owned."""
+    if isinstance(parameter, DTensor) and is_owned(parameter):
+        return sum(held_elements(parameter).values()) / ranks
+    return local(parameter).numel()
 
 
 def _elements(parameter: Tensor, owner: int) -> int:

@@ -29,6 +29,7 @@ from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.assign.explain import stage_ranks
 from titan_muon.titan.device import planning_for
+from titan_muon.titan.dry_run.training import ModelSize
 from titan_muon.titan.model.qk_clip import reduced_bytes
 from titan_muon.titan.recipe import Recipe, recipe_error
 from titan_muon.titan.recipe.degrees import check_layout
@@ -52,6 +53,7 @@ class MetaModel:
         groups: parameter groups by optimizer.
         plan: plan of the Muon step; None without Muon parameters.
         logit_bytes: bytes of QK-clip's all-reduce per step.
+        size: FLOPs, vocabulary and routing of the whole model.
     """
 
     world_size: int
@@ -62,6 +64,7 @@ class MetaModel:
     groups: Mapping[str, Sequence[ParamGroup]]
     plan: Plan | None
     logit_bytes: int
+    size: ModelSize
 
 
 def smallest_world(recipe: Recipe) -> int:
@@ -99,7 +102,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     kind = this_device() if device is None else device
     # The cost of Newton-Schulz on the device balances the owners.
     with _fake_world(world_size, ranks[0]), planning_for(kind):
-        parts = _sharded_parts(config, world_size)
+        parts, size = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
             canonical_fqn(name): p for part in parts for name, p in part.named_parameters() if p.requires_grad
         }
@@ -116,7 +119,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
         plan = _plan(parameters, decision.groups.get("muon", ()), decision.tables.get("muon", {}), kind)
         assert config.model_spec is not None, "the recipe names a model"
         sent = reduced_bytes(config.model_spec.model)
-        return MetaModel(world_size, ranks, parameters, assigned, decision.whole, decision.groups, plan, sent)
+        return MetaModel(world_size, ranks, parameters, assigned, decision.whole, decision.groups, plan, sent, size)
 
 
 @contextmanager
@@ -132,8 +135,8 @@ def _fake_world(world_size: int, rank: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Module]:
-    """The model, or the parts of this process's pipeline stage."""
+def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn.Module], ModelSize]:
+    """The model, or the parts of this process's pipeline stage; and the size of the whole model."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
     # Same order as TorchTitan's trainer before allocation: parameters get their dtype at creation, and the model must
@@ -144,6 +147,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
     dtype = TORCH_DTYPE_MAP[config.training.dtype]
     with torch.device("meta"), device_utils.set_default_dtype(dtype):
         model = spec.model.build()
+    size = _model_size(spec.model, model, config.training.seq_len)
     options: dict[str, Any] = {
         "parallel_dims": parallel_dims,
         "training": config.training,
@@ -157,7 +161,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
         if getattr(sharded, "enable_weight_tying", False):
             # As TorchTitan does before initialization: under spmd_types, sharding splits a tied parameter into two.
             sharded.tok_embeddings.weight = sharded.lm_head.weight
-        return [sharded]
+        return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # Enough microbatches for any schedule: the plan does not depend on the batch, and the recipe's batch may not fit.
     size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
@@ -170,7 +174,16 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> list[nn.Modul
         loss_fn=config.loss.build(compile_config=config.compile),
         **options,
     )
-    return list(parts)
+    return list(parts), size
+
+
+def _model_size(config: Any, model: nn.Module, seq_len: int) -> ModelSize:
+    """The size of a model of TorchTitan that is not sharded yet."""
+    _, flops = config.get_nparams_and_flops(model, seq_len)
+    experts = next((layer.moe for layer in getattr(config, "layers", ()) if getattr(layer, "moe", None)), None)
+    routed = 0.0 if experts is None else experts.router.top_k / experts.num_experts
+    vocabularies = [len(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
+    return ModelSize(flops, max(vocabularies, default=0), routed)
 
 
 def _plan(

@@ -18,6 +18,7 @@ class FolderLock:
 
     def __init__(self) -> None:
         self._file: TextIOWrapper | None = None
+        self._folder: str | None = None
 
     def __enter__(self) -> "FolderLock":
         return self
@@ -29,7 +30,9 @@ class FolderLock:
             self._file.close()
 
     def take(self, folder: str) -> None:
-        """Lock `folder`. Raises RecipeError with the lock's process."""
+        """Lock `folder`. Raises RecipeError with the process that holds the lock."""
+        if self._folder == folder and Path(folder, LOCK_FILE).is_file():
+            return
         file = Path(folder, LOCK_FILE).open("a+", encoding="utf-8")  # noqa: SIM115 (closed at the end of the context)
         try:
             # A lock of the operating system, which also works over NFS. An existing file would outlive a killed job.
@@ -48,7 +51,10 @@ class FolderLock:
             file.close()
             print(f"warning: {folder} cannot be locked ({error}): start no second job in this folder", flush=True)
             return
-        self._file = file
+        # The operating system releases a process's lock when any of its files on the folder's lock is closed.
+        if self._file is not None:
+            self._file.close()
+        self._file, self._folder = file, folder
         with suppress(OSError):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

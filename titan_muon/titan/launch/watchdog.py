@@ -19,6 +19,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 
 # Heartbeat every timeout / 40, at most every 2.5 s because all ranks of a cluster use a single store. A rank is silent
@@ -80,13 +81,18 @@ class Watchdog:
         self._first_timeout, self._timeout = first_timeout, timeout
         self._stage, self._beat, self._moved, self._named = 0, 0, time.monotonic(), -1
         self._failing, self._peer_failed = False, math.inf
+        self._done = False
+        self._parent = os.getppid()
+        self._told = time.monotonic()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._guard = threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True)
 
     def __enter__(self) -> "Watchdog":
         if self._world_size > 1:
             self._tell()
             self._thread.start()
+            self._guard.start()
         return self
 
     def __exit__(
@@ -97,13 +103,14 @@ class Watchdog:
         if error is not None:
             self._failing = True
             with suppress(RuntimeError):
-                self._store.set(FAILED, str(self._rank))
-        if not (error is None or isinstance(error, RecipeError | FloatingPointError)):
+                self._name_first_failure(error)
+        if not (error is None or isinstance(error, RecipeError | FloatingPointError | RunFault)):
             with suppress(RuntimeError):
                 self._end_silent()
             return
         self._closed.set()
         self._thread.join()
+        self._guard.join()
         # The process with the store may have ended before this process.
         with suppress(RuntimeError):
             self._store.set(_key(self._rank), replace(self._sign(), ended=True).encode())
@@ -112,6 +119,10 @@ class Watchdog:
         """Report progress; every rank calls this at the begin and at the end of a step."""
         self._stage += 1
         self._moved = time.monotonic()
+
+    def finish(self) -> None:
+        """Report that training has ended: from now on a lost store is no fault, because its process may end first."""
+        self._done = True
 
     @property
     def timeout(self) -> float:
@@ -128,22 +139,85 @@ class Watchdog:
     def _tell(self) -> None:
         self._beat += 1
         self._store.set(_key(self._rank), self._sign().encode())
+        self._told = time.monotonic()
 
     def _watch(self) -> None:
-        try:
-            while not self._closed.wait(self._interval):
-                self._tell()
-                waited = time.monotonic() - self._moved
-                if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
-                    self._named = self._stage
-                    self._name_late_ranks()
-                gone = waited > self.timeout + GRACE_SECONDS and self._end_silent()
-                if gone or self._outlives_failure():
-                    print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
-                    os._exit(1)
-        except RuntimeError:
-            # The process with the store has ended. The collectives fail without a watchdog.
+        while not self._closed.wait(self._interval):
+            try:
+                alone = self._is_alone()
+            except RuntimeError:
+                self._end_without_store()
+                return
+            if alone:
+                print(f"error: rank {self._rank} ends: its peers are gone", file=sys.stderr, flush=True)
+                os._exit(1)
+
+    def _is_alone(self) -> bool:
+        """Give a sign of life, and name late ranks. Returns whether this rank waits for peers that are gone."""
+        self._tell()
+        waited = time.monotonic() - self._moved
+        if waited > NAMING_SHARE * self.timeout and self._named != self._stage:
+            self._named = self._stage
+            self._name_late_ranks()
+        return (waited > self.timeout + GRACE_SECONDS and self._end_silent()) or self._outlives_failure()
+
+    def _end_without_store(self) -> None:
+        """End this process, because nobody keeps watch any more: the process with the store has ended.
+
+        Under torchrun that is a launcher, and the ranks may be well: they end after the step, with a checkpoint.
+        Otherwise it is a rank, and the collectives wait in vain.
+        """
+        under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        # At the end of training, ranks lose the store in turn.
+        if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
             return
+        if under_torchrun:
+            who = "its launcher" if os.getppid() != self._parent else "the launcher of the job's first node"
+            print(
+                f"error: rank {self._rank}: {who} is gone; training ends after this step", file=sys.stderr, flush=True
+            )
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not self._closed.wait(self._interval):
+                if time.monotonic() - self._moved > self.timeout + GRACE_SECONDS:
+                    break
+            else:
+                return
+        print(f"error: rank {self._rank} ends: the process with the job's store is gone", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _watch_store(self) -> None:
+        """End this process if neither the store nor the main thread has answered for longer than the time-out.
+
+        A cut link, or a stopped process with the store, leaves the other thread waiting for an answer.
+        """
+        while not self._closed.wait(self._interval):
+            limit = self.timeout + GRACE_SECONDS
+            now = time.monotonic()
+            if now - self._told > limit and now - self._moved > limit and self._thread.is_alive() and not self._done:
+                store = f"{os.environ.get('MASTER_ADDR', 'unknown')}:{os.environ.get('MASTER_PORT', 'unknown')}"
+                print(
+                    f"error: rank {self._rank} ends: no answer from the job's store on {store} for {limit:.0f} s; its "
+                    "process is stopped, or the network is cut",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                os._exit(1)
+
+    def _name_first_failure(self, error: BaseException) -> None:
+        """Tell the store that this rank fails. Print who failed first, if the error is a consequence of that."""
+        try:
+            first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
+        except RuntimeError:
+            # A store in a file cannot compare.
+            self._store.set(FAILED, str(self._rank))
+            return
+        known_everywhere = isinstance(error, RecipeError | FloatingPointError | RunFault)
+        if int(first) != self._rank and not known_everywhere:
+            print(
+                f"error: rank {self._rank} ends because rank {first} failed first; read the error of rank {first}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _name_late_ranks(self) -> None:
         # Only one waiting rank looks: 1,000 readers of 1,000 signs would block the store.

@@ -3,14 +3,15 @@
 import inspect
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from itertools import pairwise, product
+from typing import Annotated, Literal, get_type_hints
 
 import tyro
 
 from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import SOURCE, print_help, read_flags
-from titan_muon.titan.recipe.schema import build, keys, refuse
+from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, nearest
 
@@ -21,7 +22,7 @@ HELP = {"-h", "--help"}
 class Options:
     """Train a recipe, or show its plan. Precedence: --section.key, the file, bases of the file, defaults.
 
-    Hyphens and underscores are equal in a flag. A flag without a value means true.
+    Hyphens and underscores are equal in a flag. A flag without a value means true. `--help muon` shows a table's keys.
     """
 
     config: str | None = None
@@ -42,6 +43,31 @@ class Options:
     json: str | None = None
     """With dry_run: JSON file for the plan."""
 
+    machine: str | None = None
+    """With dry_run: machine to plan for, short for `--machine.name`."""
+
+    verbose: bool = False
+    """With dry_run: print the recipe with all defaults first."""
+
+    compare: tuple[str, ...] = ()
+    """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; one table for all combinations."""
+
+    html: str | None = None
+    """With dry_run: file for a page with the timeline, balance, memory and parameters."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """A recipe of a comparison: its file, the overrides, and those that differ from other alternatives as its name."""
+
+    name: str
+    config: str
+    overrides: tuple[str, ...]
+
+    def load(self) -> Recipe:
+        """The recipe. Raises RecipeError if it is refused."""
+        return load(self.config, self.overrides)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
@@ -50,25 +76,62 @@ class Command(Options):
     # Without a name, so that tyro's flags are --muon.lr, not --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
+    alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
+
 
 def parse(argv: Sequence[str]) -> Command:
-    """Parse `argv` (without the program's name). `--help` prints and exits with status 0.
+    """Parse `argv` (without the program's name). `--help` and `--help TABLE` print, and exit with status 0.
 
     Raises RecipeError with a single message for any mistake in the flags or the recipe.
     """
     wants_help = bool(HELP & set(argv))
-    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in HELP])
+    kinds = get_type_hints(Recipe)
+    asked = [word for before, word in pairwise(argv) if before in HELP and is_dataclass(kinds.get(word))]
+    entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *asked}])
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
         # The help shows the recipe's values, so errors of the recipe come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
+        if asked:
+            shown = make_dataclass(
+                "Tables", [(name, kinds[name], field(default=getattr(recipe, name))) for name in asked]
+            )
+            print_help(shown, shown(), f"The keys of {', '.join(asked)}.", prog="train.py")
         print_help(Command, Command(recipe=recipe), inspect.getdoc(Options), prog="train.py")
     if options.config is None:
         example = next((word for word in overrides if word.endswith(".toml")), "configs/NAME.toml")
         raise RecipeError(f"command line: --config FILE is missing; name a recipe, as in --config {example}.")
     _check(options)
-    return Command(recipe=load(options.config, overrides, _notice), **vars(options))
+    if options.machine is not None:
+        overrides = [*overrides, "--machine.name", options.machine]
+    recipe = load(options.config, overrides, _notice)
+    return Command(recipe=recipe, alternatives=_alternatives(options, overrides), **vars(options))
+
+
+def _alternatives(options: Options, overrides: Sequence[str]) -> tuple[Alternative, ...]:
+    """Every combination of the values in `options.compare`. Raises RecipeError for unknown keys."""
+    choices: list[list[tuple[str, str]]] = []
+    known = list(keys(Recipe))
+    for word in options.compare:
+        key, equals, listed = word.partition("=")
+        if not equals or not listed:
+            raise RecipeError(
+                f"command line: --compare {word}: write KEY=VALUE,VALUE, as in placement.muon=owned,shard0."
+            )
+        if key not in known:
+            raise unknown(SOURCE, key, listed, known)
+        choices.append([(key, value) for value in listed.split(",")])
+    assert options.config is not None, "a command without a recipe is refused"
+    return tuple(
+        Alternative(
+            " ".join(f"{key}={value}" for key, value in chosen),
+            options.config,
+            (*overrides, *(word for key, value in chosen for word in (f"--{key}", value))),
+        )
+        for chosen in product(*choices)
+        if chosen
+    )
 
 
 def _notice(line: str) -> None:
@@ -85,6 +148,10 @@ def _check(options: Options) -> None:
         "--world-size": options.world_size is not None,
         "--device": options.device is not None,
         "--json": options.json is not None,
+        "--machine": options.machine is not None,
+        "--verbose": options.verbose,
+        "--compare": bool(options.compare),
+        "--html": options.html is not None,
     }
     stray = [flag for flag, is_set in needs_dry_run.items() if is_set]
     if stray and not options.dry_run:

@@ -80,7 +80,7 @@ def _check_experts(parallelism: Parallelism, shard: int, world_size: int) -> Non
 
 def batch_problem(recipe: Recipe, world_size: int) -> str | None:
     """Reason why `world_size` ranks cannot share the global batch; None if they can."""
-    training, ranks = recipe.training, _data_ranks(recipe, world_size)
+    training, ranks = recipe.training, data_ranks(recipe, world_size)
     whole, local = training.global_batch_size, local_batch_size(recipe, world_size)
     if whole != -1 and whole % (local * ranks):
         problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
@@ -105,10 +105,11 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
     if training.local_batch_size != -1:
         return training.local_batch_size
     # At least 1: a plan may have more ranks than the batch has sequences.
-    return max(1, training.global_batch_size // _data_ranks(recipe, world_size))
+    return max(1, training.global_batch_size // data_ranks(recipe, world_size))
 
 
-def _data_ranks(recipe: Recipe, world_size: int) -> int:
+def data_ranks(recipe: Recipe, world_size: int) -> int:
+    """Data-parallel ranks: replicas times shards."""
     return recipe.parallelism.data_parallel_replicate_degree * _shard_degree(recipe.parallelism, world_size)
 
 
@@ -117,7 +118,10 @@ def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     # Twice the context degree: the load balancer gives a rank a chunk from the head and a chunk from the tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
+        degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []
+        degrees += [f"parallelism.context_parallel_degree = {context}"] if context > 1 else []
         raise RecipeError(
-            f"training.seq_len = {training.seq_len} is not accepted; it takes a multiple of {divisor}: the tensor "
-            "parallel degree under sequence parallel, times twice the context parallel degree above 1."
+            f"training.seq_len = {training.seq_len} is not accepted with {' and '.join(degrees)}; it takes a "
+            f"multiple of {divisor}: the tensor parallel degree under sequence parallel, times twice the context "
+            "degree above 1."
         )

@@ -173,6 +173,17 @@ class QKClip:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Monitor:
+    """Measurements of weights, updates and states, for metrics.jsonl and TensorBoard."""
+
+    every: Annotated[int, NOT_NEGATIVE] = 0
+    """Steps from one measured step to the next; 0 measures nothing and costs nothing."""
+
+    matrices: Annotated[int, COUNT] = 2
+    """Matrices whose singular values are measured; each is gathered whole on every rank, twice."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Loss:
     """Cross entropy."""
 
@@ -305,6 +316,7 @@ class Recipe:
     validator: Validator = field(default_factory=Validator)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    monitor: Monitor = field(default_factory=Monitor)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
     float8: Float8 = field(default_factory=Float8)

@@ -8,13 +8,16 @@ from typing import Annotated, Literal
 
 from titan_muon.options import COUNT, NOT_NEGATIVE, POSITIVE, TEXT, Constraint, at_least, each, from_to, one_of
 
+
 # With a path outside the run's folder two runs could share a folder and delete each other's checkpoints.
-INSIDE_RUN = Constraint(
-    "a relative path inside the run's folder",
-    lambda path: (
+def _is_inside(path: str) -> bool:
+    return (
         not path.startswith(("/", "~")) and "://" not in path and posixpath.normpath(f"run/{path}").startswith("run/")
-    ),
-)
+    )
+
+
+INSIDE_RUN = Constraint("a relative path inside the run's folder", _is_inside)
+INSIDE_DUMP = Constraint("a relative path inside dump_folder", _is_inside)
 STATES = each(one_of("optimizer", "lr_scheduler", "dataloader", "train_state"))
 PATH_FROM_ROOT = Constraint("an absolute path or a URL", lambda value: value.startswith("/") or "://" in value)
 
@@ -265,7 +268,7 @@ class Comm:
     trace_buf_size: Annotated[int, NOT_NEGATIVE] = 0
     """Entries of NCCL's flight recorder; 0: off."""
 
-    save_traces_folder: Annotated[str, TEXT] = "comm_traces"
+    save_traces_folder: Annotated[str, INSIDE_DUMP] = "comm_traces"
     """Folder inside dump_folder for the flight recorder's files, written when a collective hangs."""
 
     save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
@@ -290,6 +293,9 @@ class Debug:
 
     moe_force_load_balance: bool = False
     """Route tokens round robin, only for speed measurements."""
+
+    check_replicas: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps between comparisons of replicas of weights and states over ranks; 0 compares before each save alone."""
 
 
 @dataclass(frozen=True, kw_only=True)

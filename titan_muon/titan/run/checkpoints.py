@@ -1,10 +1,10 @@
 """Save, load and validate the checkpoints of a run (PyTorch's distributed checkpoints).
 
-A checkpoint is whole if `.metadata` (PyTorch writes this file last) and all files named in it exist at full length.
+A checkpoint is whole if it has `.metadata`, which PyTorch writes last, and every file that `.metadata` names, at full
+length. `checksums.json` also tells whether the bytes are the saved ones.
 """
 
 import json
-import pickle
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -12,20 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader
+import torch
+import torch.distributed as dist
+from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import STORAGE_TYPES, TensorStorageMetadata
-from torchtitan.components.checkpointer import CheckpointManager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torchtitan.components.checkpointer import MODEL, AsyncMode, CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader, ParallelAwareDataloader
+from torchtitan.tools.utils import GarbageCollection
 
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.run.console import say
+from titan_muon.titan.storage.checksums import METADATA, SummingWriter, damaged, read_checksums
+from titan_muon.titan.storage.reader import SafePlanner, SafeReader
+from titan_muon.titan.storage.space import MARGIN, folder_bytes, free_bytes, full_disk, is_disk_full
 
-METADATA = ".metadata"
 STEP_FOLDER = re.compile(r"step-(\d+)")
-TRAINER_STEP = "train_state.step"
+ASIDE_FOLDER = re.compile(r"aside-(\d+)(-\d+)?")
+TRAINER_STEP, DATA_START = "train_state.step", "train_state.data_start"
 SCHEDULE = "schedule"
 DATA_RANK = re.compile(r"dataloader\.dp_rank_\d+")
 
@@ -46,27 +54,33 @@ def saved_steps(folder: Path) -> list[int]:
 def flaw(checkpoint: Path) -> str | None:
     """Reason why a run cannot continue from a checkpoint; None if the checkpoint is whole.
 
-    Reads the metadata and the sizes of files, not the contents.
+    Reads `.metadata` and `checksums.json`, and of the other files the sizes alone.
     """
     if not (checkpoint / METADATA).is_file():
         return f"{METADATA} is missing: the save was cut off, or the model was exported"
     try:
-        metadata = FileSystemReader(checkpoint).read_metadata()
-        entries = list(metadata.storage_data.values())
-        keys = metadata.state_dict_metadata.keys()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ImportError, IndexError, ValueError) as error:
-        return f"{METADATA} cannot be read ({type(error).__name__}: {error})"
+        sums = read_checksums(checkpoint)
+        if sums is not None and (problem := damaged(checkpoint, [METADATA], sums)):
+            return problem
+    except (KeyError, ValueError) as error:
+        return str(error)
     lengths: dict[str, int] = {}
-    for entry in entries:
-        lengths[entry.relative_path] = max(lengths.get(entry.relative_path, 0), entry.offset + entry.length)
-    for name, length in lengths.items():
-        file = checkpoint / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size < length:
-            return f"{name} has {file.stat().st_size} of {length} bytes"
-    if TRAINER_STEP not in keys:
-        return "only the model was saved (checkpoint.last_save_model_only)"
+    try:
+        metadata = SafeReader(checkpoint).read_metadata()
+        keys = metadata.state_dict_metadata.keys()
+        for entry in metadata.storage_data.values():
+            lengths[entry.relative_path] = max(lengths.get(entry.relative_path, 0), entry.offset + entry.length)
+        for name, length in lengths.items():
+            file = checkpoint / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if file.stat().st_size < length:
+                return f"{name} has {file.stat().st_size} of {length} bytes"
+        if TRAINER_STEP not in keys:
+            return "only the model was saved (checkpoint.last_save_model_only)"
+    # Damaged bytes raise any error: MemoryError for a length, TypeError for a wrong class.
+    except Exception as error:
+        return f"{METADATA} cannot be read ({type(error).__name__}: {error})"
     return None
 
 
@@ -132,7 +146,11 @@ class RunCheckpoints(CheckpointManager):
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """Context that excludes saving from the training time; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
-        """Raises FloatingPointError if the weights are not finite; set by the trainer."""
+        """Raises FloatingPointError for a model that must not be saved; set by the trainer."""
+        self.protected_until: int | None = None
+        """If set, the newest checkpoint up to this step stays; set by the trainer while training looks wrong."""
+        self._last_saved: int | None = None
+        self._missing: tuple[str, ...] = ()
         super().__init__(config, **kwargs)
         self.schedule = Schedule(config.schedule)
         if config.enable:
@@ -146,9 +164,122 @@ class RunCheckpoints(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         with self.paused():
-            if self._should_save(curr_step, last_step):
-                self.check(curr_step)
-            return bool(super()._save(curr_step, last_step))
+            if not self._should_save(curr_step, last_step):
+                return False
+            self.check(curr_step)
+            self.maybe_wait_for_saving()
+            self._check_folder(curr_step)
+            try:
+                saved = bool(super()._save(curr_step, last_step))
+            except CheckpointException as error:
+                raise self._not_saved(curr_step, error) from error
+            self._last_saved = curr_step
+            return saved
+
+    def _wait_for_saving(self) -> None:
+        try:
+            super()._wait_for_saving()
+        except CheckpointException as error:
+            assert self._last_saved is not None, "a save that is waited for has begun"
+            raise self._not_saved(self._last_saved, error) from error
+
+    def _check_folder(self, step: int) -> None:
+        """Raise RunFault on every rank if the disk has no space for a checkpoint. Say if the folder was removed."""
+        message: list[str | None] = [None]
+        if dist.get_rank() == 0:
+            folder = Path(self.folder)
+            if self._last_saved is not None and not folder.is_dir():
+                say(f"warning: {folder} was removed; checkpoints up to step {self._last_saved} are gone")
+            needed, free = self._bytes_needed(), free_bytes(folder)
+            if free < needed:
+                message[0] = full_disk(folder, step, needed, free, self._newest_whole())
+        dist.broadcast_object_list(message, src=0)
+        if message[0] is not None:
+            raise RunFault(message[0])
+
+    def _bytes_needed(self) -> int:
+        """Bytes of the next checkpoint: as the newest one, or as weights and states have now on all ranks."""
+        folder = Path(self.folder)
+        newest = self._newest_whole()
+        if newest is not None:
+            return int(folder_bytes(checkpoint_path(folder, newest)) * MARGIN)
+        states = (state for optimizer in self.states["optimizer"] for state in optimizer.state.values())
+        tensors = [*self.states[MODEL].state_dict().values(), *(value for state in states for value in state.values())]
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, torch.Tensor))
+        return int(total * MARGIN)
+
+    def _newest_whole(self) -> int | None:
+        folder = Path(self.folder)
+        return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
+
+    def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
+        """The error of a save that failed on any rank; every rank has it."""
+        rank, (cause, _) = min(error.failures.items())
+        reason = f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+        folder, newest = Path(self.folder), self._newest_whole()
+        needed, free = self._bytes_needed(), free_bytes(folder)
+        # A full disk shows as any error of the writer, such as a wrong position in the file.
+        if free < needed or is_disk_full(error):
+            return RunFault(f"{full_disk(folder, step, needed, free, newest)} ({reason})")
+        left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
+        return RunFault(f"step {step} is not saved in {folder} ({reason}); {left}")
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save as TorchTitan does, with checksums. Exports for Hugging Face have none."""
+        if to_hf:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        name = STEP_FOLDER.fullmatch(Path(checkpoint_id).name)
+        assert name is not None, f"{checkpoint_id} is no folder of a step"
+        writer = SummingWriter(checkpoint_id, int(name[1]))
+        result: Any = None
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+        elif async_mode == AsyncMode.ASYNC:
+            result = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        else:
+            result = dcp.async_save(
+                state_dict,
+                storage_writer=writer,
+                process_group=self.pg,
+                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                async_stager=self.stager,
+            )
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load as TorchTitan does, and run no code of the checkpoint."""
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        # A hyperparameter that the version which saved did not have: the recipe's value stays.
+        planner = SafePlanner(optional=lambda key: key.startswith("optimizer.param_groups.") or key == DATA_START)
+        dcp.load(state_dict, storage_reader=SafeReader(checkpoint_id), planner=planner)
+        self._missing = tuple(key for key in planner.missing if key != DATA_START)
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def _purge_stale_checkpoints(self) -> None:
+        if not self._should_purge():
+            return
+        folder = Path(self.folder)
+        steps = saved_steps(folder)
+        kept = set(steps[: self.keep_latest_k])
+        if self.protected_until is not None:
+            kept.update([step for step in steps if step <= self.protected_until][:1])
+        stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
+        # A checkpoint that was set aside goes when all checkpoints that are kept are newer.
+        asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
+        stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
+        for path in stale:
+            self.purge_queue.put(str(path))
 
     def _load(self, step: int = -1) -> bool:
         # The run loads before training, to refuse a bad checkpoint early. TorchTitan's training loop loads again.
@@ -172,6 +303,8 @@ class RunCheckpoints(CheckpointManager):
                 group["lr"] = rate
         for change in (*self.states["optimizer"].changes, *self._dtypes, *self.schedule.changes):
             say(f"changed since the checkpoint: {change}")
+        for value in missing_values(self.states["optimizer"], self._missing):
+            say(f"not in the checkpoint, so that the recipe's value counts: {value}")
         return True
 
     def _states_to_load(self, model_only: bool) -> dict[str, Any]:
@@ -181,7 +314,7 @@ class RunCheckpoints(CheckpointManager):
 
     def _continue_from(self, checkpoint: str) -> None:
         states = self._states_to_load(model_only=False)
-        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        saved = SafeReader(checkpoint).read_metadata().state_dict_metadata
         if "optimizer" in states:
             check_optimizers(states["optimizer"], saved)
             self._dtypes = tuple(dict.fromkeys(changed_dtypes(states["optimizer"], saved)))
@@ -215,6 +348,18 @@ def changed_dtypes(optimizers: HybridOptimizers, saved: Mapping[str, STORAGE_TYP
         if isinstance(stored, TensorStorageMetadata) and stored.properties.dtype != value.dtype:
             fqn, _, state = key.removeprefix("state.").rpartition(".")
             yield f"{takers[fqn]} {state}: {stored.properties.dtype} -> {value.dtype}"
+
+
+def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> Iterator[str]:
+    """Hyperparameters without a value in the checkpoint, once each, as `muon.ns_steps = 5`."""
+    takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
+    current = optimizers.state_dict() if missing else {}
+    lines = []
+    for key in missing:
+        name = key.removeprefix("optimizer.")
+        fqn, _, option = name.removeprefix("param_groups.").rpartition(".")
+        lines.append(f"{takers[fqn]}.{option} = {current[name]}")
+    return iter(dict.fromkeys(lines))
 
 
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:

@@ -48,6 +48,12 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
+def say_fault(error: Exception) -> None:
+    """Print an error that every rank has, by the first rank. Unlike `say_error`, lets torchrun start the job again."""
+    if _is_first("errors"):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+
+
 def say_error(error: Exception, code: int) -> None:
     """Print an error of the user on stderr, by the first rank with the error. torchrun's summary gets the error too.
 

@@ -8,9 +8,11 @@ import os
 import resource
 import signal
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -32,7 +34,10 @@ from titan_muon.titan.assign.explain import (
     plan_lines,
     stage_ranks,
 )
+from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
+from titan_muon.titan.checks.start import check_start, start_facts
 from titan_muon.titan.device import compute_capability, on_accelerator
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.launch.attempts import interrupted_run, lasting_store, remember_run, store_of_attempt
 from titan_muon.titan.launch.environment import describe_world
 from titan_muon.titan.launch.folder_lock import FolderLock
@@ -41,14 +46,23 @@ from titan_muon.titan.model.qk_clip import qk_clip_lines, reduced_bytes
 from titan_muon.titan.model.quantization import check_float8, has_torchao
 from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees
 from titan_muon.titan.recipe.constraints import owns
-from titan_muon.titan.run.console import say, say_error, set_up_logging
-from titan_muon.titan.run.runs import Run, agree, begin, discard
+from titan_muon.titan.run.console import say, say_error, say_fault, set_up_logging
+from titan_muon.titan.run.runs import (
+    OPTIMIZERS_FILE,
+    Run,
+    agree,
+    begin,
+    changed_keys,
+    discard,
+    earlier_optimizers,
+    keep_folder,
+)
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.trainer import MuonTrainer
 from titan_muon.titan.run.trainer_config import comm_config, refuse_on_cpu, trainer_config
 
-OPTIMIZERS_FILE = "optimizers.txt"
 TRACEBACK_FILE = "traceback.txt"
+MOST_FILES = 65536
 # A job ends within five seconds after a time-out: three for the processes, two for the launcher.
 SECONDS_TO_EXIT = 3
 
@@ -59,7 +73,7 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
     `overrides` are the keys set on the command line; the run's folder is named after them.
 
     Exit code 0: training ended or was stopped; 1: training diverged; 2: user error. The message of 1 and 2 is printed
-    once. Other errors raise.
+    once, as the message of a RunFault, with exit code 1. Other errors raise.
     """
     describe_world()
     set_up_logging()
@@ -71,6 +85,9 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
     except (RecipeError, FloatingPointError) as error:
         code = 2 if isinstance(error, RecipeError) else 1
         say_error(error, code)
+    except RunFault as error:
+        code = 1
+        say_fault(error)
     except Exception:
         # The exiting process may wait for collectives or threads without peers. The launcher stops or restarts the job
         # only after this process has ended.
@@ -111,28 +128,34 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
+    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
+    # whole queue.
+    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
+    # First, since ranks with other recipes may not meet in the collectives that follow.
+    check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
     if compat.install():
         refuse_on_cpu(recipe)
     check_float8(recipe.float8, compute_capability(), amd=torch.version.hip is not None, torchao=has_torchao())
     _raise_file_limit()
-    # Hosts exchange messages over gloo: NCCL takes device tensors only, and to read these the host would wait for the
-    # whole queue.
-    timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
-    group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
     store = dist.distributed_c10d._get_default_store()
     first, later = recipe.comm.init_timeout_seconds, recipe.comm.train_timeout_seconds
     watch = Watchdog(store, dist.get_rank(), world, first_timeout=first, timeout=later)
     with FolderLock() as lock, watch as watchdog:
         run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
+        if dist.get_rank() == 0:
+            # Before the first step: an attempt that ends early must leave its folder to the next one.
+            remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
-            remember_run(lasting, run.folder)
+            trainer.keep_folder = partial(keep_folder, run, recipe, lock)
         # Groups made by Muon and TorchTitan would otherwise keep PyTorch's time-out of 30 minutes.
         compat.set_timeouts(timeout)
         try:
             with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
                 trainer.train(stop)
+            watchdog.finish()
         finally:
             trainer.close()
     return run.folder
@@ -144,10 +167,12 @@ def _raise_file_limit() -> None:
     Each gloo group of all ranks has a socket to every other rank, and the usual limit is 1,024. The stop signal and
     asynchronous checkpoints need a group each: both run collectives at the same time, from two threads.
     """
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Not beyond: some programs visit every possible file when they start.
+    most = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
     # Some systems refuse their own hard limit; then the limit stays.
     with suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
 
 
 def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonTrainer:
@@ -168,6 +193,10 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     reports = _gather_parts(trainer, recipe, group)
     # Only now: a refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
+        for change in changed_keys(run, recipe):
+            say(f"changed since the checkpoint: {change}")
+        for line in _changed_assignments(reports, run, recipe):
+            say(f"warning: {line}")
         begin(run, recipe)
         _say_optimizers(trainer, recipe, run, reports)
         _say_start(trainer, recipe, run)
@@ -191,6 +220,8 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
         say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
+        if recipe.checkpoint.last_save_in_hf:
+            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"
@@ -238,6 +269,16 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
     table = parameter_table(assigned, named, plan, full=True)
     full = [*head, table, "", *lines, "", *owner_lines(loads, full=True)]
     return StageText("\n".join([*head, *lines, *owner_summary(loads)]), "\n".join(full))
+
+
+def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:
+    """What differs from the optimizers of the run that this one continues, or of the run before: one line each."""
+    earlier = earlier_optimizers(run, recipe)
+    if earlier is None:
+        return []
+    before = assigned_optimizers(earlier)
+    after = assigned_optimizers("\n".join(part.full for part in parts))
+    return changed_assignments(before, after)
 
 
 def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> None:

@@ -274,6 +274,7 @@ class RunMetrics(MetricsProcessor):
         return (
             f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
             f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
+            f"  {1e3 * record['time']['step']:,.0f} ms"
             f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
         )
 
@@ -288,6 +289,10 @@ class RunMetrics(MetricsProcessor):
     def log_divergence(self, step: int, reason: str) -> None:
         """Record the divergence at `step`; called on every rank."""
         self.logger.log({"diverged": reason}, step)
+
+    def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
+        """Record the measurements of a step; called on every rank."""
+        self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""

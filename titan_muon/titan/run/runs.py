@@ -7,22 +7,28 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from titan_muon.titan.data.cache import atomic
 from titan_muon.titan.launch.folder_lock import FolderLock
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
 from titan_muon.titan.run_name import OVERRIDES_FILE, distinguishing_keys, other_experiment
+from titan_muon.titan.storage.checksums import damage
 
+OPTIMIZERS_FILE = "optimizers.txt"
 RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 FORMAT = "%Y%m%d-%H%M%S"
+Flaws = Mapping[Path, str]
+"""Reasons why checkpoints are not used, found by reading them."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +65,36 @@ def agree(
     folder of an earlier attempt of this job. Raises the errors of `open_run` on every rank, and RecipeError for a
     folder in use by another job.
     """
+    flaws: dict[Path, str] = {}
+    while True:
+        run = _answer(recipe, group, lock, overrides, interrupted, flaws)
+        wrong = None if run.checkpoint is None else damage(Path(run.checkpoint), group)
+        if wrong is None:
+            return run
+        # All ranks have read the files. Rank 0 chooses again, among the other checkpoints.
+        assert run.checkpoint is not None, "only checkpoints are damaged"
+        flaws[Path(run.checkpoint)] = wrong
+        if dist.get_rank() == 0:
+            print(f"warning: checkpoint {run.checkpoint} is passed over: {wrong}", flush=True)
+            discard(run)
+
+
+def _answer(
+    recipe: Recipe,
+    group: dist.ProcessGroup | None,
+    lock: FolderLock,
+    overrides: tuple[str, ...],
+    interrupted: str | None,
+    flaws: Flaws,
+) -> Run:
     # Rank 0 broadcasts errors too: the other ranks wait in the broadcast.
     answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:
-            opened = open_run(recipe, overrides) if interrupted is None else _open_again(recipe, overrides, interrupted)
+            if interrupted is None:
+                opened = open_run(recipe, overrides, flaws)
+            else:
+                opened = _open_again(recipe, overrides, interrupted, flaws)
             lock.take(opened.folder)
             answer[0] = opened
         except ValueError as error:
@@ -80,41 +111,52 @@ def agree(
     return answer[0]
 
 
-def open_run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> Run:
-    """The run requested by `checkpoint.load`. Creates the folder of a new run and changes nothing else.
+def open_run(
+    recipe: Recipe, overrides: tuple[str, ...] = (), flaws: Flaws = MappingProxyType({}), folder: Path | None = None
+) -> Run:
+    """The run that `checkpoint.load` requests. Creates the folder of a new run and changes nothing else.
 
-    The name has the time and the differences from earlier runs and from the recipe's file (`overrides`).
+    The name has the time and the differences from earlier runs and from the recipe's file (`overrides`). `flaws`: known
+    flaws of checkpoints. `folder`: used in place of a new folder.
 
     Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
-    start = _source(recipe, runs)
+    start = _source(recipe, runs, flaws)
+
+    def new_folder() -> Path:
+        return _new_folder(runs, recipe, overrides) if folder is None else folder
+
     if start is None:
-        return Run(str(_new_folder(runs, recipe, overrides)))
+        return Run(str(new_folder()))
     source, step = start
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
     # Without the trainer's state steps are counted from 0 again: a new run in a new folder.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
-        return Run(str(_new_folder(runs, recipe, overrides)), str(source), str(checkpoint))
-    # A run from an earlier step gets a new folder, because later results must not be overwritten.
-    goes_back = any(flaw(checkpoint_path(checkpoints, later)) is None for later in _later(checkpoints, step))
-    folder = _new_folder(runs, recipe, overrides) if goes_back else source
+        return Run(str(new_folder()), str(source), str(checkpoint))
+    # A run that goes back to an earlier step gets a new folder, so that later results are not overwritten.
+    later = (checkpoint_path(checkpoints, other) for other in _later(checkpoints, step))
+    goes_back = any(_flaw(path, flaws) is None for path in later)
     _, seconds = read_until(source / METRICS_FILE, step)
-    return Run(str(folder), str(source), str(checkpoint), step, seconds)
+    return Run(str(new_folder() if goes_back else source), str(source), str(checkpoint), step, seconds)
 
 
-def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str) -> Run:
-    """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says; `open_run` if no
-    checkpoint was saved there.
+def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
+    return flaws[checkpoint] if checkpoint in flaws else flaw(checkpoint)
+
+
+def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
+    """The run in `folder` of an earlier attempt of this job, whatever `checkpoint.load` says. Without a checkpoint of
+    that attempt, the run starts again as `open_run` says, in the same folder.
     """
     # Load all states, because this checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
-            return replace(open_run(replace(recipe, checkpoint=own)), restarted=True)
+            return replace(open_run(replace(recipe, checkpoint=own), flaws=flaws), restarted=True)
     print(f"the attempt before this one left no whole checkpoint in {folder}", flush=True)
-    return open_run(recipe, overrides)
+    return open_run(recipe, overrides, flaws, Path(folder))
 
 
 def begin(run: Run, recipe: Recipe) -> None:
@@ -126,16 +168,18 @@ def begin(run: Run, recipe: Recipe) -> None:
     folder = Path(run.folder)
     _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
-    if run.source is not None:
+    # An attempt before this one may have left files of steps that are done again.
+    source = folder if run.source is None else Path(run.source)
+    if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
         # The reporter's file, and one of each rank under metrics.save_for_all_ranks.
-        for file in (Path(run.source) / METRICS_FILE, *Path(run.source).glob(f"rank-*/{METRICS_FILE}")):
+        for file in (source / METRICS_FILE, *source.glob(f"rank-*/{METRICS_FILE}")):
             lines, _ = read_until(file, run.step)
-            target = folder / file.relative_to(run.source)
+            target = folder / file.relative_to(source)
             target.parent.mkdir(exist_ok=True)
             # Atomic: a crash must not lose the record of the continued run.
             with atomic(target) as temporary:
                 temporary.write_text("".join(lines), encoding="utf-8")
-    if run.source == run.folder:
+    if source == folder:
         checkpoints = folder / recipe.checkpoint.folder
         for step in _later(checkpoints, run.step):
             checkpoint = checkpoint_path(checkpoints, step)
@@ -145,13 +189,58 @@ def begin(run: Run, recipe: Recipe) -> None:
             checkpoint.rename(next(path for path in numbered if not path.exists()))
 
 
+def keep_folder(run: Run, recipe: Recipe, lock: FolderLock) -> None:
+    """Write the recipe again, and lock the folder again, if somebody removed them; called on rank 0 at each report."""
+    folder = Path(run.folder)
+    if (folder / RECIPE_FILE).is_file():
+        return
+    print(f"warning: {folder} was removed or moved; what the run writes from now on is in a new folder of this name")
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_recipe(folder, to_toml(recipe), run.step)
+    (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
+    lock.take(run.folder)
+
+
+SAVED_IN_CHECKPOINTS = ("muon.", "adamw.", "lr_scheduler.")
+"""Tables whose values are in the checkpoint, which tells their changes."""
+
+
+def changed_keys(run: Run, recipe: Recipe) -> list[str]:
+    """Keys that change the loss curve and differ from the recipe of the continued run, as `key = old, here new`."""
+    if run.source is None:
+        return []
+    differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
+    return [line for line in differences if not line.startswith(SAVED_IN_CHECKPOINTS)]
+
+
+def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
+    """`optimizers.txt` of the continued run, or of the newest run before with the same model; None without one."""
+    folder = Path(run.folder)
+    if run.source is not None:
+        earlier = [Path(run.source)]
+    else:
+        earlier = [other for other in run_folders(folder.parent) if other != folder and _has_model(other, recipe)]
+    file = earlier[0] / OPTIMIZERS_FILE if earlier else None
+    return file.read_text(encoding="utf-8") if file is not None and file.is_file() else None
+
+
+def _has_model(folder: Path, recipe: Recipe) -> bool:
+    try:
+        written = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
+    except RecipeError:
+        return False
+    return (written.get("model.name"), written.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
+
+
 def discard(run: Run) -> None:
-    """Remove the new folder of a refused run; called on rank 0."""
-    if run.source != run.folder:
+    """Remove the folder of a run that could not begin, unless the folder existed before; called on rank 0."""
+    # A folder with a recipe is of a run that has begun.
+    if run.source != run.folder and not Path(run.folder, RECIPE_FILE).is_file():
         shutil.rmtree(run.folder, ignore_errors=True)
 
 
-def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
+    """Run folder and step to continue from; None for a new run."""
     load, step = recipe.checkpoint.load, recipe.checkpoint.load_step
     if load == "none":
         if step != -1:
@@ -159,27 +248,30 @@ def _source(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
         return None
     if not recipe.checkpoint.enable:
         raise RecipeError(f"checkpoint.load = {load!r} needs checkpoint.enable = true")
-    return _latest_run(recipe, runs) if load == "latest" else _named_run(recipe, Path(load).resolve())
+    return _latest_run(recipe, runs, flaws) if load == "latest" else _named_run(recipe, Path(load).resolve(), flaws)
 
 
-def _named_run(recipe: Recipe, folder: Path) -> tuple[Path, int]:
+def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     load = f"checkpoint.load = {recipe.checkpoint.load!r}"
+    if folder.name == LATEST_FILE and folder.is_file():
+        # The names of run folders have characters that shells treat specially; this path has none.
+        folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
     if not folder.is_dir():
         raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
-    step = _whole_step(recipe, folder)
+    step = _whole_step(recipe, folder, flaws)
     if step is None:
         raise RecipeError(f"{load}: {folder} has no whole checkpoint in {recipe.checkpoint.folder}/")
     return folder, step
 
 
-def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
+def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None:
     others: list[str] = []
     # The newest run may have ended before the first checkpoint. Then the run before is meant.
     for folder in run_folders(runs):
         if differences := other_experiment(recipe, folder / RECIPE_FILE):
             others.append(f"{folder} is another experiment ({'; '.join(differences[:3])})")
             continue
-        whole = _whole_step(recipe, folder)
+        whole = _whole_step(recipe, folder, flaws)
         if whole is not None:
             return folder, whole
     step = recipe.checkpoint.load_step
@@ -193,27 +285,28 @@ def _latest_run(recipe: Recipe, runs: Path) -> tuple[Path, int] | None:
     return None
 
 
-def _whole_step(recipe: Recipe, folder: Path) -> int | None:
+def _whole_step(recipe: Recipe, folder: Path, flaws: Flaws) -> int | None:
     """Step to continue a run folder from; None without a whole checkpoint. Prints the torn newer checkpoints."""
     checkpoints = folder / recipe.checkpoint.folder
     asked = recipe.checkpoint.load_step
     if asked != -1:
-        return _asked_step(checkpoints, asked, must_exist=recipe.checkpoint.load != "latest")
+        return _asked_step(checkpoints, asked, flaws, must_exist=recipe.checkpoint.load != "latest")
     passed: list[str] = []
     whole = None
     for step in saved_steps(checkpoints):
         path = checkpoint_path(checkpoints, step)
-        wrong = flaw(path)
+        wrong = _flaw(path, flaws)
         if wrong is None:
             whole = step
             break
-        passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
+        if path not in flaws:
+            passed.append(f"warning: checkpoint {path} is passed over: {wrong}")
     for line in passed:
         print(line if whole is None else f"{line}; using step {whole} instead", flush=True)
     return whole
 
 
-def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None:
+def _asked_step(checkpoints: Path, step: int, flaws: Flaws, *, must_exist: bool) -> int | None:
     path, steps = checkpoint_path(checkpoints, step), saved_steps(checkpoints)
     if step not in steps:
         if must_exist:
@@ -221,7 +314,7 @@ def _asked_step(checkpoints: Path, step: int, *, must_exist: bool) -> int | None
             raise RecipeError(f"checkpoint.load_step = {step}: {path} does not exist; saved steps: {saved}")
         return None
     # Only `latest` falls back to another step: here the user has named the step.
-    wrong = flaw(path)
+    wrong = _flaw(path, flaws)
     if wrong is not None:
         raise RecipeError(f"checkpoint.load_step = {step}: {path} cannot be used: {wrong}; choose another step")
     return step

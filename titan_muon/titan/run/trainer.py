@@ -1,14 +1,17 @@
 """TorchTitan's trainer with the step of a recipe. `compat.install()` must have run before this module is imported."""
 
+import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
@@ -18,14 +21,20 @@ from titan_muon.comm.clip import GradientClip
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
-from titan_muon.titan.data.loader import bytes_per_token
+from titan_muon.titan.checks.curve import reports_of
+from titan_muon.titan.checks.ranks import UNKNOWN
+from titan_muon.titan.checks.training import ADVICE, Place, TrainingChecks
+from titan_muon.titan.data.loader import PackedDataLoader, bytes_per_token
 from titan_muon.titan.data.validation import HeldOutValidator
+from titan_muon.titan.fault import RunFault
 from titan_muon.titan.model.qk_clip import build_qk_clip
+from titan_muon.titan.monitor.monitor import Monitor
 from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.sections import Monitor as MonitorSection
 from titan_muon.titan.recipe.sections import QKClip as QKClipSection
 from titan_muon.titan.run.checkpoints import RunCheckpoints
 from titan_muon.titan.run.console import say
-from titan_muon.titan.run.metrics import RunMetrics, StepReport
+from titan_muon.titan.run.metrics import METRICS_FILE, RunMetrics, StepReport, read_until
 from titan_muon.titan.run.signals import StopSignals
 from titan_muon.titan.run.step_timer import StepTimer
 
@@ -46,8 +55,14 @@ class MuonTrainer(Trainer):
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
         """Whether attention logits are observed, and whether large logits are clipped."""
 
+        monitor: MonitorSection = field(default_factory=MonitorSection)
+        """Which steps are measured, and what."""
+
         converters: tuple[ModelConfigConverter.Config, ...] = ()
         """Changes of the model's configuration before the model is made, in this order."""
+
+        check_replicas: int = 0
+        """Steps between comparisons of replicas; 0 compares before a save alone."""
 
     config: Config
     optimizers: HybridOptimizers
@@ -58,8 +73,12 @@ class MuonTrainer(Trainer):
     stopped: bool
     first_step: bool
     passes: int
+    reported: bool
+    counted: bool
     grad_norm: torch.Tensor
     rates: dict[str, float]
+    keep_folder: Callable[[], None]
+    """Writes the files of the run's folder again if they were removed; set by the job."""
 
     def __init__(self, config: Config) -> None:
         # Not where the model is chosen: a dry run plans float8 on machines without float8, because no parameter
@@ -82,12 +101,42 @@ class MuonTrainer(Trainer):
         self._clip_logits()
         self.optimizers.register_step_post_hook(lambda *_: self.timer.end())
         self.tokens_before = 0
+        self.data_start = 0
+        """Token of the data's stream at which the run's first step began."""
+        self.keep_folder = lambda: None
         parameters = [p for part in self.model_parts for p in part.parameters()]
         self.clip = GradientClip(
             parameters,
             self.optimizers.clipped_parameters(config.clip),
             max_norm=config.training.max_norm,
             stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
+        )
+        self.checks = self._new_checks()
+        self.monitor: Monitor | None = None
+        if config.monitor.every > 0:
+            self.monitor = Monitor(
+                self.model_parts,
+                self.optimizers,
+                self.device,
+                stage_ranks=dist.get_world_size() // self.parallel_dims.pp,
+                every=config.monitor.every,
+                matrices=config.monitor.matrices,
+            )
+        self.compared = 0
+        """Step after which replicas were compared last."""
+
+    def _new_checks(self) -> TrainingChecks:
+        dims = self.parallel_dims
+        names = {p: canonical_fqn(name) for part in self.model_parts for name, p in part.named_parameters()}
+        token_mesh = dims.get_optional_mesh("loss") if dims.dp_cp_enabled else None
+        return TrainingChecks(
+            [names[parameter] for parameter in self.clip.parameters],
+            self.optimizers.optimizers,
+            self.model_parts,
+            self.device,
+            data_rank=dims.get_mesh("batch").get_local_rank() if dims.dp_enabled else 0,
+            token_group=None if token_mesh is None else token_mesh.get_group(),
+            tolerates_nonfinite=self.config.optimizer.tables["muon"]["nonfinite"] != "error",
         )
 
     def _clip_logits(self) -> None:
@@ -117,19 +166,22 @@ class MuonTrainer(Trainer):
 
     def state_dict(self) -> dict[str, Any]:
         # TorchTitan saves this rank's tokens, and another number of ranks would get a wrong sum.
-        return {"step": self.step, "ntokens_seen": self.tokens}
+        return {"step": self.step, "ntokens_seen": self.tokens, "data_start": self.data_start}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.step, self.tokens_before, self.ntokens_seen = state_dict["step"], state_dict["ntokens_seen"], 0
+        self.data_start = state_dict["data_start"]
 
     def train(self, stop: StopSignals) -> None:
         """Train until the last step or a stop request; then save."""
         self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
+        self._begin_checks()
         try:
             with compat.ending_at_once():
                 super().train()
             # A step's faults are raised in the next step. The last step has no next step.
+            self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
             # Name the recipe's key instead of Muon's keyword.
@@ -145,6 +197,35 @@ class MuonTrainer(Trainer):
             kept = "saved" if saves else f"nothing is saved (checkpoint.{off})"
             say(f"stopped after step {self.step} of {self.config.training.steps}: {kept}")
 
+    def _begin_checks(self) -> None:
+        lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
+        self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)))
+        if not isinstance(self.dataloader, PackedDataLoader):
+            return
+        start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
+        excluded = {"dataloader", "train_state"} & set(self.config.checkpoint.exclude_from_loading)
+        if self.step == 0 or excluded:
+            self.data_start = start
+        elif start != self.data_start:
+            raise RunFault(
+                f"the data stands {start - self.data_start:+} tokens from where step {self.step} ended. Continue from "
+                "another checkpoint (checkpoint.load_step), or set checkpoint.exclude_from_loading = "
+                '["dataloader"] to start the data from its beginning.'
+            )
+
+    def _place(self) -> Place:
+        """Where this rank begins to read in the next step, and where the rank should begin."""
+        if not isinstance(self.dataloader, PackedDataLoader):
+            return Place(UNKNOWN, UNKNOWN)
+        first = (self.tokens + self.data_start) // self.config.training.seq_len
+        batch = self.config.training.local_batch_size // self.num_pipeline_parallel_microbatches
+        return Place(self.dataloader.position, first + self.checks.data_rank * batch)
+
+    def _warn(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            if self.metrics_processor.is_reporter:
+                print(f"warning: {line}", flush=True)
+
     def should_continue_training(self) -> bool:
         return super().should_continue_training() and not self.stopped
 
@@ -152,6 +233,10 @@ class MuonTrainer(Trainer):
         """TorchTitan's step, with this trainer's clipping; the stop flag is reduced meanwhile."""
         self.stop.begin_step()
         self.passes = 0
+        self.reported = self.metrics_processor.should_log(self.step)
+        monitored = self.monitor is not None and self.monitor.is_due(self.step)
+        self.counted = self.reported or monitored
+        self.checks.begin_step(reported=self.reported, counted=self.counted, place=self._place())
         try:
             with compat.clipping_by(self._clip_gradients):
                 super().train_step(data_iterator)
@@ -165,6 +250,11 @@ class MuonTrainer(Trainer):
             # TorchTitan shortens the time-outs of the mesh's groups here; Muon has further groups.
             self.first_step = False
             self.optimizers.set_timeout(timedelta(seconds=self.config.comm.train_timeout_seconds))
+        if monitored:
+            assert self.monitor is not None
+            self.metrics_processor.log_monitor(self.step, self.monitor.after_step(self.checks.tokens))
+        if self.config.check_replicas > 0 and self.step % self.config.check_replicas == 0:
+            self._check_replicas(self.step)
         self.stopped = self.stop.stop_after_step()
         # TorchTitan saves next, and then validates: a failed or interrupted validation loses no step.
         self.checkpointer.forced = self.stopped
@@ -177,10 +267,15 @@ class MuonTrainer(Trainer):
         while True:
             with self.timer.phase("data"):
                 batch = next(batches)
+            if self.reported:
+                self.checks.add_inputs(batch[0]["input"])
             yield batch
 
     def forward_backward_step(self, **microbatches: Any) -> torch.Tensor:
         """TorchTitan's forward and backward, timed; in the last pass of a step Muon may start to gather."""
+        # CUDA graphs keep gradients and clear them in place.
+        if self.passes == 0 and self.reported and self.config.training.disable_cuda_graphs:
+            self.checks.before_backward(self.clip.parameters)
         self.passes += 1
         last = self.passes == self.gradient_accumulation_steps
         with self.timer.phase("forward_backward"), self.optimizers.overlap() if last else nullcontext():
@@ -190,6 +285,10 @@ class MuonTrainer(Trainer):
         """Replacement of TorchTitan's clipping. Returns the norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
+            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
+            self._warn(lines)
+        if self.monitor is not None and self.monitor.is_due(self.step):
+            self.monitor.before_step()
         # The rates of this step: the schedule changes the rates before the report.
         self.rates = self.optimizers.learning_rates()
         # A hook of the optimizers ends this phase. The phase includes TorchTitan's wait for an asynchronous save.
@@ -199,9 +298,10 @@ class MuonTrainer(Trainer):
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
         """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
-        # A restart would continue from a checkpoint with NaN: the checkpoint counts as whole and replaces good
-        # checkpoints.
+        # A restart would continue from a checkpoint with NaN, which counts as whole and replaces good checkpoints.
+        self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
+        self._check_replicas(step)
         shards = [local(p) for part in self.model_parts for p in part.parameters()]
         norms = torch._foreach_norm([shard for shard in shards if shard.numel() > 0], math.inf)
         broken = [norm.to(self.device).isfinite().logical_not() for norm in norms]
@@ -209,9 +309,18 @@ class MuonTrainer(Trainer):
         dist.all_reduce(broken_ranks, op=dist.ReduceOp.MAX)
         if broken_ranks.item():
             raise FloatingPointError(
-                f"step {step}: some weights are not finite, and nothing is saved from this step. Lower the learning "
-                "rates, warm up for longer, or continue from an earlier checkpoint."
+                f"step {step}: some weights are not finite, and nothing is saved from this step. {ADVICE}"
             )
+
+    def _check_replicas(self, step: int) -> None:
+        """Raise RunFault on all ranks if weights, states or hyperparameters differ between ranks with replicas."""
+        if step == self.compared:
+            return
+        self.compared = step
+        try:
+            self.optimizers.check_replicas()
+        except ValueError as error:
+            raise RunFault(f"step {step}: {error}") from error
 
     def _check_validation(self, step: int) -> None:
         loss = self.metrics_processor.validation_loss
@@ -220,8 +329,7 @@ class MuonTrainer(Trainer):
         dist.all_reduce(broken, op=dist.ReduceOp.MAX)
         if broken.item():
             raise FloatingPointError(
-                f"step {step}: the loss on the held-out text is not finite; training cannot go on. Lower the learning "
-                "rates, warm up for longer, or continue from an earlier checkpoint."
+                f"step {step}: the loss on the held-out text is not finite; training cannot go on. {ADVICE}"
             )
 
     def _report(self, loss: float, grad_norm: float) -> None:
@@ -246,5 +354,8 @@ class MuonTrainer(Trainer):
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "
-                "on. Lower the learning rates, warm up for longer, or continue from an earlier checkpoint."
+                f"on. {ADVICE}"
             )
+        lines, self.checkpointer.protected_until = self.checks.report(self.step, loss, grad_norm)
+        self._warn(lines)
+        self.keep_folder()

@@ -62,6 +62,7 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
     return MuonTrainer.Config(
         clip=recipe.optimizer.clip,
         qk_clip=recipe.qk_clip,
+        monitor=recipe.monitor,
         converters=float8_converters(recipe, spec.model),
         model_spec=with_placement(spec, recipe),
         hf_assets_path=_assets(model.hf_assets_path),
@@ -79,7 +80,8 @@ def trainer_config(recipe: Recipe, run: Run, world_size: int) -> MuonTrainer.Con
         metrics=_metrics_config(recipe, run),
         validator=_validator_config(recipe),
         profiler=_same_keys(Profiler.Config, recipe.profiler),
-        debug=_same_keys(DebugConfig, recipe.debug, enable_structured_logging=False),
+        debug=_debug_config(recipe),
+        check_replicas=recipe.debug.check_replicas,
         loss=_loss_config(recipe, decoder_vocab_size(spec)),
     )
 
@@ -111,6 +113,13 @@ def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
     """TorchTitan's `config` with every key of `section` (the same names) and `others`."""
     # A key renamed by TorchTitan raises TypeError here, instead of being ignored.
     return config(**(_values(section) | others))
+
+
+def _debug_config(recipe: Recipe) -> DebugConfig:
+    values = _values(recipe.debug)
+    # This trainer's own.
+    del values["check_replicas"]
+    return DebugConfig(**values, enable_structured_logging=False)
 
 
 def _values(section: Any) -> dict[str, Any]:

@@ -30,3 +30,11 @@ def test_a_plan_that_repeats_work_says_why_and_what_would_not() -> None:
 def test_a_plan_that_repeats_nothing_says_nothing_of_it() -> None:
     assert "repeated" not in said(8, 2, replicas_of="split")
     assert "repeated" not in said(1, 4, replicas_of="redundant")
+
+
+def test_momentum_on_owners_alone_without_replicas_is_said_to_have_no_effect() -> None:
+    mesh = Mesh((4,), tuple(range(4)))
+    cut = [Parameter("wq", "layers.0", Layout((32, 32), mesh, (Shard(0),)), stack_of("wq", (32, 32)))]
+    plan = plan_of(cut, state="owner")
+    assert "state = 'owner' has no effect" in "\n".join(plan_lines(plan, summarize(plan)))
+    assert "no effect" not in plan_of(cut).reason

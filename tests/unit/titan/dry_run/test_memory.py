@@ -16,6 +16,7 @@ compat.install()
 from titan_muon.assignment.rules import Assignment  # noqa: E402
 from titan_muon.titan.dry_run.memory import memory_per_rank  # noqa: E402
 from titan_muon.titan.dry_run.meta_model import MetaModel  # noqa: E402
+from titan_muon.titan.dry_run.training import ModelSize  # noqa: E402
 from titan_muon.titan.recipe import Recipe  # noqa: E402
 
 SHAPES = {"wide": (64, 4096), "tall": (512, 32), "experts": (3, 64, 32)}
@@ -30,7 +31,7 @@ def test_the_memory_of_a_step_and_its_states_are_counted(rule: str) -> None:
     muon.step()
     _, peak, _ = allocated(muon.step)
     assigned = tuple(Assignment(name, shape, "muon", "", None) for name, shape in SHAPES.items())
-    meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0)
+    meta = MetaModel(1, range(1), dict(parameters), assigned, assigned, {}, muon.plan, 0, ModelSize(0, 0, 0.0))
     recipe = Recipe()
     recipe = replace(recipe, muon=replace(recipe.muon, rule=rule))
     memory = memory_per_rank(meta, summarize(muon.plan), {}, recipe, "cpu")

@@ -161,6 +161,15 @@ def test_help_lists_every_key_with_its_docstring(capsys: pytest.CaptureFixture[s
     assert "The model to train." in text
 
 
+def test_help_of_a_table_is_that_table_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of the help is 600 lines."""
+    text = help_of(["--help", "muon", "--config", write(tmp_path, "[muon]\nns_steps = 17\n")], capsys)
+    assert "--muon.ns_steps" in text
+    assert "17" in text
+    assert "--adamw.lr" not in text
+    assert len(text.splitlines()) < 150
+
+
 def test_help_shows_no_comment_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
     """tyro makes a help text of the comment above a field that has no docstring."""
     text = help_of(["--help"], capsys)

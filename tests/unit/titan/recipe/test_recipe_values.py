@@ -64,7 +64,8 @@ BAD_VALUES = [
         "profiler.profile_freq = 10",
         "profiler_warmup + profiler_active or more",
     ),
-    ("[comm]\nsave_traces_folder = ''", 'comm.save_traces_folder = ""', "not empty"),
+    ("[comm]\nsave_traces_folder = ''", 'comm.save_traces_folder = ""', "inside dump_folder"),
+    ("[comm]\nsave_traces_folder = '../../x'", 'comm.save_traces_folder = "../../x"', "inside dump_folder"),
     ("[comm]\nsave_traces_file_prefix = ''", 'comm.save_traces_file_prefix = ""', "not empty"),
     ("[activation_checkpoint]\nmemory_budget = 2", "activation_checkpoint.memory_budget = 2.0", "from 0 to 1"),
     ('[activation_checkpoint]\nmode = "memory_budget"', "activation_checkpoint.mode = ", "compile.enable = true"),
@@ -465,7 +466,9 @@ def test_the_sequence_divides_over_tensor_and_context_parallel(changes: dict[str
     recipe = degrees(**changes)
     check_degrees(dataclasses.replace(recipe, training=sections.Training(seq_len=3 * divisor)), 4)
     odd = dataclasses.replace(recipe, training=sections.Training(seq_len=3 * divisor + divisor // 2))
-    assert f"a multiple of {divisor}" in error_of(lambda: check_degrees(odd, 4))
+    message = error_of(lambda: check_degrees(odd, 4))
+    assert f"a multiple of {divisor}" in message
+    assert "with parallelism." in message, "the user has set the degree, and not the length"
 
 
 def test_without_sequence_parallel_the_sequence_need_not_divide_over_tensor_parallel() -> None:

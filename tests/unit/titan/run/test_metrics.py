@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -14,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from titan_muon.titan import compat
@@ -251,6 +253,32 @@ def test_no_warning_is_taken_for_noise(level: int, text: str, shown: bool) -> No
     """Warnings must be shown but for those listed by their own words."""
     record = logging.LogRecord("torchtitan", level, "", 0, text, None, None)
     assert _Useful().filter(record) == shown
+
+
+def test_a_warning_of_another_rank_is_said_once_with_its_rank() -> None:
+    """A GPU with memory errors, or a slow link, warns on its own rank alone."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    try:
+        records = [
+            logging.LogRecord("torchtitan", level, "", 0, "ECC %s", ("error",), None) for level in (30, 30, 20, 40)
+        ]
+        assert [_Useful().filter(record) for record in records] == [True, False, False, True]
+        assert records[0].getMessage() == "rank 1: ECC error"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_job_may_open_a_socket_to_each_of_1024_ranks() -> None:
+    from titan_muon.titan.run.job import _raise_file_limit
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, soft), hard))
+        _raise_file_limit()
+        raised, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert raised == min(65536, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_signal_stops_after_the_step_and_handlers_come_back() -> None:

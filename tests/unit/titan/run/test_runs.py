@@ -172,6 +172,12 @@ def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
     assert open_run(tiny.recipe(tmp_path, **more)).step == 0
 
 
+def test_the_file_latest_stands_for_the_newest_run(tmp_path: Path) -> None:
+    """Its path has no character that a shell treats specially, and no name that changes."""
+    run = finished_run(tmp_path, 3)
+    assert open_run(tiny.recipe(tmp_path, checkpoint__load=str(run.parent / "latest"))).folder == str(run)
+
+
 def test_earlier_step_is_continued_beside_the_run(tmp_path: Path) -> None:
     """Going back to a step must not overwrite what the run computed after it."""
     run = finished_run(tmp_path, 3, 6, 9)

@@ -3,6 +3,7 @@
 import inspect
 import math
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     monkeypatch.setattr(MuonTrainer, "_report", lambda self, *numbers: reported.append(numbers) or 1 / 0)
     trainer = MuonTrainer.__new__(MuonTrainer)
     trainer.grad_norm = torch.tensor(7.0)
-    trainer.stop = type("Stop", (), {"begin_step": lambda self: None})()
+    trainer.stop, trainer.metrics_processor, trainer.checks, trainer.dataloader = (mock.Mock() for _ in range(4))
+    trainer.step = 3
     with pytest.raises(ZeroDivisionError):
         trainer.train_step(iter(()))
     ((loss, norm),) = reported

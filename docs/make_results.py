@@ -1,0 +1,73 @@
+"""Writes docs/results/plan.md from the JSON files of scripts/plan_scale.py in docs/results/."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "results"
+PAGE = FOLDER / "plan.md"
+HEAD = """# Plans of published models: modelled steps
+
+`docs/make_results.py` generates this page from `plan_*.json`. All times are modelled for `h100x8`: nodes of 8 GPUs with
+700 TFLOP/s, and 45 GB/s per GPU between nodes. Times are milliseconds of the last rank. No GPU was measured. A clock
+may show 0.8 to 1.5 times these times. The rates and their sources are in `titan_muon/plan/terms/machine.py`.
+
+- **step**: Newton-Schulz + passes over memory + waits, if the host is ahead of the device.
+- **least, link**: the least Newton-Schulz (the mean over ranks, or the largest matrix), and the busiest link.
+- **whole**: a lower bound for plans with each matrix whole on one rank (`scripts/bounds.py`).
+- **exposed**: the step minus the same step with links that take no time.
+- **host**: time in which the host launches the step.
+"""
+COLUMNS = (
+    "model",
+    "ranks",
+    "EP",
+    "step = Newton-Schulz + passes + waits",
+    "least, link",
+    "step / whole",
+    "exposed",
+    "hidden",
+    "host",
+    "calls",
+    "sent MiB",
+    "buffers + workspace GiB",
+)
+
+
+def row(n: dict[str, Any]) -> str:
+    """A line of the table."""
+    cells = (
+        n["model"],
+        n["ranks"],
+        n["expert_parallel"],
+        f"{n['step_ms']:,.1f} = {n['newton_schulz_ms']:,.1f} + {n['passes_ms']:,.1f} + {n['waits_ms']:,.1f}",
+        f"{n['least_ms']:,.1f}, {n['link_ms']:,.1f}",
+        f"{n['step_ms'] / n['whole_ms']:.2f}",
+        f"{n['exposed_ms']:,.1f}",
+        f"{n['hidden_ms']:,.1f}",
+        f"{n['host_ms']:,.1f}",
+        n["collectives"],
+        f"{n['sent_mib_max']:,.0f}",
+        f"{n['buffers_gib']:.2f} + {n['work_gib']:.2f}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def written() -> str:
+    """The page."""
+    parts = [HEAD]
+    for file in sorted(FOLDER.glob("plan_*.json")):
+        document = json.loads(file.read_text(encoding="utf-8"))
+        parts.append(f"## {file.stem.removeprefix('plan_').replace('_', ', ')}\n")
+        parts.append(
+            f"`{document['command']}`, {document['date']}, commit {document['commit']}, {document['machine']}.\n"
+        )
+        parts.append(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+        parts.append("\n".join(map(row, document["rows"])) + "\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), encoding="utf-8")

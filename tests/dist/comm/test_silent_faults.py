@@ -1,0 +1,299 @@
+"""Faults that raise no error of their own are named, on all ranks, at the next step."""
+
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.dist.comm.test_equality import Model, local, message
+from tests.dist.harness import run_ranks
+from tests.dist.small_params import SECONDS, named, parameters, set_gradients
+from titan_muon import Hybrid, Muon, clip_grad_norm_
+
+
+class Training:
+    """A small sharded model on 2 ranks, and its optimizer."""
+
+    def __init__(self, **muon: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Model()
+        fully_shard(self.model, mesh=init_device_mesh("cpu", (2,)))
+        self.optimizer = Hybrid(self.model, lr=0.02, muon=muon).build()
+        self.backward()
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        with self.optimizer.overlap():
+            self.model(torch.arange(8)).square().sum().backward()
+
+    def weights(self) -> list[Tensor]:
+        return [local(parameter).clone() for parameter in self.model.parameters()]
+
+    def states(self) -> list[Tensor]:
+        return [local(v).clone() for s in self.optimizer.state.values() for v in s.values() if isinstance(v, Tensor)]
+
+
+def group(training: Training, name: str) -> dict[str, Any]:
+    return training.optimizer.optimizers[name].param_groups[0]
+
+
+def spoil(tensor: Tensor) -> None:
+    local(tensor).view(-1)[0] = torch.nan
+
+
+def learning_rate(rank: int, training: Training) -> None:
+    group(training, "muon")["lr"] = 0.02 * (1 + rank)
+
+
+def nesterov(rank: int, training: Training) -> None:
+    group(training, "muon")["nesterov"] = rank == 0
+
+
+def betas_of_adamw(rank: int, training: Training) -> None:
+    group(training, "adamw")["betas"] = (0.9, 0.999 - 0.1 * rank)
+
+
+def one_step_more(rank: int, training: Training) -> None:
+    """As a rank that took a step for itself, or whose peers skipped one."""
+    training.optimizer.optimizers["muon"].engine.rank.report.steps += rank  # type: ignore[attr-defined]
+
+
+def no_gradient_of_adamw(rank: int, training: Training) -> None:
+    if rank == 1:
+        training.model.embedding.weight.grad = None
+
+
+def frozen_in_training(rank: int, training: Training) -> None:
+    training.model.norm.weight.requires_grad_(False)
+    training.model.norm.weight.grad = None
+
+
+def nan_of_adamw(rank: int, training: Training) -> None:
+    if rank == 1:
+        spoil(training.model.embedding.weight.grad)
+
+
+def bit_of_an_update(rank: int, training: Training) -> None:
+    change_updates(rank, training, lambda view: view.view(torch.int16).view(-1)[3].bitwise_xor_(1 << 14))
+
+
+def updates_three_times_too_large(rank: int, training: Training) -> None:
+    change_updates(rank, training, lambda view: view.mul_(3))
+
+
+def change_updates(rank: int, training: Training, change: Callable[[Tensor], object]) -> None:
+    """Change an update that arrives at rank 1."""
+    stages = training.optimizer.optimizers["muon"].engine.rank  # type: ignore[attr-defined]
+    wait = stages.exchange.wait
+    apply = stages.receive
+
+    def receive(bucket: int, **late: bool) -> None:
+        wait(bucket)
+        if rank == 1 and stages.runs[bucket].bounds.views:
+            change(stages.runs[bucket].bounds.views[0])
+        stages.receive = apply
+        apply(bucket, **late)
+
+    stages.receive = receive
+
+
+def nothing(rank: int, training: Training) -> None:
+    pass
+
+
+INJECTED: dict[Callable[..., None], tuple[str, ...]] = {
+    learning_rate: ("lr of muon's group of layers.0.weight is 0.02 on ranks [0] and 0.04 on ranks [1]",),
+    nesterov: ("nesterov of muon's group of layers.0.weight is True on ranks [0] and False on ranks [1]",),
+    betas_of_adamw: ("betas of adamw's group of embedding.weight is (0.9, 0.999) on ranks [0] and (0.9, 0.899",),
+    one_step_more: ("number of steps is 2 on ranks [0] and 3 on ranks [1]",),
+    no_gradient_of_adamw: ("no gradient for embedding.weight",),
+    frozen_in_training: ("no gradient for norm.weight",),
+    nan_of_adamw: ("embedding.weight: gradient or momentum was not finite",),
+    bit_of_an_update: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
+    updates_three_times_too_large: ("layers.", "is not finite or larger than an orthogonalized matrix can be"),
+    nothing: ("",),
+}
+
+
+def inject(rank: int, world_size: int) -> dict[str, list[str]]:
+    """By fault, errors of a healthy step, of the step with the fault, of the step after it, and of one more."""
+    errors = {}
+    for fault in INJECTED:
+        training = Training()
+        errors[fault.__name__] = [message(training.optimizer.step)]
+        training.backward()
+        with torch.no_grad():
+            fault(rank, training)
+        errors[fault.__name__].append(message(training.optimizer.step))
+        learning_rates = [group(training, name) for name in ("muon", "adamw")]
+        learning_rates[0].update(lr=0.02, nesterov=True)
+        learning_rates[1].update(betas=(0.9, 0.999))
+        training.model.norm.weight.requires_grad_(True)
+        training.backward()
+        before = training.weights()
+        errors[fault.__name__].append(message(training.optimizer.step))
+        if errors[fault.__name__][-1]:
+            same = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+            assert same, "the error comes before anything changes"
+        training.backward()
+        errors[fault.__name__].append(message(training.optimizer.step))
+        assert all(bool(weight.isfinite().all()) for weight in training.weights()) or "bit" in fault.__name__
+    return errors
+
+
+@cache
+def injected() -> list[dict[str, list[str]]]:
+    return run_ranks(inject, 2, timeout=SECONDS)
+
+
+@pytest.mark.parametrize("fault", INJECTED, ids=lambda fault: fault.__name__)
+def test_a_silent_fault_is_named_on_all_ranks_at_the_next_step(fault: Callable[..., None]) -> None:
+    for errors in injected():
+        healthy, at_once, told, after = errors[fault.__name__]
+        assert healthy == at_once == after == ""
+        assert bool(told) == (fault is not nothing)
+        for text in INJECTED[fault]:
+            assert text in told
+
+
+def not_finite(rank: int, world_size: int) -> dict[str, Any]:
+    """A step after a norm that is not finite: changes of weights and states, and errors."""
+    found: dict[str, Any] = {}
+    for overlap in ("none", "backward"):
+        training = Training(overlap=overlap)
+        training.optimizer.step()
+        training.backward()
+        if rank == 1:
+            spoil(training.model.embedding.weight.grad)
+        # Only AdamW's gradients are clipped: the gathers of backward have sent Muon's.
+        of_adamw = [training.model.embedding.weight, *training.model.norm.parameters()]
+        before, states = training.weights(), training.states()
+        clip_grad_norm_(of_adamw, 1.0, optimizer=training.optimizer)
+        training.optimizer.step()
+        found[overlap, "weights"] = all(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+        found[overlap, "states"] = all(torch.equal(a, b) for a, b in zip(states, training.states(), strict=True))
+        found[overlap, "save"] = message(training.optimizer.check_last_step)
+        training.backward()
+        found[overlap, "after"] = message(training.optimizer.step)
+        found[overlap, "moves"] = not any(torch.equal(a, b) for a, b in zip(before, training.weights(), strict=True))
+    training = Training(nonfinite="skip")
+    if rank == 1:
+        spoil(training.model.embedding.weight.grad)
+    clip_grad_norm_(training.model.parameters(), 1.0, optimizer=training.optimizer)
+    training.optimizer.step()
+    training.backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found["skip"] = message(training.optimizer.step)
+    found["warned"] = " ".join(str(warning.message) for warning in caught)
+    return found
+
+
+def test_a_norm_that_is_not_finite_changes_nothing_and_is_named_by_parameter_and_rank() -> None:
+    for found in run_ranks(not_finite, 2, timeout=SECONDS):
+        for overlap in ("none", "backward"):
+            assert found[overlap, "weights"]
+            assert found[overlap, "states"]
+            assert "the norm of the gradients was not finite (embedding.weight on rank 1)" in found[overlap, "save"]
+            assert found[overlap, "after"] == "", "told once"
+            assert found[overlap, "moves"]
+        assert found["skip"] == ""
+        assert "embedding.weight on rank 1" in found["warned"]
+
+
+def removed(rank: int, world_size: int) -> list[str]:
+    """Errors after a gradient of Muon was removed after a backward that sent it."""
+    training = Training(overlap="backward")
+    if rank == 1:
+        training.model.layers[1].weight.grad = None
+    return [message(training.optimizer.step), message(training.optimizer.step)]
+
+
+def test_a_gradient_removed_after_it_was_sent_is_called_missing() -> None:
+    for at_once, told in run_ranks(removed, 2, timeout=SECONDS):
+        assert at_once == ""
+        assert "no gradient for layers.1.weight" in told
+
+
+def skip_a_step(rank: int, world_size: int, folder: str) -> None:
+    """Rank 1 takes one step less, and rank 0 leaves the notes of its error in the folder."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    muon = Muon(named(parameters(mesh))).build()
+    muon.step()
+    if rank == 1:
+        time.sleep(SECONDS)
+    # gloo's time-out of the mesh's group, which Muon uses, and of the world.
+    for process_group in (mesh.get_group(), dist.group.WORLD):
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), process_group)
+    try:
+        muon.step()
+    except RuntimeError as error:
+        Path(folder, "note").write_text(" ".join(error.__notes__))
+        raise
+
+
+def test_a_rank_that_skips_a_step_is_named_after_the_time_out(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="rank 0 failed"):
+        run_ranks(skip_a_step, 2, str(tmp_path), timeout=SECONDS)
+    note = (tmp_path / "note").read_text()
+    assert "Muon's step 2 on rank 0 did not end. Since Muon was built: rank 0 in step 2" in note
+    assert "ranks [1] do not answer" in note
+
+
+def step_without_groups(rank: int, world_size: int) -> str:
+    """The error of a step after the process group was destroyed."""
+    muon = Muon(named(parameters(init_device_mesh("cpu", (world_size,))))).build()
+    muon.step()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "is_initialized", lambda: False)
+        return message(muon.step)
+
+
+def test_a_step_after_the_process_group_was_destroyed_is_refused() -> None:
+    for text in run_ranks(step_without_groups, 2, timeout=SECONDS):
+        assert "the process group of Muon was destroyed" in text
+
+
+def healthy(rank: int, world_size: int) -> list[str]:
+    """Errors and warnings of healthy steps with all checks."""
+    errors = []
+    mesh = init_device_mesh("cpu", (world_size,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for options in (
+            {},
+            {"overlap": "backward"},
+            {"state": "owner"},
+            {"rule": "normuon"},
+            {"exchange": "all_gather"},
+        ):
+            training = Training(**options)
+            for step in range(40):
+                for name in ("muon", "adamw"):
+                    group(training, name)["lr"] = 0.02 / (1 + step)
+                clip = [training.model.embedding.weight] if "overlap" in options else training.model.parameters()
+                clip_grad_norm_(clip, 1.0, optimizer=training.optimizer)
+                errors.append(message(training.optimizer.step))
+                training.backward()
+            errors.append(message(training.optimizer.check_replicas))
+        params = parameters(mesh)
+        muon = Muon(named(params), orthogonalize="reference").build()
+        for seed in range(1, 40):
+            set_gradients(params, mesh, seed)
+            errors.append(message(muon.step))
+    return errors
+
+
+def test_no_check_fires_in_healthy_steps() -> None:
+    for errors in run_ranks(healthy, 2, timeout=60):
+        assert set(errors) == {""}

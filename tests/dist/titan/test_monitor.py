@@ -1,0 +1,68 @@
+"""Monitors measure what is there, the same under every layout, and change no digit of the training."""
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests import tiny
+from tests.dist.harness import run_ranks
+from tests.dist.titan.test_trainer_resume import train
+
+SHORT = {
+    "validator__enable": "false",
+    "checkpoint__enable": "false",
+    "training__steps": 2,
+    "muon__ns_dtype": "float32",
+    "lr_scheduler__warmup_steps": 0,
+}
+
+
+def monitored(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    from titan_muon.owned import gather
+    from titan_muon.titan.monitor.monitor import Monitor
+
+    measure, exact = Monitor.after_step, {}
+
+    def after_step(self: Monitor, tokens: Any) -> dict[str, Any]:
+        record = measure(self, tokens)
+        whole = {name: gather(parameter).float() for name, parameter in self._parameters.items()}
+        for role in set(self._roles):
+            parts = [whole[a.fqn] for a in self._optimizers.parts.whole if self._roles[self._whole[a.fqn]] == role]
+            exact[role] = float(torch.cat([part.flatten() for part in parts]).square().mean().sqrt())
+        name = self._sampled[0].name
+        exact[name] = float(torch.linalg.matrix_norm(whole[name], 2))
+        return record
+
+    shown: dict[str, Any] = {"without": tiny.records(train(tiny.recipe(folder, name="without", **SHORT)), "loss")}
+    with mock.patch.object(Monitor, "after_step", after_step):
+        for placement in ("shard0", "owned"):
+            run = train(tiny.recipe(folder, name=placement, placement__muon=placement, monitor__every=2, **SHORT))
+            lines = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+            shown[placement] = [line for line in lines if "monitor" in line]
+            shown[f"{placement} loss"] = tiny.records(run, "loss")
+    return {**shown, "exact": exact}
+
+
+def test_measurements_are_exact_and_equal_under_every_layout(tmp_path: Path) -> None:
+    tiny.write_recipe(tmp_path)
+    shown = run_ranks(monitored, 2, tmp_path)[0]
+    assert shown["shard0 loss"] == shown["without"], "monitors must not change the training"
+    (sharded,), (owned,) = shown["shard0"], shown["owned"]
+    assert sharded["step"] == owned["step"] == 2
+    record = sharded["monitor"]
+    assert {"linear", "experts", "embedding", "router", "head"} <= record["weight_rms"].keys()
+    for role, value in record["weight_rms"].items():
+        assert value == pytest.approx(shown["exact"][role], rel=1e-4)
+    for name, value in record["largest_singular_value"].items():
+        if name in shown["exact"]:
+            assert 0.9 * shown["exact"][name] <= value <= 1.001 * shown["exact"][name]
+    assert len(record["largest_singular_value"]) == len(record["orthogonality_error"]) == 2
+    assert all(value > 0 for value in record["update_rms"].values())
+    assert record["momentum_norm"]["linear"] > 0
+    assert len(record["tokens_max_over_mean"]) == len(record["experts_without_tokens"]) == 4
+    for key in ("weight_rms", "update_rms", "momentum_norm"):
+        assert record[key] == pytest.approx(owned["monitor"][key], rel=0.05)

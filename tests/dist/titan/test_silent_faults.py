@@ -1,0 +1,252 @@
+"""Faults that raise no error by themselves, put into a run of 2 ranks: each must be named within one report."""
+
+import contextlib
+import io
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests import tiny
+from tests.dist.harness import run_ranks
+from tests.dist.titan.test_trainer_resume import train
+
+SHORT = {
+    "validator__enable": "false",
+    "training__steps": 3,
+    "lr_scheduler__warmup_steps": 0,
+    "model__name": "llama3",
+    "model__flavor": "tiny",
+    "muon__ns_dtype": "float32",
+    "metrics__enable_tensorboard": "false",
+}
+
+
+def outcome(folder: Path, name: str, fault: AbstractContextManager[Any] | None = None, **values: object) -> str:
+    """What a short run with a fault prints, and its error; the same fault is put in on every rank that calls this."""
+    from titan_muon.titan.fault import RunFault
+    from titan_muon.titan.launch import watchdog
+    from titan_muon.titan.recipe import RecipeError
+
+    # All runs of the test share a store, and a failure of one must not end the next.
+    patient = mock.patch.object(watchdog, "GRACE_SECONDS", 600)
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        try:
+            with patient, nullcontext() if fault is None else fault:
+                train(tiny.recipe(folder, name=name, **{"checkpoint__enable": "false", **SHORT, **values}))
+        except (RecipeError, RunFault, FloatingPointError) as error:
+            return f"{shown.getvalue()}\n{type(error).__name__}: {error}"
+    return shown.getvalue()
+
+
+def only(condition: bool, fault: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    return fault if condition else nullcontext()
+
+
+OTHER_KEYS = {
+    "adamw__lr": 0.5,
+    "adamw__weight_decay": 0.5,
+    "training__max_norm": 0.5,
+    "training__seq_len": 32,
+    "training__global_batch_size": 8,
+    "lr_scheduler__warmup_steps": 1,
+    "optimizer__clip": "all",
+    "data__seed": 7,
+    "data__validation_fraction": 0.3,
+    "debug__seed": 7,
+    "muon__lr": 0.5,
+    "metrics__log_freq": 7,
+}
+
+
+def other_starts(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from titan_muon.titan.checks import start
+
+    shown = {key: outcome(folder, "keys", **({key: value} if rank else {})) for key, value in OTHER_KEYS.items()}
+    facts = start.start_facts
+
+    def other(recipe: Any) -> dict[str, str]:
+        changed = {"version of torch": "0.0", "source file titan_muon/titan/fault.py": "other"}
+        return {**facts(recipe), **(changed if rank else {})}
+
+    with mock.patch("titan_muon.titan.run.job.start_facts", other):
+        return {**shown, "code": outcome(folder, "code")}
+
+
+def test_ranks_that_start_differently_are_refused_with_key_and_values(tmp_path: Path) -> None:
+    """Another value of any recipe key, another version or source file on one rank ends the start, on all ranks."""
+    tiny.write_recipe(tmp_path)
+    for shown in run_ranks(other_starts, 2, tmp_path):
+        for key, value in OTHER_KEYS.items():
+            text = shown[key]
+            assert f"{key.replace('__', '.')} is " in text
+            assert str(value) in text
+            assert "on rank 0" in text
+            assert "on rank 1" in text
+        assert "version of torch is " in shown["code"]
+        assert "source file titan_muon/titan/fault.py is " in shown["code"]
+    assert not list((tmp_path / "runs").rglob("recipe.toml"))
+
+
+def patched(owner: Any, method: str, wrap: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """`method` of a class replaced by `wrap(original, self, ...)`."""
+    original = getattr(owner, method)
+    return mock.patch.object(owner, method, lambda self, *args, **kwargs: wrap(original, self, *args, **kwargs))
+
+
+def gradients(change: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """`change(trainer)` before the gradients are clipped."""
+    from titan_muon.titan.run.trainer import MuonTrainer
+
+    def clip(original: Any, trainer: Any) -> torch.Tensor:
+        change(trainer)
+        return original(trainer)
+
+    return patched(MuonTrainer, "_clip_gradients", clip)
+
+
+def with_nan(trainer: Any) -> None:
+    if trainer.step == 2:
+        gradient = trainer.model_parts[0].tok_embeddings.weight.grad.to_local()
+        gradient[0, 0] = float("nan")
+
+
+def zeroed(trainer: Any) -> None:
+    if trainer.step >= 4:
+        for parameter in trainer.model_parts[0].parameters():
+            parameter.grad.zero_()
+
+
+def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    from titan_muon.titan.assign.container import HybridOptimizers
+    from titan_muon.titan.data.loader import PackedDataLoader
+
+    def first_rank(original: Any, loader: Any, config: Any, **kwargs: Any) -> None:
+        original(loader, config, **{**kwargs, "dp_rank": 0})
+
+    def skips(original: Any, loader: Any, numbers: range) -> Any:
+        if loader._read > 8 and rank:
+            loader._read += 64
+        return original(loader, numbers)
+
+    def twice(original: Any, muon: Any) -> Any:
+        original(muon)
+        return original(muon)
+
+    def nothing(original: Any, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def beyond(original: Any, loader: Any, state: Any) -> None:
+        original(loader, {**state, "blocks": state["blocks"] + 64})
+
+    def drift(trainer: Any) -> None:
+        if trainer.step == 2:
+            trainer.model_parts[0].layers["1"].attention.wo.weight.detach().to_local()[0, 0] += 1e-6
+
+    replicas = {"parallelism__data_parallel_replicate_degree": 2, "debug__check_replicas": 2}
+    saved = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 2}
+    rare = {**saved, "checkpoint__interval": 2, "metrics__log_freq": 10}
+    return {
+        "healthy": outcome(folder, "healthy", **rare),
+        "twins": outcome(folder, "twins", patched(PackedDataLoader, "__init__", first_rank)),
+        "skips": outcome(folder, "skips", patched(PackedDataLoader, "_make_batch", skips), training__steps=4),
+        "nan": outcome(folder, "nan", only(rank == 1, gradients(with_nan)), **rare),
+        "dead": outcome(folder, "dead", gradients(zeroed), **saved, training__steps=6),
+        "no step": outcome(folder, "none", patched(HybridOptimizers, "step", nothing)),
+        "two steps": outcome(folder, "two", patched(HybridOptimizers, "step", lambda step, self: twice(step, self))),
+        "not cleared": outcome(folder, "kept", patched(HybridOptimizers, "zero_grad", nothing)),
+        "equal": outcome(folder, "equal", **replicas),
+        "drift": outcome(folder, "drift", only(rank == 1, gradients(drift)), **replicas),
+        "position": outcome(
+            folder,
+            "healthy",
+            patched(PackedDataLoader, "load_state_dict", beyond),
+            **rare,
+            checkpoint__load="latest",
+            training__steps=5,
+        ),
+    }
+
+
+def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
+    """The wrong text, a NaN between two reports, missing or doubled steps and gradients must not pass in silence."""
+    tiny.write_recipe(tmp_path)
+    shown = run_ranks(faulty_steps, 2, tmp_path)
+    for text in shown:
+        assert "warning" not in text["healthy"], text["healthy"]
+        assert "Error" not in text["healthy"]
+        assert "RunFault: step 1: rank 1 read block 0 instead of 2" in text["twins"]
+        assert "rank 1 read block" in text["skips"]
+        assert "FloatingPointError: step 2: the norm of the gradients is nan" in text["nan"]
+        assert "tok_embeddings.weight on rank 1" in text["nan"]
+        assert "RunFault: step 1: an optimizer took another number of steps" in text["no step"]
+        assert "an optimizer took another number of steps" in text["two steps"]
+        assert "gradients of the step before were not cleared" in text["not cleared"]
+        assert "Error" not in text["equal"]
+        assert "Fault" not in text["equal"]
+        assert (
+            "RunFault: step 2: values that must be equal on ranks differ: layers.1.attention.wo.weight" in text["drift"]
+        )
+        assert "the data stands +4096 tokens from where step 3 ended" in text["position"]
+    assert "step 4: the norm of all gradients is 0" in shown[0]["dead"]
+    assert not list((tmp_path / "runs" / "nan").rglob("step-*")), "nothing may be saved from a step with NaN"
+    kept = sorted(path.name for path in (tmp_path / "runs" / "dead").rglob("step-*"))
+    assert kept == ["step-3", "step-4", "step-5", "step-6"], "the last checkpoint before the fault must stay"
+
+
+def damaged_checkpoints(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    import torch.distributed as dist
+
+    from titan_muon.titan.run import checkpoints
+    from titan_muon.titan.storage.checksums import SummingWriter
+
+    saved = {"checkpoint__enable": "true", "checkpoint__interval": 1, "checkpoint__keep_latest_k": 0}
+    resumed = {**saved, "checkpoint__load": "latest", "training__steps": 4}
+    shown = {"first": outcome(folder, "run", **saved)}
+    (steps,) = (folder / "runs" / "run").glob("*/checkpoint")
+
+    def damage(change: Callable[[], object]) -> None:
+        dist.barrier()
+        if rank == 0:
+            change()
+        dist.barrier()
+
+    newest = steps / "step-3" / "__1_0.distcp"
+    damage(lambda: newest.write_bytes(b"\0" * newest.stat().st_size))
+    damage(lambda: shutil.copy(steps / "step-1" / "__1_0.distcp", steps / "step-2" / "__1_0.distcp"))
+    shown["resumed"] = outcome(folder, "run", **resumed)
+    flipped = steps / "step-4" / ".metadata"
+    damage(lambda: flipped.write_bytes(flipped.read_bytes()[:-9] + b"\1" + flipped.read_bytes()[-8:]))
+    shown["flipped"] = outcome(folder, "run", **{**resumed, "checkpoint__load_step": 4, "training__steps": 5})
+
+    full = mock.patch.object(checkpoints, "free_bytes", return_value=1000)
+    shown["full"] = outcome(folder, "full", full, **saved)
+
+    def no_space(original: Any, writer: Any, plan: Any, planner: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    broken = patched(SummingWriter, "write_data", no_space)
+    shown["async"] = outcome(folder, "late", only(rank == 1, broken), **saved, checkpoint__async_mode="async")
+    return shown
+
+
+def test_damaged_checkpoints_are_passed_over_and_a_full_disk_is_named(tmp_path: Path) -> None:
+    """Zeros, a file of another step and flipped metadata must not be loaded; the newest whole step is used."""
+    tiny.write_recipe(tmp_path)
+    shown = run_ranks(damaged_checkpoints, 2, tmp_path)
+    text = shown[0]["resumed"]
+    assert "step-3 is passed over: __1_0.distcp has other bytes than were saved" in text
+    assert "step-2 is passed over: __1_0.distcp has other bytes than were saved" in text
+    assert "continuing after step 1" in text
+    for rank in shown:
+        assert "RecipeError: checkpoint.load_step = 4" in rank["flipped"]
+        assert ".metadata has other bytes than were saved" in rank["flipped"]
+        assert "RunFault: step 1 is not saved: " in rank["full"]
+        assert "has 1,000 bytes free, and a checkpoint takes about " in rank["full"]
+        assert "no whole checkpoint is left" in rank["full"]
+        assert "RunFault: step 1 is not saved: " in rank["async"]
+        assert "No space left on device" in rank["async"]

@@ -1,0 +1,120 @@
+"""`--dry-run` as a user reads it: the verdict, alternatives, and the page."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan.dry_run.compare import compare  # noqa: E402
+from titan_muon.titan.dry_run.report import report  # noqa: E402
+from titan_muon.titan.recipe import RecipeError  # noqa: E402
+from titan_muon.titan.recipe.command_line import Command, parse  # noqa: E402
+
+RECIPE = """
+name = "small"
+[model]
+name = "qwen3"
+flavor = "moe_tiny"
+[data]
+source = "files"
+files = ["absent/*.txt"]
+tokenizer = "hf"
+tokenizer_path = "absent"
+[training]
+local_batch_size = 1
+seq_len = 128
+"""
+
+
+def command(folder: Path, *words: str) -> Command:
+    file = folder / "small.toml"
+    file.write_text(RECIPE)
+    return parse(["--config", str(file), "--dry-run", *words])
+
+
+class Page(HTMLParser):
+    """Collects ids, the script, and everything that a page would load."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.loaded: list[str] = []
+        self.script, self._inside = "", False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        self.ids.add(found.get("id") or "")
+        self.loaded += [value for key in ("src", "href") if (value := found.get(key))]
+        self._inside = tag == "script"
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = self._inside and tag != "script"
+
+    def handle_data(self, data: str) -> None:
+        self.script += data if self._inside else ""
+
+
+def test_a_dry_run_decides_and_its_page_stands_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page, numbers = tmp_path / "plan.html", tmp_path / "plan.json"
+    asked = command(tmp_path, "--world-size", "16", "--machine", "h100x8", "--parallelism.expert_parallel_degree", "2")
+    report(asked.recipe, asked.world_size, full=False, json=str(numbers), html=str(page))
+    text = capsys.readouterr().out
+    assert re.search(r"memory +fits: [\d.]+ GiB of 79.0 GiB", text)
+    assert re.search(r"training step +[\d.]+ \w+ \(.* to .*\) for [\d,]+ tokens", text)
+    assert "over AdamW" in text
+    assert "modelled" in text
+    assert "[training]" not in text, "the recipe is behind --verbose"
+    assert "data.files" in text.rsplit("training would be refused", 2)[1]
+    assert "data.tokenizer_path = 'absent' has no tokenizer.json" in text
+    assert json.loads(numbers.read_text())["verdict"]["fits"] is True
+
+    parsed = Page(page.read_text())
+    assert parsed.loaded == [], "nothing is loaded from elsewhere"
+    assert {"timeline", "balance", "memory", "search", "rows", "recipe", "verdict"} <= parsed.ids
+    assert "prefers-color-scheme: dark" in page.read_text()
+    data = json.loads(parsed.script.split("const data = ", 1)[1].split(";\n", 1)[0].replace("<\\/", "</"))
+    (part,) = data["parts"]
+    assert part["ranks"] == list(range(16))
+    assert {part["stages"][span[1]] for span in part["spans"]} >= {"advance", "orthogonalize", "apply"}
+    assert {span[0] for span in part["spans"]} == set(range(16))
+    assert {entry[0] for entry in part["parameters"]} >= {"tok_embeddings.weight", "norm.weight"}
+    assert "seq_len = 128" in data["recipe"]
+
+
+def test_alternatives_are_compared_and_the_fastest_that_fits_is_first(tmp_path: Path) -> None:
+    asked = command(tmp_path, "--world-size", "4", "--compare", "placement.muon=owned,shard0,nowhere")
+    lines = [line for line in compare(asked.alternatives, 4, None) if "placement.muon" in line]
+    tabled = [line for line in lines if "refused" not in line]
+    assert len(tabled) == 2
+    times = [float(re.split(r" {2,}", line.strip())[3].replace(",", "")) for line in tabled]
+    assert times == sorted(times)
+    assert [line for line in lines if "refused: " in line] == [lines[-1]]
+    assert "nowhere" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--compare", "placement.moun=owned"), "Did you mean"),
+        (("--compare", "placement.muon"), "write KEY=VALUE,VALUE"),
+        (("--machine", "h200"), "machine.name"),
+    ],
+)
+def test_a_wrong_question_is_one_error(words: tuple[str, ...], part: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=re.escape(part)):
+        command(tmp_path, *words)
+
+
+def test_questions_of_a_dry_run_are_refused_without_it(tmp_path: Path) -> None:
+    command(tmp_path)
+    for word in ("--verbose", "--html=plan.html", "--compare=muon.lr=1", "--machine=h100x8"):
+        with pytest.raises(RecipeError, match="is only for --dry-run"):
+            parse(["--config", str(tmp_path / "small.toml"), word])

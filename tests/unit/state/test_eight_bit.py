@@ -1,0 +1,125 @@
+"""Momentum in 8 bits: the error of a block, rounding that keeps the mean, and what is refused."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from titan_muon import Muon
+from titan_muon.state.converted import as_torch
+from titan_muon.state.eight_bit import BLOCK, decoded, encode
+
+
+def encoded(momentum: Tensor, step: int = 0, key: int = 7) -> tuple[Tensor, Tensor]:
+    rows, cols = momentum.shape
+    wide = torch.zeros(rows, -(-cols // BLOCK) * BLOCK)
+    wide[:, :cols] = momentum
+    numbers, scales = torch.zeros(rows, cols, dtype=torch.int8), torch.zeros(rows, -(-cols // BLOCK))
+    encode(wide[:, :cols], numbers, scales, key, step)
+    return numbers, scales
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("cols", [1, 63, 64, 65, 200])
+def test_an_element_is_off_by_less_than_a_scale_of_its_block(cols: int) -> None:
+    momentum = drawn(5, cols) * torch.logspace(-8, 3, 5)[:, None]
+    numbers, scales = encoded(momentum)
+    error = (decoded(numbers, scales) - momentum).abs()
+    assert (error <= scales.repeat_interleave(BLOCK, 1)[:, :cols]).all()
+    assert numbers.abs().amax() == 127
+
+
+def test_rounding_keeps_the_mean() -> None:
+    """Rounding to nearest would lose a change of a tenth of a unit for ever."""
+    momentum = torch.full((1, 64), 0.1)
+    momentum[0, 0] = 127.0
+    found = torch.stack([decoded(*encoded(momentum, step)) for step in range(2000)])[:, 0, 1:]
+    assert abs(found.mean().item() - 0.1) < 0.01
+    assert set(found.unique().tolist()) == {0.0, 1.0}
+
+
+def test_a_decoded_momentum_is_encoded_to_the_same_numbers_by_any_draw() -> None:
+    numbers, scales = encoded(drawn(8, 130))
+    for step in range(20):
+        again, new_scales = encoded(decoded(numbers, scales), step)
+        assert torch.equal(again, numbers)
+        torch.testing.assert_close(new_scales, scales, rtol=1e-6, atol=0)
+
+
+def test_elements_that_are_not_finite_become_zero_and_leave_their_block() -> None:
+    momentum = drawn(2, 64)
+    momentum[0, 3], momentum[1, 5] = math.nan, math.inf
+    numbers, scales = encoded(momentum)
+    assert numbers[0, 3] == numbers[1, 5] == 0
+    assert scales.isfinite().all()
+    assert (scales < 1).all()
+
+
+def trained(steps: int, **options: Any) -> tuple[Muon, list[float]]:
+    """A Muon after some steps of a regression with two layers, and the losses."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 96, bias=False), nn.Tanh(), nn.Linear(96, 16, bias=False))
+    inputs = drawn(256, 32, seed=1)
+    targets = torch.tanh(inputs @ drawn(32, 32, seed=2) / 4) @ drawn(32, 16, seed=3) / 4
+    muon, losses = Muon(model.named_parameters(), lr=0.01, **options), []
+    for step in range(steps):
+        batch = slice(64 * (step % 4), 64 * (step % 4) + 64)
+        loss = nn.functional.mse_loss(model(inputs[batch]), targets[batch])
+        model.zero_grad()
+        loss.backward()
+        muon.step()
+        losses.append(loss.item())
+    return muon, losses
+
+
+def test_the_loss_curve_is_that_of_float32() -> None:
+    _, exact = trained(120)
+    muon, found = trained(120, state_dtype="int8")
+    assert exact[-1] < 0.5 * exact[0]
+    for first in range(0, 120, 20):
+        exact_mean, found_mean = (sum(curve[first : first + 20]) / 20 for curve in (exact, found))
+        assert found_mean == pytest.approx(exact_mean, rel=0.03)
+    state = muon.state[muon.param_groups[0]["params"][0]]
+    assert (state["momentum_buffer"].dtype, state["momentum_scale"].shape) == (torch.int8, (96, 1))
+
+
+def test_a_state_dict_resumes_bit_for_bit() -> None:
+    whole, _ = trained(6, state_dtype="int8")
+    half, _ = trained(3, state_dtype="int8")
+    params = half.param_groups[0]["params"]
+    again = Muon([(f"p{i}", nn.Parameter(p.detach().clone())) for i, p in enumerate(params)], state_dtype="int8")
+    state = half.state_dict()
+    state["param_groups"][0]["param_names"] = ["p0", "p1"]
+    again.load_state_dict(state)
+    for old, new in zip(params, again.param_groups[0]["params"], strict=True):
+        for name, value in half.state[old].items():
+            assert torch.equal(again.state[new][name], value)
+    assert again.param_groups[0]["step"] == 3
+    assert whole.param_groups[0]["step"] == 6
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [("float32", "int8"), ("int8", "float32")])
+def test_a_state_dict_of_another_dtype_is_refused_in_words(saved: str, loaded: str) -> None:
+    first, _ = trained(1, state_dtype=saved)
+    second, _ = trained(1, state_dtype=loaded)
+    with pytest.raises(
+        ValueError, match=r"0.weight: the state dict has a momentum in .*set state_dtype as it was saved"
+    ):
+        second.load_state_dict(first.state_dict())
+
+
+def test_torchs_muon_does_not_get_int8() -> None:
+    muon, _ = trained(1, state_dtype="int8")
+    with pytest.raises(ValueError, match="'int8' has no equivalent"):
+        as_torch(muon.state_dict())
+
+
+@pytest.mark.parametrize("options", [{"offload": "state"}, {"overlap": "backward"}, {"state": "owner"}], ids=str)
+def test_options_that_read_the_momentum_otherwise_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="int8"):
+        Muon([("w", nn.Parameter(torch.eye(16)))], state_dtype="int8", **options)

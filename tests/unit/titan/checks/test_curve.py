@@ -1,0 +1,77 @@
+"""Loss curves that look wrong are named; curves of healthy runs, with odd batches, are not."""
+
+import random
+
+from titan_muon.titan.checks.curve import Curve, Report, reports_of
+
+
+def healthy(count: int, seed: int = 0) -> list[Report]:
+    """Reports of a run whose loss falls from 5.6 to 1.8 with noise; one batch in 60 is odd, as in a small recipe."""
+    draw = random.Random(seed)
+    reports = []
+    for step in range(1, count + 1):
+        loss = 1.8 + 3.8 * 0.97**step + draw.gauss(0, 0.15) + (1.8 if step % 60 == 7 else 0)
+        reports.append(Report(step, loss, draw.lognormvariate(0.4, 0.4) * (4 if step % 60 == 7 else 1)))
+    return reports
+
+
+def warnings(curve: Curve, reports: list[Report]) -> list[str]:
+    return [line for report in reports for line in curve.add(report)]
+
+
+def test_healthy_curves_say_nothing() -> None:
+    """1,000 reports with an odd batch now and then, of 20 runs."""
+    for seed in range(20):
+        curve = Curve()
+        assert warnings(curve, healthy(1000, seed)) == []
+        assert curve.sound_until is None
+
+
+def test_dead_gradients_are_named_at_once_and_once() -> None:
+    curve = Curve()
+    warnings(curve, healthy(20))
+    lines = warnings(curve, [Report(step, 5.5, 0.0) for step in range(21, 30)])
+    assert lines[0] == "step 21: the norm of all gradients is 0, so that nothing is learned"
+    assert sum("norm of all gradients" in line for line in lines) == 1
+    assert curve.sound_until == 20
+    tiny = Curve(healthy(20))
+    assert "fell to 1.00e-08, from a median of" in tiny.add(Report(21, 2.0, 1e-8))[0]
+    assert "rose to 4.88e+03, from a median of" in tiny.add(Report(22, 2.0, 4883.0))[0]
+
+
+def test_a_jump_that_stays_is_named_after_ten_reports_and_its_end_is_said() -> None:
+    curve = Curve()
+    warnings(curve, healthy(100))
+    assert warnings(curve, [Report(step, 5.5, 1.0) for step in range(101, 110)]) == []
+    assert curve.sound_until == 100, "no checkpoint of a doubtful step may replace a good one"
+    (line,) = curve.add(Report(110, 5.5, 1.0))
+    assert line.startswith("step 110: the loss is 5.5000 and was above ")
+    assert warnings(curve, [Report(111, 5.5, 1.0)]) == []
+    assert warnings(curve, [Report(112, 2.0, 1.0)]) == ["step 112: loss and gradient norm look as before again"]
+    assert curve.sound_until is None
+
+
+def test_an_odd_document_leaves_no_trace() -> None:
+    """Several steps in a row read a long document, as in a recipe with small batches."""
+    curve = Curve(healthy(100))
+    odd = [Report(step, 4.0, 4.0) for step in range(101, 106)]
+    assert warnings(curve, [*odd, Report(106, 1.9, 1.0)]) == []
+    assert curve.sound_until is None
+
+
+def test_losses_far_from_those_before_a_checkpoint_are_named() -> None:
+    """Weights that were not loaded: the loss is the one of a new model."""
+    curve = Curve(healthy(60))
+    lines = warnings(curve, [Report(61, 5.66, 9.0), Report(62, 5.7, 9.0), Report(63, 5.6, 9.0)])
+    (line,) = [line for line in lines if line.startswith("step 63")]
+    assert "since the checkpoint of step 60 the loss is 5.6000, and the median before was" in line
+
+
+def test_reports_are_read_from_records_of_a_metrics_file() -> None:
+    records = [
+        {"step": 1, "loss": 2.0, "grad_norm": 1.0},
+        {"step": 1, "val_loss": 2.0},
+        {"step": 2, "loss": float("nan"), "grad_norm": 1.0},
+        {"step": 3, "diverged": "reason"},
+    ]
+    assert reports_of(records) == [Report(1, 2.0, 1.0)]

@@ -1,0 +1,111 @@
+"""The verdict of a dry run: memory against the GPU, the training step, and Muon's share of it."""
+
+from dataclasses import replace
+
+import pytest
+
+from titan_muon.assignment.rules import Assignment
+from titan_muon.plan.terms.machine import MACHINES
+from titan_muon.titan import compat
+
+compat.install()
+
+from titan_muon.titan.dry_run.memory import Memory  # noqa: E402
+from titan_muon.titan.dry_run.training import ModelSize, PassMemory, Training, pass_memory, training_of  # noqa: E402
+from titan_muon.titan.dry_run.verdict import Verdict, memory_parts  # noqa: E402
+from titan_muon.titan.recipe import Recipe  # noqa: E402
+from titan_muon.titan.recipe.sections import ActivationCheckpoint  # noqa: E402
+
+H100 = MACHINES["h100x8"]
+GIB = 2**30
+
+
+def llama3_8b(layers: int = 32) -> list[Assignment]:
+    """The matrices of Llama 3 8B."""
+    shapes = {
+        "attention.wq": (4096, 4096),
+        "attention.wk": (1024, 4096),
+        "attention.wv": (1024, 4096),
+        "attention.wo": (4096, 4096),
+        "feed_forward.w1": (14336, 4096),
+        "feed_forward.w2": (4096, 14336),
+        "feed_forward.w3": (14336, 4096),
+    }
+    inner = [
+        Assignment(f"layers.{layer}.{name}.weight", shape, "muon", "", None)
+        for layer in range(layers)
+        for name, shape in shapes.items()
+    ]
+    outer = [Assignment(f"{name}.weight", (128256, 4096), "adamw", "", None) for name in ("tok_embeddings", "lm_head")]
+    return [*outer, *inner]
+
+
+SIZE = ModelSize(token_flops=6 * 7_504_000_000, vocabulary=128256, routed=0.0)
+
+
+def recipe(mode: str = "selective", **parallelism: int) -> Recipe:
+    plain = Recipe(activation_checkpoint=ActivationCheckpoint(mode=mode))  # type: ignore[arg-type]
+    training = replace(plain.training, local_batch_size=1, global_batch_size=-1, seq_len=4096)
+    return replace(plain, training=training, parallelism=replace(plain.parallelism, **parallelism))
+
+
+def test_activations_of_llama_are_near_those_of_a_rehearsal() -> None:
+    """14.4 GiB beside parameters and states: `make rehearse` of llama3_8b on 1,024 ranks, docs/rehearsal.md."""
+    memory = pass_memory(recipe(), 1024, SIZE, llama3_8b())
+    assert memory.total / GIB == pytest.approx(14.83 - 0.22 - 0.23, rel=0.1)
+
+
+def test_checkpointing_and_parallelism_lower_the_activations() -> None:
+    kept = {mode: pass_memory(recipe(mode), 64, SIZE, llama3_8b()) for mode in ("none", "selective", "full")}
+    assert kept["none"].activations > 2 * kept["selective"].activations > 4 * kept["full"].activations
+    split = pass_memory(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b())
+    assert split.logits == kept["selective"].logits // 8
+    assert split.activations < kept["selective"].activations / 2
+
+
+def test_a_step_of_more_tokens_takes_longer_and_waits_for_fsdp_where_links_are_slow() -> None:
+    whole = recipe()
+    one = training_of(whole, 64, SIZE, llama3_8b(), H100)
+    batch = replace(whole, training=replace(whole.training, global_batch_size=256))
+    four = training_of(batch, 64, SIZE, llama3_8b(), H100)
+    assert (one.passes, four.passes) == (1, 4)
+    assert four.compute == pytest.approx(4 * one.compute)
+    assert four.tokens == 4 * one.tokens == 256 * 4096
+    node = training_of(whole, 8, SIZE, llama3_8b(), H100)
+    assert node.fsdp < node.compute < one.fsdp, "eight GPUs share NVLink"
+    assert node.seconds == node.compute
+    assert one.tensor == one.experts == 0
+    assert training_of(recipe(tensor_parallel_degree=8), 64, SIZE, llama3_8b(), H100).tensor > 0
+
+
+def test_experts_travel_and_their_tokens_are_kept() -> None:
+    experts = [
+        Assignment("layers.0.attention.wo.weight", (2048, 2048), "muon", "", None),
+        Assignment("layers.0.moe.w1", (128, 768, 2048), "muon", "", None),
+    ]
+    size = ModelSize(6 * 10**9, 1000, 8 / 128)
+    training = training_of(recipe(expert_parallel_degree=8), 64, size, experts, H100)
+    # 4,096 tokens go to 8 experts each: there and back, forward and backward, 2,048 bfloat16 numbers.
+    sent = 4 * 4096 * 8 * 2048 * 2 * 7 / 8
+    assert training.experts == pytest.approx(sent / H100.node.bandwidth)
+
+
+def verdict(states: int, passes: int = 1) -> Verdict:
+    memory = Memory(10 * GIB, 10 * GIB, states, 1 * GIB, 2 * GIB, 0, 0, 0, ())
+    training = Training(passes, 1, 1.0, 2.0, 0.25, 0.25, PassMemory(20 * GIB, 4 * GIB, 2 * GIB))
+    return Verdict(training, 0.02, 0.005, 0.01, memory, 5 * GIB, 79 * GIB)
+
+
+def test_the_peak_is_that_of_backward_or_of_the_step() -> None:
+    assert verdict(10 * GIB).peak == (10 + 10 + 5 + 26) * GIB
+    assert verdict(10 * GIB, passes=2).peak == (10 + 10 + 5 + 10 + 26) * GIB, "accumulated gradients stay"
+    small = replace(verdict(10 * GIB), training=replace(verdict(0).training, memory=PassMemory(0, 0, 0)))
+    assert small.peak == (10 + 10 + 5 + 10 + 1 + 2) * GIB
+    assert verdict(10 * GIB).fits
+    assert not verdict(40 * GIB).fits
+    assert sum(memory_parts(verdict(GIB)).values()) >= verdict(GIB).peak
+
+
+def test_the_overhead_is_over_a_step_with_adamw_alone() -> None:
+    assert verdict(GIB).seconds == pytest.approx(2.5 + 0.025)
+    assert verdict(GIB).overhead == pytest.approx((0.025 - 0.01) / (2.5 + 0.01))

@@ -1,0 +1,231 @@
+"""The report of a step's faults and hyperparameters, which all ranks share without blocking the host."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import Work
+from torch.optim import Optimizer
+
+from .agreement import Agreement
+from .equality import difference, group_label, hyperparameters
+from .faults import Fault
+from .replicas import NO_SIZE, differ, sizes
+
+PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
+"""Faults of all parameters, with details from `FaultReport.details`."""
+
+
+class Carried(Protocol):
+    """An optimizer whose faults Muon's report carries, so that its own need no collective."""
+
+    param_groups: list[dict[str, Any]]
+
+    def names(self) -> list[str]:
+        """The names of its parameters, in the order of its faults."""
+
+    def told(self, faults: Sequence[Fault]) -> None:
+        """Raise ValueError for faults of the last step, equal on all ranks with this report."""
+
+
+class FaultReport:
+    """Shares the faults of a step among all ranks without blocking the host.
+
+    A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
+    result. The same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
+
+    Args:
+        names: names of the optimizer's own parameters.
+        optimizer: by name, the optimizer of the report.
+        carried: by name, further optimizers whose faults the report carries.
+        replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        optimizer: Mapping[str, Optimizer],
+        carried: Mapping[str, Carried],
+        device: torch.device,
+        agreement: Agreement,
+        replicas: Sequence[int] = (),
+    ) -> None:
+        self._carried = tuple(carried.values())
+        self._optimizers: Mapping[str, Optimizer | Carried] = {**optimizer, **carried}
+        self.names = (*names, *(name for other in self._carried for name in other.names()))
+        self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
+        self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
+        groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
+        # Codes of the parameters, then the gradient sizes of replicas, then hashes of each group and the number of
+        # steps, then two flags: skipped and taken.
+        size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
+        self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
+        self._sizes = self._codes[len(self.names) : size].view(2, -1)
+        self._sizes.fill_(NO_SIZE)
+        self._late = torch.zeros(len(self.names), dtype=torch.int32, device=device)
+        self._shared = torch.zeros_like(self._codes)
+        self._told_steps = 0
+        self._sent_values: list[dict[str, Hashable]] = []
+        self._agreement, self.device = agreement, device
+        self._work: Work | None = None
+        self._on_device = device.type != "cpu"
+        shared = self._shared
+        self._on_host = torch.zeros_like(shared, device="cpu", pin_memory=True) if self._on_device else shared
+        self._hashes = torch.zeros(hashes, dtype=torch.int32, device="cpu", pin_memory=self._on_device)
+        self._module: Any = torch.get_device_module(device)
+        self._stream, self._sent = self._module.Stream(), self._module.Event()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks share the report."""
+        return self._agreement.peers is not None
+
+    def start_of(self, other: Carried) -> int:
+        """The number of the first parameter of a carried optimizer."""
+        return self._first[self._carried.index(other)]
+
+    def tell_carried(self, faults: Sequence[Fault]) -> None:
+        """Let the carried optimizers raise ValueError for their faults."""
+        for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
+            other.told(faults[start:stop])
+
+    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
+        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
+        self._add(parameters, broken, Fault.NOT_FINITE)
+
+    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
+        """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
+        self._add(parameters, changed, Fault.GRADIENT_CHANGED)
+
+    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
+        """Add matrices of zeros under a rule that keeps norms: `parameters` and `zero` as in `add_changed`."""
+        self._add(parameters, zero, Fault.ZERO_WEIGHTS)
+
+    def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
+        """Add impossible updates: `parameters` (count,) int64 and `broken` (count,) bool, on the device.
+
+        `late` updates run on another stream after `send`.
+        """
+        codes = self._late if late else self._codes
+        codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
+
+    def _add(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
+        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
+
+    def add_late(self) -> None:
+        """Add the faults of late updates. The current stream has waited for the late updates."""
+        torch.maximum(self._codes[: len(self.names)], self._late, out=self._codes[: len(self.names)])
+        self._late.zero_()
+
+    def add(self, faults: Sequence[Fault], start: int = 0) -> None:
+        """Add the faults of the parameters from number `start` on."""
+        if any(faults):
+            new = torch.tensor(faults, dtype=torch.int32, device=self._codes.device)
+            codes = self._codes[start : start + len(faults)]
+            torch.maximum(codes, new, out=codes)
+
+    def add_skipped(self, skipped: Tensor) -> None:
+        """Add whether this rank skips the step, () bool. Either all ranks call this or none."""
+        self._codes[-2:] = torch.stack((skipped, skipped.logical_not()))
+        self._scaled = True
+
+    def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
+        """Add the gradient sizes of the replicas; `stored` are the gradients by parameter."""
+        grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
+        if not grads:
+            return
+        new = sizes(list(grads.values()))
+        if len(grads) == len(self._replicas):
+            self._sizes.copy_(new)
+        else:
+            # Separate copies, because indexing by a list blocks the host.
+            for place, size in zip(grads, new.unbind(1), strict=True):
+                self._sizes[:, place].copy_(size)
+
+    def begin_step(self) -> None:
+        """Take the hyperparameters of this step, and count the step. The last report was read before."""
+        self.add_late()
+        self.steps += 1
+        if self._agreement.peers is None:
+            return
+        # Kept for `details`, because a scheduler changes the groups after the step.
+        self._sent_values = [hyperparameters(group) for o in self._optimizers.values() for group in o.param_groups]
+        hashes = [zlib.crc32(repr(values).encode()) & 0x7FFFFFFF for values in self._sent_values]
+        hashes.append((self.steps - self._told_steps) & 0x7FFFFFFF)
+        self._hashes.copy_(torch.tensor([*hashes, *(-h for h in hashes)], dtype=torch.int32, device="cpu"))
+
+    def send(self) -> None:
+        """Start to share the faults with all ranks."""
+        self._shared.copy_(self._codes)
+        first = len(self.names) + 2 * len(self._replicas)
+        self._shared[first:-2].copy_(self._hashes, non_blocking=True)
+        self._codes.zero_()
+        self._sizes.fill_(NO_SIZE)
+        size = self._shared.numel() - (0 if self._scaled else 2)
+        self._work = self._agreement.start_max_over_peers(self._shared[:size])
+        self._scaled = False
+        if not self._on_device:
+            return
+        # The computing stream must not wait for late ranks.
+        self._stream.wait_stream(self._module.current_stream())
+        with self._module.stream(self._stream):
+            if self._work is not None:
+                self._work.wait()
+            self._on_host.copy_(self._shared, non_blocking=True)
+            self._sent.record()
+
+    def send_late(self) -> None:
+        """Share the faults since the last `send`. All ranks that share the report call this together."""
+        self.add_late()
+        self.send()
+
+    def read(self) -> list[Fault]:
+        """By parameter, the maximum fault over all ranks in the last step."""
+        if self._on_device:
+            self._sent.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        self._work = None
+        *codes, skipped, stepped = self._on_host.tolist()
+        count, replicas = len(self.names), len(self._replicas)
+        if skipped and stepped:
+            return [Fault.SKIPPED] * count
+        hashes = codes[count + 2 * replicas :]
+        differing = [a != -b for a, b in zip(hashes[: len(hashes) // 2], hashes[len(hashes) // 2 :], strict=True)]
+        faults = [Fault(code) for code in codes[:count]]
+        if any(differing):
+            fault = Fault.STEPS_DIFFER if differing[-1] else Fault.HYPERPARAMETERS_DIFFER
+            faults = [fault if code is Fault.NONE else code for code in faults]
+        both = codes[count : count + 2 * replicas]
+        for parameter, largest, negative_smallest in zip(self._replicas, both[:replicas], both[replicas:], strict=True):
+            if differ(largest, negative_smallest):
+                faults[parameter] = Fault.REPLICAS_DIFFER
+        return faults
+
+    def details(self, faults: Sequence[Fault]) -> str:
+        """The differing hyperparameters or numbers of steps of all ranks; empty for other faults.
+
+        The faults are equal on all ranks that share the report, and these ranks call this together.
+        """
+        if PARAMETER_FAULTS.isdisjoint(faults):
+            return ""
+        values: dict[str, Hashable] = {"number of steps": self.steps}
+        if Fault.HYPERPARAMETERS_DIFFER in faults:
+            labels = [group_label(n, group) for n, o in self._optimizers.items() for group in o.param_groups]
+            values = {
+                f"{key} of {label}": value
+                for label, group in zip(labels, self._sent_values, strict=True)
+                for key, value in group.items()
+            }
+        # Told once: later steps are compared from here on.
+        self._told_steps = self.steps
+        return difference(self._agreement.gathered_from_peers(values))
+
+    def clear(self) -> None:
+        """Clear the result, to report each fault once."""
+        self._on_host.zero_()

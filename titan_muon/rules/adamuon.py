@@ -1,0 +1,63 @@
+"""AdaMuon (Si et al., 2025, arXiv:2507.11005, Algorithm 1): a second moment for each element of the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..state.rule_states import StateSpec
+from ..step.rule import Group
+from ..step.update import Tensors
+from .muon import MuonRule
+
+SECOND_MOMENT = "second_moment"
+EPS = 1e-8
+"""Added to the root of the second moment."""
+
+
+class AdaMuonRule(MuonRule):
+    """Orthogonalizes the signs of the momentum, then divides each element by a running root mean square.
+
+    The second moment V, on the matrix's owner, has the shape of the matrix in float32:
+    V <- beta2 V + (1 - beta2) O * O, O <- O / (sqrt(V) + eps). Then O is scaled to the Frobenius norm of an orthogonal
+    matrix, sqrt(min(rows, cols)), so that lr_scale = "match_rms_adamw" gives the paper's root mean square of 0.2. The
+    paper has no Nesterov blend and one beta for both moments: nesterov = False and beta2 = momentum.
+
+    Args:
+        options: as in MuonRule, and `beta2`, the decay of the second moment.
+    """
+
+    states: tuple[StateSpec, ...] = (StateSpec(SECOND_MOMENT, "elements"),)
+    limits = "norm"
+    finish_bytes = 20
+
+    def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        """Advance the momentum, and pack its signs."""
+        super().advance(averages, grads, packed, group)
+        _to_signs(packed)
+
+    def pack(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
+        super().pack(averages, grads, packed, group)
+        _to_signs(packed)
+
+    def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
+        """Normalize the elements of each matrix of `whole` (count, rows, cols), in place."""
+        moments, wide = states[SECOND_MOMENT], whole.float()
+        squares = wide.square()
+        # A zero matrix comes from a missing or non-finite gradient and must not change the moment.
+        updated = squares.sum(dim=(1, 2), keepdim=True) > 0
+        moments.copy_(torch.where(updated, torch.lerp(moments, squares, 1 - self.options.beta2), moments))
+        wide.div_(torch.sqrt(moments, out=squares).add_(EPS))
+        norms = torch.linalg.vector_norm(wide.flatten(1), dim=1)
+        target = min(whole.shape[1:]) ** 0.5
+        whole.copy_(wide.mul_(torch.where(norms > 0, target / norms, 0.0)[:, None, None]))
+
+
+def _to_signs(packed: Tensors) -> None:
+    """Replace finite elements by their signs, and the others by NaN, which the owner reports."""
+    if packed:
+        differences = torch._foreach_sub(packed, packed)
+        torch._foreach_sign_(packed)
+        torch._foreach_add_(packed, differences)

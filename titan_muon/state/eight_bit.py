@@ -1,0 +1,107 @@
+"""Momentum in 8 bits: int8 numbers, and a float32 scale for each block of 64 along the last dim."""
+
+# [Note: 8-bit momentum]
+# - A block is 64 elements of a row. Its largest magnitude is 127 scales. Blocks do not cross shards, so every layout
+#   stores the same blocks, and checkpoints reshard without rounding.
+# - A step decodes the momentum of a call to float32, and encodes the result. Most changes of an element are smaller
+#   than a unit, so rounding to nearest would lose them. Stochastic rounding keeps the mean.
+# - The draws are a hash of the step, the parameter's name and the element's place in the shard. So replicas stay equal,
+#   and a resume needs only the step count. A decoded and unchanged element is encoded to the same number by any draw.
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from ..options import MuonOptions, OptionError
+from ..plan.terms.types import Parameter
+from ..tensors.dtensor import local, storage_device
+
+SCALES = "momentum_scale"
+"""Key of the scales in the optimizer's state."""
+BLOCK = 64
+LARGEST = 127
+MARGIN = 2.0**-10
+"""Draws are from MARGIN to 1 - MARGIN, so that the rounding of a decoded number does not change the number."""
+# Factors of Knuth's multiplicative hash and of MurmurHash3, as int32.
+FACTORS = (0x9E3779B1 - 2**32, 0x85EBCA6B - 2**32)
+
+
+def blocks(length: int) -> int:
+    """Number of blocks of a row."""
+    return -(-length // BLOCK)
+
+
+def check_eight_bit(tensor: Tensor, planned: Parameter, options: MuonOptions) -> None:
+    """Raise OptionError for int8 momentum of a parameter whose blocks would cross shards or matrices."""
+    if options.state_dtype != "int8":
+        return
+    cut = 1
+    if isinstance(tensor, DTensor):
+        pairs = zip(tensor.placements, tensor.device_mesh.mesh.shape, strict=True)
+        for placement, size in pairs:
+            cut *= size if isinstance(placement, Shard) and placement.dim == tensor.ndim - 1 else 1
+    columns = tensor.shape[-1]
+    if planned.stack.interleaved:
+        problem = f"{planned.fqn} has matrices that share rows"
+    elif (cut > 1 or planned.stack.row_dims < tensor.ndim - 1) and columns % (BLOCK * cut):
+        problem = f"{planned.fqn} has {columns} columns on {cut} ranks, which cut blocks"
+    else:
+        return
+    raise OptionError(
+        "state_dtype", f"= 'int8' has a scale for {BLOCK} columns of a row, and {problem}; set 'bfloat16'"
+    )
+
+
+def new_scales(parameter: Tensor) -> Tensor:
+    """Scales of zeros, placed like the parameter."""
+    stored = local(parameter)
+    shape = (*stored.shape[:-1], blocks(stored.shape[-1]))
+    scales = torch.zeros(shape, dtype=torch.float32, device=storage_device(parameter))
+    if not isinstance(parameter, DTensor):
+        return scales
+    whole = torch.empty((*parameter.shape[:-1], blocks(parameter.shape[-1])), device="meta")
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(scales, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+def decoded(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Float32 momentum (rows, cols): a view of whole blocks, from int8 numbers and scales (rows, blocks)."""
+    rows, cols = numbers.shape
+    wide = torch.zeros(rows, scales.size(1) * BLOCK, dtype=torch.float32, device=numbers.device)
+    wide[:, :cols] = numbers
+    wide.view(rows, -1, BLOCK).mul_(scales[:, :, None])
+    return wide[:, :cols]
+
+
+def encode(momentum: Tensor, numbers: Tensor, scales: Tensor, key: int, step: int) -> None:
+    """Write momentum, as `decoded` returns it, to int8 numbers and scales. Replaces non-finite elements by zero.
+
+    Args:
+        momentum: (rows, cols) float32, a view of whole blocks.
+        numbers: (rows, cols) int8.
+        scales: (rows, blocks) float32.
+        key: hash of the parameter and the place of `momentum` in the shard.
+        step: number of the step.
+    """
+    rows, cols = numbers.shape
+    wide = momentum.as_strided((rows, scales.size(1), BLOCK), (momentum.stride(0), BLOCK, 1))
+    wide.nan_to_num_(0.0, 0.0, 0.0)
+    torch.amax(wide.abs(), dim=2, out=scales)
+    scales.div_(LARGEST)
+    wide.div_(torch.where(scales > 0, scales, 1.0)[:, :, None])
+    wide.add_(draws(wide.shape, key, step, wide.device)).floor_().clamp_(-LARGEST, LARGEST)
+    numbers.copy_(wide.view(rows, -1)[:, :cols])
+
+
+def draws(shape: torch.Size, key: int, step: int, device: torch.device) -> Tensor:
+    """Uniform float32 numbers from MARGIN to 1 - MARGIN, equal for equal arguments on every device."""
+    first = (key + zlib.crc32(str(step).encode())) % 2**31
+    bits = torch.arange(first, first + shape.numel(), device=device).to(torch.int32)
+    bits.mul_(FACTORS[0])
+    bits.bitwise_xor_(bits.bitwise_right_shift(15)).mul_(FACTORS[1])
+    uniform = bits.bitwise_right_shift_(16).bitwise_and_(2**16 - 1).float().add_(0.5).mul_(2.0**-16)
+    return uniform.mul_(1 - 2 * MARGIN).add_(MARGIN).view(shape)

@@ -1,0 +1,120 @@
+"""Whether the loss and the gradient norm look like those of a run that learns, from the reports of the run itself.
+
+The limits are wide. One odd document triples the loss of a small recipe for some steps, and is no fault: a jump counts
+only if the loss stays high for many reports.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+WINDOW, LOSS_WINDOW = 50, 20
+"""Last reports that medians are taken over; fewer for losses, because they fall."""
+FEWEST = 5
+"""Reports that a median needs."""
+DEAD_SHARE = 1e-6
+"""A gradient norm below this share of the median is that of a dead run."""
+EXPLODING = 100
+"""A gradient norm above this many medians has jumped."""
+DEVIATIONS = 8
+"""Median absolute deviations above the median loss from which on a loss counts as high."""
+LEAST_RISE = 0.25
+"""Least share of the median that a high loss is above the median."""
+HIGH_REPORTS, HIGH_REPORTS_RESUMED = 10, 3
+"""Reports in a row with a high loss until the loss has jumped; fewer right after a checkpoint was loaded, if the loss
+is above all losses before as well."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """Loss (nats per token) and gradient norm of a step."""
+
+    step: int
+    loss: float
+    grad_norm: float
+
+
+class Curve:
+    """Watches reports. While training looks wrong, the reports before stay the measure.
+
+    Args:
+        earlier: reports of the run before this process, in order.
+
+    Attributes:
+        sound_until: the last step before training began to look wrong; None while training looks right.
+    """
+
+    def __init__(self, earlier: Iterable[Report] = ()) -> None:
+        self._sound: deque[Report] = deque(earlier, maxlen=WINDOW)
+        self._loaded_from = self._sound[-1].step if self._sound else None
+        self._high = 0
+        self._named: set[str] = set()
+        self._last_sound = self._sound[-1].step if self._sound else 0
+        self.sound_until: int | None = None
+
+    def add(self, report: Report) -> list[str]:
+        """Take a report of finite numbers. Returns warnings, one line each; a problem is named once until it ends."""
+        problems = dict(self._problems(report))
+        lines = [text for name, text in problems.items() if text and name not in self._named]
+        was_named, self._named = self._named, {name for name, text in problems.items() if text}
+        if problems:
+            self.sound_until = self._last_sound
+        else:
+            if was_named:
+                lines.append(f"step {report.step}: loss and gradient norm look as before again")
+            self.sound_until, self._loaded_from = None, None
+            self._last_sound = report.step
+            self._sound.append(report)
+        return lines
+
+    def _problems(self, report: Report) -> Iterable[tuple[str, str]]:
+        """(kind, warning) of each problem; an empty warning if it is too early to warn."""
+        step, norm = report.step, report.grad_norm
+        if norm == 0:
+            yield "dead", f"step {step}: the norm of all gradients is 0, so that nothing is learned"
+        if len(self._sound) < FEWEST:
+            return
+        norms = statistics.median(sound.grad_norm for sound in self._sound)
+        if 0 < norm < DEAD_SHARE * norms:
+            yield "dead", f"step {step}: the norm of all gradients fell to {norm:.2e}, from a median of {norms:.2e}"
+        if norm > EXPLODING * norms:
+            yield (
+                "exploding",
+                f"step {step}: the norm of all gradients rose to {norm:.2e}, from a median of {norms:.2e}",
+            )
+        yield from self._high_loss(report)
+
+    def _high_loss(self, report: Report) -> Iterable[tuple[str, str]]:
+        losses = [sound.loss for sound in self._sound][-LOSS_WINDOW:]
+        middle = statistics.median(losses)
+        deviation = statistics.median(abs(loss - middle) for loss in losses)
+        limit = middle + max(DEVIATIONS * deviation, LEAST_RISE * middle)
+        self._high = self._high + 1 if report.loss > limit else 0
+        above_all = report.loss > max(sound.loss for sound in self._sound)
+        if self._loaded_from is not None and self._high >= HIGH_REPORTS_RESUMED and above_all:
+            yield (
+                "high",
+                f"step {report.step}: since the checkpoint of step {self._loaded_from} the loss is {report.loss:.4f}, "
+                f"and the median before was {middle:.4f}; check that weights and states were loaded",
+            )
+        elif self._high >= HIGH_REPORTS:
+            yield (
+                "high",
+                f"step {report.step}: the loss is {report.loss:.4f} and was above {limit:.4f} in the last {self._high} "
+                f"reports; the median before was {middle:.4f}",
+            )
+        elif self._high:
+            # Not said yet, but not a measure for what is normal either, and no checkpoint is purged for it.
+            yield "may be high", ""
+
+
+def reports_of(records: Iterable[dict[str, Any]]) -> list[Report]:
+    """The reports among the records of a metrics file, without those whose numbers are not finite."""
+    reports = []
+    for record in records:
+        if "loss" in record and "grad_norm" in record and math.isfinite(record["loss"] + record["grad_norm"]):
+            reports.append(Report(record["step"], record["loss"], record["grad_norm"]))
+    return reports

@@ -1,0 +1,78 @@
+"""Tokens by expert, and experts that get none."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titan_muon.tensors.dtensor import local
+
+DEAD_STEPS, DEAD_REPORTS = 100, 3
+"""An expert without a token in reports over this many steps, and in this many reports, is dead."""
+
+
+class ExpertLoads:
+    """Counts of the tokens that each expert gets in a step, over all data-parallel ranks.
+
+    Args:
+        parts: the model, or the parts of it on this rank.
+        group: ranks with different tokens; None for one.
+        device: device of the counts.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
+        named = (pair for part in parts for pair in part.named_modules())
+        # TorchTitan's layers of experts count their tokens since the optimizers' last step.
+        self._layers = {name: layer for name, layer in named if hasattr(layer, "tokens_per_expert_E")}
+        self._group, self._device = group, device
+        self._before: list[Tensor] = []
+        self._silent: dict[tuple[str, int], list[int]] = {}
+        self._named: set[tuple[str, int]] = set()
+
+    def begin_step(self) -> None:
+        """Remember the counts before a step."""
+        self._before = [self._counts(layer) for layer in self._layers.values()]
+
+    def of_step(self) -> dict[str, list[int]]:
+        """Tokens of each expert since `begin_step`, by layer; all ranks of the group call this together.
+
+        The host waits for the device.
+        """
+        if not self._layers:
+            return {}
+        own = [self._counts(layer) - before for layer, before in zip(self._layers.values(), self._before, strict=True)]
+        counts = torch.cat(own)
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        rows = counts.split([tokens.numel() for tokens in own])
+        return {name: [int(n) for n in row.tolist()] for name, row in zip(self._layers, rows, strict=True)}
+
+    def dead(self, step: int, tokens: Mapping[str, Sequence[int]]) -> list[str]:
+        """One line for each layer with experts that are dead since this report, from a step's tokens by layer."""
+        lines = []
+        for layer, counts in tokens.items():
+            new = []
+            for expert, count in enumerate(counts):
+                key = (layer, expert)
+                if count:
+                    self._silent.pop(key, None)
+                    self._named.discard(key)
+                    continue
+                steps = self._silent.setdefault(key, [])
+                steps.append(step)
+                if step - steps[0] >= DEAD_STEPS and len(steps) >= DEAD_REPORTS and key not in self._named:
+                    self._named.add(key)
+                    new.append(expert)
+            if new:
+                shown = ", ".join(map(str, new[:8]))
+                lines.append(
+                    f"{layer}: experts {shown}{' and more' if len(new) > 8 else ''} got no token in any report of the "
+                    f"last {DEAD_STEPS} steps"
+                )
+        return lines
+
+    def _counts(self, layer: nn.Module) -> Tensor:
+        counts = layer.tokens_per_expert_E
+        assert isinstance(counts, Tensor), "TorchTitan counts tokens in a tensor"
+        return local(counts).detach().to(self._device, copy=True)

@@ -1,0 +1,101 @@
+"""What each rank did in a reported step, compared over all ranks: the text that it read, and the steps that it took."""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+
+from titan_muon.titan.fault import RunFault
+
+UNKNOWN = -1
+"""A position that no loader counts, or no step."""
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """A rank's part in a reported step, in whole numbers.
+
+    Attributes:
+        data_rank: the rank's place among data-parallel ranks. Ranks with equal places must read equal text.
+        position: number of the first block that the rank read in the step, or UNKNOWN.
+        expected: number of the block that the rank should have read, or UNKNOWN.
+        crc: CRC-32 of all inputs of the step.
+        extra_steps: steps that an optimizer took beyond those of the training loop, since the last report.
+        stale_gradients: parameters with a gradient before the step's first backward.
+        sound_until: last step before training began to look wrong, or UNKNOWN.
+    """
+
+    data_rank: int
+    position: int
+    expected: int
+    crc: int
+    extra_steps: int
+    stale_gradients: int
+    sound_until: int
+
+
+class StepInputs:
+    """CRC-32 of the inputs that this rank reads in a step, over all of the step's batches."""
+
+    def __init__(self) -> None:
+        self.crc = 0
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Add a batch of token ids, an int64 tensor on the CPU."""
+        self.crc = zlib.crc32(inputs.numpy().tobytes(), self.crc)
+
+    def take(self) -> int:
+        """The CRC-32 of all batches since the last call."""
+        crc, self.crc = self.crc, 0
+        return crc
+
+
+def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankReport]:
+    """The reports of all ranks, in rank order; all ranks of `group` (gloo; None: one process) call this together."""
+    if group is None:
+        return [report]
+    mine = torch.tensor(astuple(report), dtype=torch.int64)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, mine, group=group)
+    return [RankReport(*(int(number) for number in row)) for row in rows]
+
+
+def check_reports(step: int, reports: Sequence[RankReport]) -> None:
+    """Raise RunFault for ranks that read other text than the step's, or whose optimizers took other steps."""
+    if wrong := [(rank, r) for rank, r in enumerate(reports) if r.position != r.expected]:
+        shown = ", ".join(f"rank {rank} read block {r.position} instead of {r.expected}" for rank, r in wrong[:4])
+        raise RunFault(
+            f"step {step}: {shown}. Some training text was skipped or repeated; continue from a checkpoint with "
+            "checkpoint.load."
+        )
+    first: dict[int, int] = {}
+    for rank, report in enumerate(reports):
+        peer = first.setdefault(report.data_rank, rank)
+        if reports[peer].crc != report.crc:
+            raise RunFault(
+                f"step {step}: ranks {peer} and {rank} train on the same sequences and read different text, so that "
+                "data.files or data.cache differ between them. Give all ranks the same files."
+            )
+    if wrong := [(rank, r) for rank, r in enumerate(reports) if r.extra_steps]:
+        shown = ", ".join(f"{r.extra_steps:+} on rank {rank}" for rank, r in wrong[:4])
+        raise RunFault(
+            f"step {step}: an optimizer took another number of steps than training since the last report ({shown}). "
+            "Call step() once in each training step; continue from a checkpoint with checkpoint.load."
+        )
+    if stale := [rank for rank, r in enumerate(reports) if r.stale_gradients]:
+        raise RunFault(
+            f"step {step}: gradients of the step before were not cleared on ranks {stale[:4]}, and were added to this "
+            "step's. Call zero_grad() in each training step; continue from a checkpoint with checkpoint.load."
+        )
+
+
+def twins(reports: Sequence[RankReport]) -> tuple[int, int] | None:
+    """The first two ranks of different data-parallel places that read equal inputs; None without any."""
+    first: dict[int, tuple[int, int]] = {}
+    for rank, report in enumerate(reports):
+        peer, place = first.setdefault(report.crc, (rank, report.data_rank))
+        if place != report.data_rank:
+            return peer, rank
+    return None

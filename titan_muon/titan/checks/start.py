@@ -1,0 +1,96 @@
+"""Recipe, code and versions must be equal on all ranks: compared once, before the first step.
+
+A rank with another learning rate or another model file would train on without an error.
+"""
+
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import titan_muon
+from titan_muon import registry
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.files import written_values
+from titan_muon.titan.recipe.toml import value_text
+
+LISTED = 8
+"""Most differences in an error text."""
+PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
+"""Keys that may differ: equal files may be at another path on each node."""
+
+
+def start_facts(recipe: Recipe) -> dict[str, str]:
+    """Everything of this rank that must be equal on all ranks, as text by name: recipe keys, versions, source files."""
+    facts = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
+    facts["version of Python"] = platform.python_version()
+    facts["version of torch"] = torch.__version__
+    facts["version of titan_muon"] = titan_muon.__version__
+    try:
+        facts["version of torchtitan"] = version("torchtitan")
+    except PackageNotFoundError:
+        facts["version of torchtitan"] = "not installed"
+    for file in source_files(recipe):
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+        facts[f"source file {'/'.join(file.parts[-3:])}"] = digest
+    return facts
+
+
+def source_files(recipe: Recipe) -> list[Path]:
+    """The Python files of this package and of the package with the recipe's model."""
+    files = [*Path(titan_muon.__file__).parent.rglob("*.py")]
+    if recipe.model.name not in registry.models.names():
+        return sorted(files)
+    build = registry.models.get(recipe.model.name).build
+    module = sys.modules[getattr(build, "func", build).__module__]
+    if module.__file__ is not None:
+        file = Path(module.__file__)
+        files += file.parent.rglob("*.py") if file.name == "__init__.py" else [file]
+    return sorted(set(files))
+
+
+def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> None:
+    """Raise RecipeError on every rank, with names and values, if `facts` differ between ranks.
+
+    All ranks of `group` (None: a single process) call this together.
+    """
+    if group is None:
+        return
+    world = dist.get_world_size(group)
+    digests: list[bytes] = [b""] * world
+    # 1,024 full reports would take megabytes on every rank, and nearly always the digests are equal.
+    dist.all_gather_object(digests, hashlib.sha256(repr(sorted(facts.items())).encode()).digest(), group=group)
+    if len(set(digests)) == 1:
+        return
+    reports: list[Mapping[str, str]] = [{}] * world
+    dist.all_gather_object(reports, facts, group=group)
+    lines = differences(reports)
+    more = f"; and {len(lines) - LISTED} more" if len(lines) > LISTED else ""
+    raise RecipeError(
+        f"ranks were started differently: {'; '.join(lines[:LISTED])}{more}. Start all ranks with the same recipe and "
+        "the same installed code."
+    )
+
+
+def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line for each name whose value is not the same in all reports; `reports` are in rank order."""
+    lines = []
+    for name in dict.fromkeys(name for report in reports for name in report):
+        ranks: dict[str, list[int]] = {}
+        for rank, report in enumerate(reports):
+            ranks.setdefault(report.get(name, "absent"), []).append(rank)
+        if len(ranks) > 1:
+            lines.append(f"{name} is " + " and ".join(f"{value} on {_ranks(where)}" for value, where in ranks.items()))
+    return lines
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:4]))
+    return f"ranks {shown}{f' and {len(ranks) - 4} more' if len(ranks) > 4 else ''}"

@@ -1,0 +1,55 @@
+"""`--compare`: the estimates of alternative recipes in one table, the fastest that fits first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from titan_muon.titan.dry_run.stages import StageReport, dry_run
+from titan_muon.titan.recipe import RecipeError
+from titan_muon.titan.recipe.command_line import Alternative
+
+COLUMNS = ("", "fits", "peak GiB", "step ms", "Muon ms", "over AdamW", "sent in Muon's step MiB", "idle ranks")
+
+
+def compare(alternatives: Sequence[Alternative], world_size: int | None, device: str | None) -> Iterator[str]:
+    """Lines of the table, and a line for each alternative that is refused. Times are modelled."""
+    rows: list[tuple[bool, float, list[str]]] = []
+    refused: list[str] = []
+    machine = ""
+    for alternative in alternatives:
+        try:
+            parts = dry_run(alternative.load(), world_size, device)
+        except RecipeError as error:
+            refused.append(f"  {alternative.name}: refused: {error}")
+            continue
+        machine = parts[0].machine.name
+        fits, seconds = all(part.verdict.fits for part in parts), max(part.verdict.seconds for part in parts)
+        rows.append((not fits, seconds, _row(alternative.name, parts)))
+    cells = [list(COLUMNS), *(row for *_, row in sorted(rows, key=lambda item: item[:2]))]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(COLUMNS))]
+    yield f"alternatives on {machine}, modelled; the fastest that fits first"
+    for row in cells if rows else ():
+        first, *others = (
+            cell.ljust(width) if not i else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join([first, *others])
+    yield from refused
+
+
+def _row(name: str, parts: Sequence[StageReport]) -> list[str]:
+    """The cells of an alternative: of the pipeline stage that takes longest, and the fullest rank of any."""
+    slowest = max((part.verdict for part in parts), key=lambda verdict: verdict.seconds)
+    summaries = [part.summary for part in parts if part.summary is not None]
+    sent = max((summary.bytes_sent_max for summary in summaries), default=0)
+    idle = sum(cost.matrices == 0 for summary in summaries for cost in summary.ranks)
+    return [
+        name,
+        "yes" if all(part.verdict.fits for part in parts) else "no",
+        f"{max(part.verdict.peak for part in parts) / 2**30:,.1f}",
+        f"{1e3 * slowest.seconds:,.0f}",
+        f"{1e3 * (slowest.muon + slowest.others):,.1f}",
+        f"{100 * slowest.overhead:+.2f} %",
+        f"{sent / 2**20:,.1f}",
+        f"{idle:,}",
+    ]

@@ -1,0 +1,87 @@
+"""`--html`: one self-contained page with the modelled timeline, balance, memory, parameters and the recipe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from titan_muon.plan import Plan
+from titan_muon.plan.cost.spans import LOCAL, STAGES, spans
+from titan_muon.titan.dry_run.stages import StageReport
+from titan_muon.titan.dry_run.verdict import memory_parts, verdict_lines
+from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
+
+TEMPLATE = Path(__file__).with_name("page.html")
+MARK = "/*DATA*/null"
+"""Place of the data in the template."""
+
+
+def write_page(path: Path, parts: Sequence[StageReport], recipe: Recipe) -> None:
+    """Write the page. Raises RecipeError if the file cannot be written."""
+    data = {"recipe": to_toml(recipe), "name": recipe.name, "parts": [_part(part, recipe) for part in parts]}
+    # "</" would end the script that holds the data.
+    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    page = TEMPLATE.read_text(encoding="utf-8").replace(MARK, text)
+    try:
+        path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror}); name a file in a folder that exists"
+        raise RecipeError(f"--html {path}: {problem}") from error
+
+
+def _part(part: StageReport, recipe: Recipe) -> dict[str, object]:
+    meta, plan = part.meta, part.meta.plan
+    found = [] if plan is None else spans(plan, part.machine, overlap=recipe.muon.overlap)
+    return {
+        "ranks": list(meta.ranks),
+        "machine": part.machine.name,
+        "verdict": "\n".join(verdict_lines(part.verdict, meta, recipe, part.machine)),
+        "stages": STAGES,
+        # Microseconds as integers: a step of 1,024 ranks has tens of thousands of spans.
+        "spans": [
+            [s.rank, STAGES.index(s.stage), s.bucket, round(1e6 * s.start), max(1, round(1e6 * (s.stop - s.start)))]
+            for s in found
+        ],
+        "buckets": [] if plan is None else _buckets(plan),
+        "local": {} if plan is None else _local(plan),
+        "balance": [
+            [time.rank, round(1e6 * time.orthogonalize), round(1e6 * time.passes), round(1e6 * time.waits)]
+            for time in (() if part.timeline is None else part.timeline.ranks)
+        ],
+        "memory": memory_parts(part.verdict),
+        "peak": part.verdict.peak,
+        "capacity": part.verdict.capacity,
+        "parameters": [[a.fqn, " x ".join(map(str, a.shape)), a.optimizer, a.reason] for a in meta.assigned],
+    }
+
+
+def _buckets(plan: Plan) -> list[dict[str, object]]:
+    """The exchange of each bucket, and its matrices with their owners."""
+    return [
+        {
+            "exchange": bucket.exchange,
+            "matrices": [_name(plan, number) for number in bucket.matrices],
+            "owners": list(bucket.owners),
+        }
+        for bucket in plan.buckets
+    ]
+
+
+def _local(plan: Plan) -> dict[int, int]:
+    """Number of local matrices of each rank."""
+    counts: dict[int, int] = {}
+    for ranks in plan.local:
+        for rank in ranks:
+            counts[rank] = counts.get(rank, 0) + 1
+    return counts
+
+
+def _name(plan: Plan, number: int) -> str:
+    matrix = plan.matrices[number]
+    label = plan.parameters[matrix.parameter].stack.matrices[matrix.index].label
+    rows, cols = matrix.whole_shape
+    return f"{plan.parameters[matrix.parameter].fqn}{f' {label}' if label else ''} {rows}x{cols}"
+
+
+assert LOCAL == -1, "the page marks local matrices so"

@@ -1,0 +1,74 @@
+"""The dry run of a recipe: plan, times, memory and verdict of the model, or of each pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from titan_muon.plan import Summary, summarize
+from titan_muon.plan.cost.timeline import Timeline, timeline
+from titan_muon.plan.owned.ownership import OwnedTotals
+from titan_muon.plan.terms.machine import MachineRates
+from titan_muon.planning import planning_machine
+from titan_muon.titan.assign.explain import owner_loads
+from titan_muon.titan.dry_run.memory import Memory, memory_per_rank
+from titan_muon.titan.dry_run.meta_model import MetaModel, build_meta_model, smallest_world, this_device
+from titan_muon.titan.dry_run.verdict import Verdict, verdict_of
+from titan_muon.titan.recipe import Recipe, RecipeError
+from titan_muon.titan.recipe.degrees import batch_problem
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """The model, or a pipeline rank's part, with the cost of the step, memory and the verdict."""
+
+    meta: MetaModel
+    kind: str
+    machine: MachineRates
+    summary: Summary | None
+    timeline: Timeline | None
+    loads: Mapping[int, OwnedTotals]
+    memory: Memory
+    verdict: Verdict
+
+
+def dry_run(recipe: Recipe, world_size: int | None, device: str | None = None) -> list[StageReport]:
+    """A report for each pipeline stage on `world_size` ranks, by default the smallest world of the degrees.
+
+    `device`: type of device, by default GPUs with a `world_size`, otherwise this machine's. Raises RecipeError like
+    training.
+    """
+    world = smallest_world(recipe) if world_size is None else world_size
+    # A user who sets world_size plans a cluster, mostly on a laptop without its GPUs.
+    kind = device if device is not None else this_device() if world_size is None else "cuda"
+    stages = range(recipe.parallelism.pipeline_parallel_degree)
+    return [_report(build_meta_model(recipe, world, kind, stage=stage), recipe, kind) for stage in stages]
+
+
+def _report(meta: MetaModel, recipe: Recipe, kind: str) -> StageReport:
+    summary = None if meta.plan is None else summarize(meta.plan)
+    machine = planning_machine(recipe.machine, kind)
+    times = None if meta.plan is None else timeline(meta.plan, machine, overlap=recipe.muon.overlap)
+    loads = owner_loads(meta.parameters, summary, meta.ranks)
+    memory = memory_per_rank(meta, summary, loads, recipe, kind)
+    return StageReport(
+        meta, kind, machine, summary, times, loads, memory, verdict_of(meta, times, memory, recipe, machine)
+    )
+
+
+def problems(recipe: Recipe, world: int) -> Iterator[str]:
+    """Reasons why training would be refused although the plan is valid: the batch, or data on this machine."""
+    problem = batch_problem(recipe, world)
+    if problem is not None:
+        yield problem
+    data = recipe.data
+    if data.source != "hf":
+        from titan_muon.titan.data.documents import Documents
+
+        try:
+            _ = Documents(data).all
+        except RecipeError as error:
+            yield str(error)
+    if data.tokenizer == "hf" and not Path(data.tokenizer_path or "", "tokenizer.json").is_file():
+        yield f"data.tokenizer_path = {data.tokenizer_path!r} has no tokenizer.json on this machine"

@@ -1,0 +1,275 @@
+"""Estimate of a training step without its optimizer: time of forward and backward, activations, gathered layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_muon.assignment.rules import Assignment
+from titan_muon.plan.terms.machine import Link, MachineRates
+from titan_muon.tensors.dtensor import layer_of
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe.degrees import data_ranks, local_batch_size
+
+TRAINING_SHARE = 0.57
+"""Share of the rate of large products in forward and backward: 400 of 700 TFLOP/s on an H100, which is 40 % of the data
+sheet. Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783)."""
+LOGIT_BYTES = 10
+"""Of a logit at the peak: bfloat16, the float32 copy, and the gradient in float32."""
+RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
+"""Share of the products of forward that backward computes again. Selective checkpointing keeps every second one."""
+ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
+"""Linear layers whose outputs tensor parallelism does not cut before their reduction."""
+
+
+class ModelSize(NamedTuple):
+    """What a step depends on besides shapes.
+
+    Attributes:
+        token_flops: FLOPs of forward and backward for a token, without recomputation, by TorchTitan's count.
+        vocabulary: rows of the head.
+        routed: experts of a token over all experts.
+    """
+
+    token_flops: int
+    vocabulary: int
+    routed: float
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Bytes of a rank in forward and backward, beside parameters, gradients and states.
+
+    Attributes:
+        activations: kept for backward, with those that backward recomputes at a time.
+        logits: logits and their gradient.
+        gathered: layers in whole, for this layer and the next one, and the head.
+    """
+
+    activations: int
+    logits: int
+    gathered: int
+
+    @property
+    def total(self) -> int:
+        """At the start of backward, or in a layer whose activations are computed again."""
+        return self.activations + self.logits + self.gathered
+
+
+@dataclass(frozen=True)
+class Training:
+    """Forward and backward of a step on one rank, estimated.
+
+    Attributes:
+        passes: forwards and backwards of a step.
+        tokens: tokens of a step over all ranks.
+        compute: seconds of products.
+        fsdp: seconds of gathers and reductions of parameters, which overlap with `compute`.
+        tensor: seconds of tensor parallelism, and `experts` of expert parallelism, which overlap with nothing.
+        memory: of a pass.
+    """
+
+    passes: int
+    tokens: int
+    compute: float
+    fsdp: float
+    tensor: float
+    experts: float
+    memory: PassMemory
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of all passes."""
+        return max(self.compute, self.fsdp) + self.tensor + self.experts
+
+
+@dataclass(frozen=True)
+class _Degrees:
+    """Ranks of each kind of parallelism."""
+
+    world: int
+    replicas: int
+    data: int
+    context: int
+    tensor: int
+    experts: int
+    stages: int
+
+    @classmethod
+    def of(cls, recipe: Recipe, world: int) -> _Degrees:
+        degrees = recipe.parallelism
+        return cls(
+            world,
+            degrees.data_parallel_replicate_degree,
+            data_ranks(recipe, world),
+            degrees.context_parallel_degree,
+            degrees.tensor_parallel_degree,
+            degrees.expert_parallel_degree,
+            degrees.pipeline_parallel_degree,
+        )
+
+    @property
+    def shards(self) -> int:
+        """Ranks of FSDP, for a parameter that is no expert."""
+        return self.data // self.replicas * self.context
+
+    @property
+    def expert_shards(self) -> int:
+        """Ranks of FSDP for an expert."""
+        return max(1, self.shards * self.tensor // self.experts)
+
+
+def training_of(
+    recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], machine: MachineRates
+) -> Training:
+    """The estimate for a pipeline stage with these parameters.
+
+    Sources: the FLOPs are TorchTitan's. Bytes of activations count the input and the output of every linear layer, as
+    far as checkpointing keeps them; docs/results/dry_run.md compares them with rehearsals.
+    """
+    degrees = _Degrees.of(recipe, world)
+    local = local_batch_size(recipe, world)
+    whole = recipe.training.global_batch_size
+    passes = 1 if whole == -1 else max(1, whole // (local * degrees.data))
+    tokens = local * recipe.training.seq_len // degrees.context
+    pipelined = 1 if degrees.stages == 1 else 1 + (degrees.stages - 1) / max(1, _microbatches(recipe, local))
+    recomputed = 1 + RECOMPUTED[recipe.activation_checkpoint.mode] / 3
+    flops = size.token_flops * tokens * passes * recomputed / (degrees.tensor * degrees.stages)
+    compute = flops / (machine.flops["bfloat16"] * TRAINING_SHARE) * pipelined
+    return Training(
+        passes=passes,
+        tokens=local * degrees.data * passes * recipe.training.seq_len,
+        compute=compute,
+        fsdp=_fsdp_seconds(recipe, degrees, stage, machine, passes),
+        tensor=_tensor_seconds(degrees, stage, machine, tokens * passes),
+        experts=_expert_seconds(degrees, stage, machine, tokens * passes, size),
+        memory=pass_memory(recipe, world, size, stage),
+    )
+
+
+def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment]) -> PassMemory:
+    """Bytes of a rank in forward and backward of a pipeline stage."""
+    degrees, local = _Degrees.of(recipe, world), local_batch_size(recipe, world)
+    tokens = local * recipe.training.seq_len // degrees.context
+    in_flight = 1
+    if degrees.stages > 1:
+        # 1F1B keeps as many microbatches as there are stages, on the first stage.
+        tokens = tokens * recipe.parallelism.pipeline_parallel_microbatch_size // local
+        in_flight = min(degrees.stages, _microbatches(recipe, local))
+    kept, whole, gathered = 0.0, 0.0, 0.0
+    for layer in _layers(stage):
+        every = sum(_activations(a, tokens, size, degrees) for a in layer)
+        hidden = tokens * _width(layer) / degrees.tensor
+        kept += {
+            "none": every,
+            "full": hidden,
+            "memory_budget": hidden + recipe.activation_checkpoint.memory_budget * every,
+            "selective": hidden + sum(_kept(a, tokens, size, degrees) for a in layer),
+        }[recipe.activation_checkpoint.mode]
+        whole = max(whole, every)
+        gathered = max(gathered, sum(_unsharded(a, degrees) for a in layer))
+    dtype = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+    again = 0.0 if recipe.activation_checkpoint.mode == "none" else dtype * whole
+    others = [a for a in stage if len(a.shape) == 2 and size.vocabulary in a.shape]
+    head = max((_unsharded(a, degrees) for a in others), default=0.0)
+    has_head = any(a.fqn.split(".")[0] in ("lm_head", "output", "head") for a in others) or degrees.stages == 1
+    logits = LOGIT_BYTES * tokens * size.vocabulary / degrees.tensor if has_head else 0.0
+    return PassMemory(
+        activations=int(dtype * kept * in_flight + max(0.0, again - logits)),
+        logits=int(logits),
+        gathered=int(dtype * (2 * gathered + head)),
+    )
+
+
+def _microbatches(recipe: Recipe, local: int) -> int:
+    return max(1, local // recipe.parallelism.pipeline_parallel_microbatch_size)
+
+
+def _layers(stage: Sequence[Assignment]) -> list[list[Assignment]]:
+    """Matrices and stacks of each layer."""
+    layers: dict[str, list[Assignment]] = {}
+    for a in stage:
+        if "layers." in a.fqn and len(a.shape) > 1:
+            layers.setdefault(layer_of(a.fqn), []).append(a)
+    return list(layers.values())
+
+
+def _width(layer: Sequence[Assignment]) -> int:
+    """Width of the residual stream: the side that most matrices share."""
+    sides = [side for a in layer for side in set(a.shape[-2:])]
+    return max(set(sides), key=lambda side: (sides.count(side), -side))
+
+
+def _is_stack(a: Assignment) -> bool:
+    return len(a.shape) == 3
+
+
+def _activations(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> float:
+    """Elements of the input and the output of a linear layer, or of the experts of a token."""
+    through = tokens * (size.routed * a.shape[0] if _is_stack(a) else 1)
+    return through * sum(a.shape[-2:]) / degrees.tensor
+
+
+def _kept(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> float:
+    """Elements that selective checkpointing keeps: half of the outputs, attention, and the routed tokens."""
+    if _is_stack(a):
+        # Of the three products of an expert, the tokens that all-to-all has sent are kept once.
+        return tokens * size.routed * a.shape[0] * min(a.shape[-2:]) / degrees.tensor
+    cut = 1 if a.fqn.endswith(ROW_PARALLEL) else degrees.tensor
+    attention = a.shape[1] / degrees.tensor if a.fqn.endswith((".wo.weight", ".o_proj.weight")) else 0
+    return tokens * (a.shape[0] / 2 / cut + attention)
+
+
+def _unsharded(a: Assignment, degrees: _Degrees) -> float:
+    """Elements of a parameter that FSDP has gathered."""
+    return prod(a.shape) / (degrees.experts if _is_stack(a) else degrees.tensor)
+
+
+def _link(machine: MachineRates, ranks: int) -> Link:
+    """The slowest link among neighbours."""
+    return machine.node if ranks <= machine.ranks_per_node else machine.network
+
+
+def _fsdp_seconds(
+    recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
+) -> float:
+    """Seconds in which parameters are gathered for forward and backward, and gradients are reduced."""
+    gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
+    reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
+    again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
+    total = 0.0
+    for a in stage:
+        shards = degrees.expert_shards if _is_stack(a) else degrees.shards
+        elements = _unsharded(a, degrees)
+        # Ranks of tensor and expert parallelism are neighbours; those of FSDP are as far apart as these have ranks.
+        reach = shards * (degrees.experts if _is_stack(a) else degrees.tensor)
+        sent = elements * (shards - 1) / shards * (again * gathered + reduced) * passes
+        total += sent / _link(machine, reach).bandwidth
+        if degrees.replicas > 1:
+            ring = 2 * (degrees.replicas - 1) / degrees.replicas * elements / shards * reduced
+            total += ring * passes / machine.network.bandwidth
+    return total
+
+
+def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int) -> float:
+    """Seconds of sequence parallelism: two gathers and two reductions of a layer's hidden states, and as many back."""
+    ranks, link = degrees.tensor, _link(machine, degrees.tensor)
+    sent = sum(8 * 2 * tokens * _width(layer) for layer in _layers(stage)) * (ranks - 1) / ranks
+    return sent / link.bandwidth
+
+
+def _expert_seconds(
+    degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int, size: ModelSize
+) -> float:
+    """Seconds in which routed tokens travel to their experts and back, in forward and in backward."""
+    ranks, link = degrees.experts, _link(machine, degrees.experts)
+    sent = 0.0
+    for layer in _layers(stage):
+        stacks = [a for a in layer if _is_stack(a)]
+        if stacks:
+            sent += 4 * 2 * tokens / degrees.tensor * size.routed * stacks[0].shape[0] * _width(layer)
+    return sent * (ranks - 1) / ranks / link.bandwidth

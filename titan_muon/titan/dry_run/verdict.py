@@ -1,0 +1,238 @@
+"""The verdict of a dry run: whether a rank's memory suffices, and the cost of Muon over AdamW in a training step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from titan_muon.plan import Plan
+from titan_muon.plan.cost.timeline import Timeline
+from titan_muon.plan.terms.machine import ERROR, MachineRates
+from titan_muon.titan.dry_run.memory import Memory, mean_elements
+from titan_muon.titan.dry_run.meta_model import MetaModel
+from titan_muon.titan.dry_run.training import TRAINING_SHARE, Training, pass_memory, training_of
+from titan_muon.titan.recipe import Recipe
+from titan_muon.titan.recipe.degrees import local_batch_size
+
+ADAMW_BYTES = 28
+"""Of a float32 element in a fused step: weight, gradient and two averages are read, three of these are written."""
+ADAMW_BYTES_BFLOAT16 = 20
+"""The same with averages in bfloat16."""
+MEMORY_ERROR = 0.1
+"""Part by which memory may differ from the estimate (docs/results/dry_run.md)."""
+EXCHANGES_BETWEEN_ALL = ("all_to_all", "duplicated", "hierarchical")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The estimate of a training step on the fullest rank.
+
+    Attributes:
+        training: forward and backward.
+        muon: seconds of Muon's step, on the device or the host, whichever takes longer.
+        others: seconds of AdamW for the parameters that Muon does not take.
+        adamw: seconds of AdamW if it took all parameters.
+        memory: what stays between steps, and the step's buffers.
+        communicators: bytes of CUDA and NCCL.
+        capacity: bytes of a GPU; 0 on a CPU.
+    """
+
+    training: Training
+    muon: float
+    others: float
+    adamw: float
+    memory: Memory
+    communicators: int
+    capacity: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a training step with Muon."""
+        return self.training.seconds + self.muon + self.others
+
+    @property
+    def overhead(self) -> float:
+        """Seconds by which a step with Muon is longer than one with AdamW alone, over the latter."""
+        return (self.muon + self.others - self.adamw) / (self.training.seconds + self.adamw)
+
+    @property
+    def in_passes(self) -> int:
+        """Bytes at the peak of forward and backward."""
+        kept = self.memory.gradients if self.training.passes > 1 else 0
+        return self._rest + kept + self.training.memory.total
+
+    @property
+    def in_step(self) -> int:
+        """Bytes at the peak of the optimizer's step."""
+        step = self.memory.exchange_buffers + self.memory.orthogonalization
+        return self._rest + self.memory.gradients + step
+
+    @property
+    def _rest(self) -> int:
+        return self.memory.parameters + self.memory.optimizer_states + self.communicators
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the peak of a training step, those of CUDA and NCCL included."""
+        return max(self.in_passes, self.in_step)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is below the capacity, within the estimate's error."""
+        return self.capacity == 0 or self.peak * (1 + MEMORY_ERROR) <= self.capacity
+
+
+def verdict_of(
+    meta: MetaModel, timeline: Timeline | None, memory: Memory, recipe: Recipe, machine: MachineRates
+) -> Verdict:
+    """The verdict for a pipeline stage."""
+    training = training_of(recipe, meta.world_size, meta.size, meta.assigned, machine)
+    itemsize = max((parameter.element_size() for parameter in meta.parameters.values()), default=4)
+    elements = {a.fqn: mean_elements(meta.parameters[a.fqn], len(meta.ranks)) for a in meta.assigned}
+    adam_bytes = ADAMW_BYTES_BFLOAT16 if recipe.adamw.state_dtype == "bfloat16" else ADAMW_BYTES * itemsize // 4
+    rest = sum(elements[a.fqn] for a in meta.assigned if a.optimizer != "muon")
+    muon = 0.0 if timeline is None else max(timeline.last.seconds, timeline.host)
+    return Verdict(
+        training=training,
+        muon=muon,
+        others=machine.pass_seconds(rest * adam_bytes),
+        adamw=machine.pass_seconds(sum(elements.values()) * adam_bytes),
+        memory=memory,
+        communicators=_communicator_bytes(meta, recipe, machine),
+        capacity=machine.capacity,
+    )
+
+
+def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) -> int:
+    """Bytes of CUDA and NCCL: a communicator for each mesh axis and each group of Muon, more for all-to-alls."""
+    if meta.world_size == 1:
+        return machine.communicators.context
+    degrees = recipe.parallelism
+    axes = [
+        degrees.data_parallel_replicate_degree,
+        degrees.context_parallel_degree,
+        degrees.tensor_parallel_degree,
+        degrees.expert_parallel_degree,
+        degrees.pipeline_parallel_degree,
+    ]
+    between_all = _groups_between_all(meta.plan, meta.ranks[0])
+    if degrees.expert_parallel_degree > 1:
+        between_all.add(tuple(range(degrees.expert_parallel_degree)))
+    peers = sum(min(machine.ranks_per_node, len(group)) - 1 for group in between_all)
+    groups = sum(axis > 1 for axis in axes) + len(between_all)
+    sizes = machine.communicators
+    return sizes.context + groups * sizes.group + peers * sizes.near_peer
+
+
+def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
+    """The groups in which a rank takes part in all-to-alls of Muon's step."""
+    buckets = () if plan is None else plan.buckets
+    return {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and rank in b.group and len(b.group) > 1}
+
+
+def remedies(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterator[str]:
+    """Changes to a recipe with which a rank's memory suffices, each with the peak after it."""
+    limit = verdict.capacity / (1 + MEMORY_ERROR)
+
+    def peak_with(changed: Recipe, world: int) -> int:
+        shrunk = world / meta.world_size
+        memory = replace(
+            verdict.memory,
+            parameters=int(verdict.memory.parameters / shrunk),
+            gradients=int(verdict.memory.gradients / shrunk),
+            optimizer_states=int(verdict.memory.optimizer_states / shrunk),
+        )
+        passes = replace(verdict.training, memory=pass_memory(changed, world, meta.size, meta.assigned))
+        return replace(verdict, memory=memory, training=passes).peak
+
+    local = local_batch_size(recipe, meta.world_size)
+    full = replace(recipe, activation_checkpoint=replace(recipe.activation_checkpoint, mode="full"))
+    offloaded = verdict.peak - verdict.memory.optimizer_states - verdict.memory.parameters
+    changes: list[tuple[str, float]] = []
+    if recipe.activation_checkpoint.mode != "full":
+        changes.append(('activation_checkpoint.mode = "full"', peak_with(full, meta.world_size)))
+    if local > 1:
+        smaller = replace(recipe, training=replace(recipe.training, local_batch_size=local // 2))
+        changes.append((f"training.local_batch_size = {local // 2}", peak_with(smaller, meta.world_size)))
+    if not recipe.training.enable_cpu_offload:
+        changes.append(("training.enable_cpu_offload = true", offloaded))
+    for factor in (2, 4, 8):
+        world = factor * meta.world_size
+        changes.append((f"{world:,} ranks and full checkpointing", peak_with(full, world)))
+    enough = [(name, peak) for name, peak in changes if peak <= limit]
+    for name, peak in enough[:3]:
+        yield f"    {name}: {_gib(peak)}"
+    if not enough:
+        world = 8 * meta.world_size
+        yield f"    add tensor or pipeline parallelism: {world:,} ranks would still take {_gib(changes[-1][1])}"
+
+
+def verdict_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe, machine: MachineRates) -> Iterator[str]:
+    """The verdict in words: memory, time of a training step, and Muon's share."""
+    low, high = ERROR
+    yield f"estimate for {meta.world_size:,} ranks of {machine.name}: modelled, not measured"
+    yield from _memory_lines(verdict, meta, recipe)
+    training = verdict.training
+    flops = machine.flops["bfloat16"] / 1e12
+    once = "in 1 pass" if training.passes == 1 else f"in {training.passes:,} passes"
+    rate = f"{100 * TRAINING_SHARE:.0f} % of {flops:,.0f} TFLOP/s"
+    yield (
+        f"  training step   {_ms(verdict.seconds)} ({_ms(low * verdict.seconds)} to {_ms(high * verdict.seconds)}) for "
+        f"{training.tokens:,} tokens {once}: products {_ms(training.compute)} at {rate}"
+    )
+    behind = "behind the products" if training.fsdp <= training.compute else "longer than the products"
+    for name, seconds, note in (
+        ("FSDP", training.fsdp, behind),
+        ("tensor parallelism", training.tensor, "exposed"),
+        ("expert parallelism", training.experts, "exposed"),
+    ):
+        if seconds:
+            yield f"                  {name} {_ms(seconds)}, {note}"
+    percent = 100 * verdict.overhead
+    band = f"{low * percent:,.2g} to {high * percent:,.2g} %" if percent > 0 else "within the error"
+    yield (
+        f"  Muon            {percent:,.2g} % of the step over AdamW ({band}): {_ms(verdict.muon + verdict.others)} "
+        f"instead of {_ms(verdict.adamw)}"
+    )
+
+
+def memory_parts(verdict: Verdict) -> dict[str, int]:
+    """Bytes of the fullest rank by purpose. The peak of a step has most of them at the same time."""
+    memory, passes = verdict.memory, verdict.training.memory
+    return {
+        "parameters": memory.parameters,
+        "gradients": memory.gradients,
+        "states": memory.optimizer_states,
+        "activations": passes.activations,
+        "logits": passes.logits,
+        "gathered layers": passes.gathered,
+        "exchange and Newton-Schulz": memory.exchange_buffers + memory.orthogonalization,
+        "CUDA and NCCL": verdict.communicators,
+    }
+
+
+def _memory_lines(verdict: Verdict, meta: MetaModel, recipe: Recipe) -> Iterable[str]:
+    where = "in backward" if verdict.in_passes >= verdict.in_step else "in the optimizer's step"
+    shown = ", ".join(
+        f"{name} {size / 2**30:,.1f}" for name, size in memory_parts(verdict).items() if size >= 0.05 * 2**30
+    )
+    if verdict.capacity == 0:
+        yield f"  memory          {_gib(verdict.peak)} at the peak, {where}"
+    else:
+        state = "fits" if verdict.fits else "does not fit" if verdict.peak > verdict.capacity else "may not fit"
+        yield (
+            f"  memory          {state}: {_gib(verdict.peak)} of {_gib(verdict.capacity)} at the peak, {where}, "
+            f"within {100 * MEMORY_ERROR:.0f} %"
+        )
+    yield f"                  GiB: {shown}"
+    if not verdict.fits:
+        yield "  to make it fit:"
+        yield from remedies(verdict, meta, recipe)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.2f} s"

@@ -1,0 +1,1 @@
+"""Measurements of weights, updates and states during training, for `metrics.jsonl` and TensorBoard."""

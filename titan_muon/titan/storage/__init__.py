@@ -1,0 +1,1 @@
+"""Checkpoint files on the disk: checksums, a reader that runs no code, and free space."""

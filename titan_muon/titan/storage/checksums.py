@@ -1,0 +1,163 @@
+"""Checksums of a checkpoint's files: `checksums.json` beside them, written by a save and compared before a load.
+
+    {"format": 1, "step": 300, "save": "6f1c...", "world": 2, "files": {"__0_0.distcp": {"bytes": 14809627,
+    "crc32": "9ae0daaf"}, ..., ".metadata": {...}}}
+
+A file system that loses power, or a disk, may return other bytes at the full length: sizes alone do not show that.
+"""
+
+import json
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+FORMAT = 1
+"""Version of a checkpoint's layout. A reader refuses a higher number."""
+CHUNK = 2**20
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Length in bytes and CRC-32 of a file."""
+
+    bytes: int
+    crc32: int
+
+    @classmethod
+    def of(cls, file: Path) -> "Checksum":
+        """The checksum of a file's content."""
+        length, crc = 0, 0
+        with file.open("rb") as stream:
+            while chunk := stream.read(CHUNK):
+                length, crc = length + len(chunk), zlib.crc32(chunk, crc)
+        return cls(length, crc)
+
+
+@dataclass(frozen=True)
+class SummedResult(WriteResult):
+    """PyTorch's record of a written item, with the checksum of the item's file."""
+
+    file: str
+    checksum: Checksum
+
+
+class SummingWriter(FileSystemWriter):
+    """PyTorch's writer. Each rank sums up its own files, and the coordinator writes all checksums.
+
+    Args:
+        path: folder of the checkpoint.
+        step: training step that is saved.
+    """
+
+    def __init__(self, path: str | Path, step: int) -> None:
+        super().__init__(path)
+        self._files = self.fs = _SummingFiles(step)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items, then read the files again, most likely from the page cache."""
+        results = super().write_data(plan, planner).wait()
+        folder = Path(self.path)
+        sums = {name: Checksum.of(folder / name) for name in {result.storage_data.relative_path for result in results}}
+        names = [result.storage_data.relative_path for result in results]
+        summed: Future[list[WriteResult]] = Future()
+        summed.set_result(
+            [
+                SummedResult(result.index, result.size_in_bytes, result.storage_data, name, sums[name])
+                for result, name in zip(results, names, strict=True)
+            ]
+        )
+        return summed
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the checksums and `.metadata`; called on the coordinator."""
+        self._files.files = {r.file: r.checksum for rank in results for r in rank if isinstance(r, SummedResult)}
+        self._files.world = len(results)
+        self._files.save = self.save_id
+        super().finish(metadata, results)
+
+
+class _SummingFiles(FileSystem):
+    """PyTorch's file operations. PyTorch renames `.metadata` last, and the checksums must be complete before that."""
+
+    def __init__(self, step: int) -> None:
+        self.step, self.world, self.save = step, 0, ""
+        self.files: Mapping[str, Checksum] = {}
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        if Path(new_path).name == METADATA:
+            files = {**self.files, METADATA: Checksum.of(Path(path))}
+            document = {
+                "format": FORMAT,
+                "step": self.step,
+                "save": self.save,
+                "world": self.world,
+                "files": {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(files.items())},
+            }
+            target = Path(new_path).with_name(CHECKSUMS)
+            temporary = target.with_name(f"{CHECKSUMS}.tmp")
+            temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            temporary.replace(target)
+        super().rename(path, new_path)
+
+
+def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
+    """The checksum of each file by name; None for a checkpoint without, as earlier versions saved them.
+
+    Raises ValueError for a file that is damaged, or of a newer format.
+    """
+    file = checkpoint / CHECKSUMS
+    if not file.is_file():
+        return None
+    try:
+        document = json.loads(file.read_text(encoding="utf-8"))
+        number = document["format"]
+        files = {name: Checksum(entry["bytes"], int(entry["crc32"], 16)) for name, entry in document["files"].items()}
+    except Exception as error:
+        raise ValueError(f"{CHECKSUMS} cannot be read ({type(error).__name__}: {error})") from error
+    if number > FORMAT:
+        raise ValueError(f"its format {number} is newer than this version's {FORMAT}")
+    return files
+
+
+def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
+    """The first of the named files whose content differs from the checksum, in words; None if all are equal."""
+    for name in names:
+        try:
+            current = Checksum.of(checkpoint / name)
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if current.bytes != sums[name].bytes:
+            return f"{name} has {current.bytes} of {sums[name].bytes} bytes"
+        if current != sums[name]:
+            return f"{name} has other bytes than were saved (CRC-32 {current.crc32:08x}, not {sums[name].crc32:08x})"
+    return None
+
+
+def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
+    """Why the files of a checkpoint are not the saved ones, on every rank; None if they are, or have no checksums.
+
+    All ranks of `group` (None: a single process) call this together. Each rank reads its share of the files.
+    """
+    rank, world = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    try:
+        sums = read_checksums(checkpoint)
+        problem = None if sums is None else damaged(checkpoint, sorted(sums)[rank::world], sums)
+    except ValueError as error:
+        problem = str(error)
+    problems: list[str | None] = [problem]
+    if group is not None:
+        problems = [None] * world
+        dist.all_gather_object(problems, problem, group=group)
+    return next((text for text in problems if text is not None), None)

@@ -1,0 +1,115 @@
+"""Reads checkpoints without running code: a checkpoint's pickles may name only the classes that a checkpoint needs."""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import _get_layout
+
+ALLOWED: dict[tuple[str, str], Any] = {
+    (kind.__module__, kind.__qualname__): kind
+    for kind in (
+        dcp_metadata.Metadata,
+        dcp_metadata.MetadataIndex,
+        dcp_metadata.StorageMeta,
+        dcp_metadata.TensorStorageMetadata,
+        dcp_metadata.BytesStorageMetadata,
+        dcp_metadata.ChunkStorageMetadata,
+        dcp_metadata.TensorProperties,
+        dcp_metadata._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        torch.Size,
+        OrderedDict,
+        PosixPath,
+        PurePosixPath,
+        WindowsPath,
+        PureWindowsPath,
+        _get_layout,
+    )
+}
+"""Classes and functions that `.metadata` may name."""
+
+
+class RefusedError(pickle.UnpicklingError):
+    """A pickle names a class or function that no checkpoint needs, and that could run code."""
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) in ALLOWED:
+            return ALLOWED[module, name]
+        # Path moved within the standard library in Python 3.13.
+        if module == "pathlib._local" and ("pathlib", name) in ALLOWED:
+            return ALLOWED["pathlib", name]
+        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("collections", "OrderedDict"):
+            return OrderedDict
+        raise RefusedError(f"it names {module}.{name}, which no checkpoint needs")
+
+
+class SafeReader(FileSystemReader):
+    """PyTorch's reader, with an allow-list for the classes in `.metadata`."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata. Raises RefusedError for a name outside of the allow-list."""
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            metadata = _Metadata(file).load()
+        assert isinstance(metadata, Metadata), f".metadata holds a {type(metadata).__name__}"
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        assert metadata.storage_meta is not None
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """PyTorch's planner. Objects are read as plain data, and optional values may be missing.
+
+    Args:
+        optional: whether a state's key may be missing in the checkpoint. The current value then stays.
+
+    Attributes:
+        missing: optional keys that the checkpoint does not have.
+    """
+
+    def __init__(self, optional: Callable[[str], bool] = lambda key: False) -> None:
+        super().__init__()
+        self._optional = optional
+        self.missing: tuple[str, ...] = ()
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Leave out the optional keys that the checkpoint does not have."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        saved = {} if metadata is None else metadata.state_dict_metadata
+        self.missing = tuple(key for key in self.state_dict if key not in saved and self._optional(key))
+        self.state_dict = {key: value for key, value in self.state_dict.items() if key not in self.missing}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Take an object: numbers, text, tensors, and containers of them. Raises UnpicklingError for any other."""
+        fqn = read_item.dest_index.fqn
+        loaded = torch.load(value, weights_only=True)
+        if isinstance(loaded, bytes):
+            # TorchTitan's loader of Hugging Face data keeps a pickle inside, and unpickles any class.
+            _Plain(io.BytesIO(loaded)).load()
+        target = self.original_state_dict
+        *parents, last = self.mappings[fqn]
+        for key in parents:
+            target = target[key]  # type: ignore[index]
+        target[last] = loaded  # type: ignore[index]

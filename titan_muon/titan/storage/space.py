@@ -1,0 +1,51 @@
+"""Free space for a checkpoint."""
+
+import errno
+import shutil
+from pathlib import Path
+
+MARGIN = 1.05
+"""Space that a save needs, in sizes of the checkpoint: file systems count blocks, not bytes."""
+
+
+def folder_bytes(folder: Path) -> int:
+    """The bytes of the files in a folder."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+def free_bytes(folder: Path) -> int:
+    """The bytes that this user may still write below a folder, which need not exist yet."""
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether an error, or one of its causes, says that no space is left."""
+    links: list[BaseException | None] = [error]
+    while links:
+        link = links.pop()
+        if link is None:
+            continue
+        if isinstance(link, OSError) and link.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        links += [link.__cause__, link.__context__]
+        failures = getattr(link, "failures", {})
+        links += [cause for cause, _ in failures.values()]
+    return False
+
+
+def full_disk(folder: Path, step: int, needed: int, free: int, newest: int | None) -> str:
+    """The message for a save without space.
+
+    Args:
+        folder: folder of the checkpoints.
+        step: step that cannot be saved.
+        needed: bytes of the checkpoint.
+        free: bytes left on the disk.
+        newest: step of the newest whole checkpoint, or None.
+    """
+    left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
+    return (
+        f"step {step} is not saved: {folder} has {free:,} bytes free, and a checkpoint takes about {needed:,}; {left}. "
+        "Free space or lower checkpoint.keep_latest_k, then continue the run with checkpoint.load."
+    )
