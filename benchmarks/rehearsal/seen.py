@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -84,11 +85,13 @@ class Seen:
         for name in ("training_peak", "step_start", "step_peak"):
             record[name] = Bytes(**record[name])
         for name in ("training", "step"):
-            record[name] = tuple(
-                Collective(**{key: tuple(value) if isinstance(value, list) else value for key, value in call.items()})
-                for call in record[name]
-            )
+            record[name] = tuple(map(_collective, record[name]))
         return cls(**{**record, "at_rest": tuple(record["at_rest"])})
+
+
+def _collective(call: dict[str, Any]) -> Collective:
+    lists = {key: tuple(value) for key, value in call.items() if isinstance(value, list)}
+    return Collective(**{**call, **lists})
 
 
 UNEQUAL = frozenset(
