@@ -67,6 +67,7 @@ REHEARSED: dict[str, tuple[str, str, str]] = {
     "moonlight": ("EP 8, owned", "EP 8", "EP 64"),
     "deepseek_v3": ("EP 8", "EP 64", "EP 64"),
     "kimi_k2": ("EP 8", "EP 64", "EP 64"),
+    "deepseek_v4_style": ("EP 8", "EP 64", "EP 64"),
 }
 """Layout of each recipe at each world size; together they cover all layouts."""
 
