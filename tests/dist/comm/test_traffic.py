@@ -100,6 +100,7 @@ class Watched(Muon):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.build()
         orthogonalize = self.engine.rank._newton_schulz
 
         def noted(batch: Batch, gradients: Any) -> None:
@@ -184,7 +185,8 @@ def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_excha
     world_size: int, name: str, exchange: str
 ) -> None:
     plan, _, counted = result(world_size, name, exchange)
-    expected = [4 * len(plan.parameters)] if plan.buckets else []
+    # A code for each parameter. For the hyperparameters of the group and for the number of steps, a hash and its negative.
+    expected = [4 * (len(plan.parameters) + 2 * 2)] if plan.buckets else []
     assert [mine.words for mine in counted] == [expected] * world_size
 
 

@@ -129,10 +129,10 @@ def traffic(element: int, state: int, wire: int, *, stochastic: bool, cautious: 
     if state < wide:
         advance, launches = advance + 2 * (state + wide), launches + 2
     if stochastic:
-        # Weights and updates in float32, a hash of each element, and the way back.
-        return Traffic(advance, launches, 120 + wire + 60 * cautious, 16 + 6 * cautious)
-    # Decay, updates in the dtype of wider weights, and the sum.
-    apply, apply_launches = (6 * element + wire, 3) if wire < element else (4 * element + wire, 2)
+        # The norm of the update. Weights and updates in float32, a hash of each element, and the way back.
+        return Traffic(advance, launches, 120 + 2 * wire + 60 * cautious, 17 + 6 * cautious)
+    # The norm of the update, decay, updates in the dtype of wider weights, and the sum.
+    apply, apply_launches = (6 * element + 2 * wire, 4) if wire < element else (4 * element + 2 * wire, 3)
     if cautious:
         apply, apply_launches = apply + 14 * element + wire, apply_launches + 6
     return Traffic(advance, launches, apply, apply_launches)
