@@ -1,4 +1,4 @@
-"""The command `titan-muon`: train a recipe, print a plan, compare runs, sample, evaluate; in a checkout or installed."""
+"""The command `titan-muon`: train, plan, compare, sample and evaluate, in a checkout or installed."""
 
 from __future__ import annotations
 
