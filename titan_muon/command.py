@@ -1,4 +1,4 @@
-"""The command `titan-muon`: trains a recipe, prints a plan, or compares runs, in a checkout or installed."""
+"""The command `titan-muon`: train, plan, compare, sample and evaluate, in a checkout or installed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ from . import __version__
 USAGE = """usage: titan-muon train --config RECIPE [--key=value ...]
        titan-muon plan --config RECIPE [--world-size N] [--key=value ...]
        titan-muon compare RUN RUN ...
+       titan-muon sample RUN [--prompt TEXT] [--tokens N] [--temperature T] [--top-k K] [--seed S]
+       titan-muon evaluate RUN [--step N]
        titan-muon recipes
 
 RECIPE is a TOML file, or the name of a recipe of this package. On several GPUs:
   torchrun --nproc-per-node 8 -m titan_muon.command train --config RECIPE
 """
-SCRIPTS: Mapping[str, str] = {"train": "train.py", "plan": "train.py", "compare": "scripts/compare_runs.py"}
+SCRIPTS: Mapping[str, str] = {
+    "train": "train.py",
+    "plan": "train.py",
+    "compare": "scripts/compare_runs.py",
+    "sample": "scripts/sample.py",
+    "evaluate": "scripts/evaluate.py",
+}
 NEEDED = ("torchtitan", "tomli", "tyro", "matplotlib")
 """Modules of the extra `titan`, required by every command."""
 

@@ -1,0 +1,89 @@
+"""Loss of a run's checkpoint on the held-out text of its recipe, on one process, whatever layout trained the run.
+
+python scripts/evaluate.py runs/qwen_moe_muon/20261122-013000
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch.nn.functional as F
+import tyro
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan import compat
+
+compat.install()
+
+from saved.saved_model import SavedModel, open_saved
+
+from titan_muon.titan.data.loader import NOT_COUNTED, PackedDataLoader, bytes_per_token
+from titan_muon.titan.recipe import RecipeError
+
+
+def held_out_loss(saved: SavedModel, sequences: int) -> tuple[float, int]:
+    """Mean cross entropy in nats over the held-out text, and the number of predicted tokens."""
+    assert isinstance(saved.held_out, PackedDataLoader.Config), "open_saved reads packed text only"
+    training = saved.recipe.training
+    config = replace(saved.held_out, sequences=sequences)
+    tokenizer: Any = saved.tokenizer
+    loader = config.build(
+        dp_world_size=1,
+        dp_rank=0,
+        tokenizer=tokenizer,
+        seq_len=training.seq_len,
+        local_batch_size=max(training.local_batch_size, 1),
+    )
+    total, count = 0.0, 0
+    for inputs, labels in loader:
+        logits = saved.logits(inputs["input"], inputs["positions"])
+        flat = labels.flatten().to(saved.device)
+        total += float(F.cross_entropy(logits.flatten(0, 1), flat, ignore_index=NOT_COUNTED, reduction="sum"))
+        count += int((flat != NOT_COUNTED).sum())
+    return total / count, count
+
+
+def evaluate(run: tyro.conf.Positional[Path], step: int | None = None, sequences: int = -1) -> None:
+    """Print the loss of a run's model on the held-out text.
+
+    Args:
+        run: Run folder.
+        step: Step of the checkpoint; the newest by default.
+        sequences: Most sequences of the held-out text to read; -1 reads all.
+    """
+    if sequences == 0 or sequences < -1:
+        raise RecipeError(f"--sequences {sequences}: must be -1, or 1 or more")
+    saved = open_saved(run, step)
+    if saved.held_out is None:
+        raise RecipeError(
+            f"{run}: its recipe holds no text out; it needs validator.enable = true, data.validation_fraction above 0 "
+            'and a data.source other than "hf"'
+        )
+    loss, count = held_out_loss(saved, sequences)
+    per_token = bytes_per_token(
+        replace(saved.held_out, sequences=sequences),
+        saved.tokenizer,
+        saved.recipe.training.seq_len,
+    )
+    bits = "" if per_token is None else f", {loss / math.log(2) / per_token:.4f} bits per byte"
+    print(f"step {saved.step}: held-out loss {loss:.4f} nats per token{bits}, {count:,} tokens")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code, 2 for a user error."""
+    try:
+        tyro.cli(evaluate, args=arguments)
+    except RecipeError as error:
+        print(f"evaluate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

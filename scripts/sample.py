@@ -1,0 +1,86 @@
+"""Write text from a run's checkpoint, on one process, whatever layout trained the run.
+
+python scripts/sample.py runs/qwen_moe_muon/20261122-013000 --prompt "The owner" --tokens 200
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch
+import tyro
+
+import models  # noqa: F401 (registers the families)
+from titan_muon.titan import compat
+
+compat.install()
+
+from saved.saved_model import SavedModel, open_saved
+
+from titan_muon.titan.recipe import RecipeError
+
+
+def generate(saved: SavedModel, prompt: str, tokens: int, temperature: float, top_k: int, seed: int) -> str:
+    """The prompt and up to `tokens` sampled tokens as text; ends early with the mark of a document's end."""
+    tokenizer = saved.tokenizer
+    ids: list[int] = tokenizer.encode(prompt, add_bos=True, add_eos=False)
+    ids = ids or [tokenizer.eos_id]
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(tokens):
+        # The model has learned positions below seq_len only.
+        window = torch.tensor([ids[-saved.recipe.training.seq_len :]])
+        positions = torch.arange(window.shape[1]).unsqueeze(0)
+        logits = saved.logits(window, positions)[0, -1, : tokenizer.get_vocab_size()].cpu()
+        if top_k > 0:
+            least = logits.topk(min(top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+        if token == tokenizer.eos_id:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids)
+
+
+def sample(
+    run: tyro.conf.Positional[Path],
+    prompt: str = "",
+    tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    seed: int = 0,
+    step: int | None = None,
+) -> None:
+    """Print a prompt and its continuation by the model of a run.
+
+    Args:
+        run: Run folder.
+        prompt: Beginning of the text.
+        tokens: Most tokens to write.
+        temperature: Divisor of the logits; 0 always takes the likeliest token.
+        top_k: Number of likeliest tokens to draw from; 0 draws from all.
+        seed: Seed of the draws.
+        step: Step of the checkpoint; the newest by default.
+    """
+    if temperature < 0 or top_k < 0 or tokens < 1:
+        raise RecipeError("--temperature and --top-k must be 0 or more, and --tokens 1 or more")
+    print(generate(open_saved(run, step), prompt, tokens, temperature, top_k, seed))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line. Returns the exit code, 2 for a user error."""
+    try:
+        tyro.cli(sample, args=arguments)
+    except RecipeError as error:
+        print(f"sample: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

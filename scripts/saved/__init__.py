@@ -1,0 +1,1 @@
+"""Reading a saved model, for sample.py and evaluate.py."""

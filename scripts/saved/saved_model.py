@@ -1,0 +1,115 @@
+"""A model from a run's checkpoint, on one process, whatever layout saved the checkpoint."""
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from titan_muon.titan import compat
+from titan_muon.titan.model.attention import share_dense_mask
+from titan_muon.titan.recipe import Recipe, RecipeError, load
+from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
+from titan_muon.titan.run.runs import RECIPE_FILE, Run
+from titan_muon.titan.run.trainer_config import trainer_config
+
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+ONE_RANK: Mapping[str, Any] = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model with the weights of a checkpoint, in evaluation mode, and the tokenizer and held-out text of the run."""
+
+    step: int
+    recipe: Recipe
+    model: nn.Module
+    device: torch.device
+    tokenizer: BaseTokenizer
+    held_out: BaseDataLoader.Config | None
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """Scores of the next token, shape (batch, length, vocabulary), for int64 ids and positions (batch, length).
+
+        A position of 0 begins a document; attention does not cross documents.
+        """
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        masks = self.model.get_attention_masks(positions=positions)  # type: ignore[operator]
+        with torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32):
+            logits: Tensor = self.model(ids, positions=positions, attention_masks=masks)
+        return logits.float()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """dtype of the forward pass in training."""
+        return TORCH_DTYPE_MAP[self.recipe.training.mixed_precision_param]
+
+
+def open_saved(run: Path, step: int | None = None) -> SavedModel:
+    """The model of a run folder, of the newest complete checkpoint or of `step`.
+
+    Raises RecipeError for a folder without a run or a checkpoint, and for a step that was not saved.
+    """
+    if not (run / RECIPE_FILE).is_file():
+        raise RecipeError(f"{run}: no run folder, because it has no {RECIPE_FILE}")
+    recipe = load(run / RECIPE_FILE)
+    checkpoint, step = _checkpoint(run / recipe.checkpoint.folder, step)
+    single = replace(recipe, parallelism=replace(recipe.parallelism, **ONE_RANK))
+    # A process alone holds every parameter whole.
+    single = replace(single, placement=type(recipe.placement)())
+    config: Any = trainer_config(single, Run(folder=str(run)), 1)
+    device = torch.device("cpu" if compat.install() else "cuda")
+    spec = config.model_spec.model
+    spec.update_from_config(config=config)
+    with torch.device("meta"):
+        model = spec.build()
+    model.to_empty(device=device)
+    with torch.no_grad():
+        # Buffers, for example of the rotary embedding, are not saved.
+        model.init_weights(buffer_device=None)
+    share_dense_mask(model)
+    _read_weights(model, checkpoint)
+    enabled = recipe.data.validation_fraction > 0 and recipe.data.source != "hf"
+    held_out = config.validator.dataloader if enabled and recipe.validator.enable else None
+    return SavedModel(step, single, model.eval(), device, config.tokenizer.build(tokenizer_path=""), held_out)
+
+
+def _checkpoint(folder: Path, step: int | None) -> tuple[Path, int]:
+    steps = saved_steps(folder)
+    usable = [number for number in steps if _has_model(checkpoint_path(folder, number))]
+    if not usable:
+        raise RecipeError(f"{folder}: no complete checkpoint; train with checkpoint.enable = true")
+    if step is not None and step not in usable:
+        names = ", ".join(map(str, usable))
+        raise RecipeError(f"--step {step}: {folder} has no complete checkpoint of that step; it has {names}")
+    chosen = usable[0] if step is None else step
+    return checkpoint_path(folder, chosen), chosen
+
+
+def _has_model(checkpoint: Path) -> bool:
+    problem = flaw(checkpoint)
+    # A checkpoint of the model alone cannot continue a run, and has all that is read here.
+    return problem is None or "checkpoint.last_save_model_only" in problem
+
+
+def _read_weights(model: nn.Module, checkpoint: Path) -> None:
+    states = {canonical_fqn(name): tensor for name, tensor in model.state_dict().items()}
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    for name, tensor in states.items():
+        entry = saved.get(name)
+        if not isinstance(entry, TensorStorageMetadata) or entry.size != tensor.shape:
+            raise RecipeError(f"{checkpoint}: {name} of shape {tuple(tensor.shape)} is not in the checkpoint")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(states, checkpoint_id=str(checkpoint), no_dist=True)

@@ -1,0 +1,67 @@
+"""scripts/sample.py and scripts/evaluate.py on a run of two ranks: loss, text by seed, bad input."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.dist.harness import run_ranks
+
+SCRIPTS = Path(__file__).parents[3] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import evaluate  # noqa: E402
+import sample  # noqa: E402
+
+SHORT = {"training__steps": 2, "checkpoint__interval": 2, "validator__steps": 4, "placement__muon": "owned"}
+
+
+def trained(rank: int, world_size: int, folder: Path) -> str:
+    from titan_muon.titan import compat
+
+    compat.install()
+    from titan_muon.titan.run import job
+
+    return job.train(tiny.recipe(folder, **SHORT, parallelism__expert_parallel_degree=2))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    tiny.write_recipe(folder)
+    return Path(run_ranks(trained, 2, folder)[0])
+
+
+def test_evaluate_gives_the_validation_loss_of_training(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One process must read experts, owned and sharded parameters of 2 ranks, and the sequences of the validation."""
+    assert evaluate.main([str(run), "--sequences", "16"]) == 0
+    shown = capsys.readouterr().out
+    loss = float(shown.split("held-out loss ")[1].split()[0])
+    assert loss == pytest.approx(tiny.records(run, "val_loss")[2], abs=2e-4)
+    bits = float(shown.split("per token, ")[1].split()[0])
+    assert bits == pytest.approx(tiny.records(run, "bits_per_byte")[2], abs=2e-4)
+
+
+def test_sample_continues_the_prompt_and_repeats_by_seed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for seed in ("1", "1", "2"):
+        assert sample.main([str(run), "--prompt", "matrix", "--tokens", "12", "--seed", seed]) == 0
+        texts.append(capsys.readouterr().out)
+    assert all(text.startswith("matrix") and len(text) > len("matrix\n") for text in texts)
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("script", [sample, evaluate])
+def test_bad_input_is_one_sentence(run: Path, tmp_path: Path, script, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "recipe.toml").write_text((run / "recipe.toml").read_text())
+    wrong = {
+        "no run folder": [str(run / "checkpoint")],
+        "no complete checkpoint; train with": [str(tmp_path)],
+        "--step 7": [str(run), "--step", "7"],
+    }
+    for expected, words in wrong.items():
+        assert script.main(words) == 2
+        shown = capsys.readouterr().err
+        assert expected in shown
+        assert shown.count("\n") == 1
