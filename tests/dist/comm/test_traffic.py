@@ -185,7 +185,7 @@ def test_ranks_tell_each_other_of_faults_in_four_bytes_a_parameter_if_they_excha
     world_size: int, name: str, exchange: str
 ) -> None:
     plan, _, counted = result(world_size, name, exchange)
-    # A code for each parameter. For the hyperparameters of the group and for the number of steps, a hash and its negative.
+    # A code for each parameter; a hash and its negative for the group and for the number of steps.
     expected = [4 * (len(plan.parameters) + 2 * 2)] if plan.buckets else []
     assert [mine.words for mine in counted] == [expected] * world_size
 
