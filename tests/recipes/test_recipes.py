@@ -395,7 +395,7 @@ def test_the_dry_run_says_what_orthogonalizes_which_shapes_and_why(
     for rows, cols in shapes:
         (line,) = (line for line in lines if f" of {rows}x{cols}" in line)
         chosen = Dispatch("auto", "float32", "cuda").choose(rows, cols, coefficients("keller_jordan", 5))
-        assert f" by {chosen}; keller_jordan x 5, eps 1e-07: {chosen.reason}" in line
+        assert f" by {chosen}; keller_jordan x 5, eps 1e-14: {chosen.reason}" in line
 
 
 def test_a_number_of_ranks_is_planned_for_gpus_unless_told_otherwise(
