@@ -172,7 +172,6 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
         finish_bytes=rule.finish_bytes,
-        states=len(rule.states),
         traffic=max(moved, key=lambda found: found.advance + found.apply, default=FLOAT32_PASSES.traffic),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 from itertools import accumulate, pairwise
@@ -56,7 +57,8 @@ class FaultReport:
         replicas: Sequence[int] = (),
     ) -> None:
         self._carried = tuple(carried.values())
-        self._optimizers: Mapping[str, Optimizer | Carried] = {**optimizer, **carried}
+        # Weak, because hooks of the model keep the report for a late update, and must not keep an optimizer.
+        self._optimizers = weakref.WeakValueDictionary[str, Any]({**optimizer, **carried})
         self.names = (*names, *(name for other in self._carried for name in other.names()))
         self._first = list(accumulate((len(other.names()) for other in self._carried), initial=len(names)))
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0

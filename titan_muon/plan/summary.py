@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..options import Machine
 from .cost.memory import step_bytes
 from .cost.times import Costs, OwnerTime
 from .cost.totals import Totals
-from .program import workers
 from .search.state import state_elements
 from .terms.layout import Geometries
 from .terms.machine import machine_of
@@ -37,7 +34,6 @@ class RankCost:
     loads: int
     load_elements: int
     state_elements: int
-    rule_state_bytes: int
 
 
 @dataclass(frozen=True)
@@ -72,9 +68,9 @@ def summarize(plan: Plan) -> Summary:
     pieces = Pieces(plan.matrices, geometries)
     # Counts do not depend on the machine.
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)
-    totals, states, of_rule = Totals(plan.buckets, pieces), state_elements(plan), rule_state_bytes(plan, geometries)
+    totals, states = Totals(plan.buckets, pieces), state_elements(plan)
     ranks = tuple(
-        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()), of_rule.get(rank, 0))
+        _rank_cost(rank, local.owned, totals, plan, costs, sum(states[rank].values()))
         for rank, local in costs.local(plan.local).items()
     )
     further = len(plan.matrices) - plan.whole_matrices
@@ -91,18 +87,7 @@ def summarize(plan: Plan) -> Summary:
     )
 
 
-def rule_state_bytes(plan: Plan, geometries: Geometries) -> Mapping[int, int]:
-    """Bytes of the rule's states by rank, see `Passes.states`."""
-    counts = Counter[int]()
-    for number, ranks in enumerate(workers(plan, geometries)) if plan.passes.states else ():
-        for rank in ranks:
-            counts[rank] += 4 * plan.passes.states * plan.out_in(number)[0]
-    return counts
-
-
-def _rank_cost(
-    rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int, of_rule: int
-) -> RankCost:
+def _rank_cost(rank: int, local: OwnerTime, totals: Totals, plan: Plan, costs: Costs, kept: int) -> RankCost:
     buckets = [bucket for _, bucket in totals.buckets[rank]]
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     sliced_bytes = sum(owner.team_sent for owner in owned)
@@ -120,5 +105,4 @@ def _rank_cost(
         loads=local.batches + len(buckets),
         load_elements=max([local.assembled // plan.wire_bytes, *(bucket.stored for bucket in buckets)]),
         state_elements=kept,
-        rule_state_bytes=of_rule,
     )

@@ -17,7 +17,7 @@ def lr_scale(choice: float | str, rows: int, cols: int) -> float:
 
     Raises OptionError for an unknown name.
     """
-    if not isinstance(choice, str):
+    if isinstance(choice, int | float):
         return choice * math.sqrt(max(rows, cols))
     factors = {
         # The root mean square of AdamW's updates (Liu et al., "Muon is Scalable for LLM Training", arXiv:2502.16982).

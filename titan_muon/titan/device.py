@@ -28,6 +28,11 @@ def compute_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
+def arrives_late(device: torch.device) -> bool:
+    """Whether the host learns a number of the device only after an asynchronous copy."""
+    return device.type != "cpu"
+
+
 @contextmanager
 def planning_for(device: str) -> Iterator[None]:
     """Context of a dry run for `device`, a type of device, present or not."""

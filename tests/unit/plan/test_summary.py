@@ -79,7 +79,6 @@ def counted(plan: Plan, rank: int) -> RankCost:
         loads=len(loads),
         load_elements=max(loads, default=0),
         state_elements=sum(loads),
-        rule_state_bytes=0,
     )
 
 

@@ -50,9 +50,9 @@ def test_each_thing_takes_its_time(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 30 bytes to advance and pack, 26 to apply, four times 2 to make matrices whole and to cut them up, and 10 to
+    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to make matrices whole and to cut them up, and 10 to
     # normalize them.
-    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 26 + 8 + 10)
+    assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 28 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)
 
@@ -140,8 +140,8 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
 def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
     """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their buffer_sets."""
     plan, machine = four_rounds()
-    # A rank has a quarter of each of the four matrices of a round, of whose elements 26 bytes are read and written.
-    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 26 / 0.2))
+    # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
+    played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
     assert played.tail == pytest.approx(tail)
 
 

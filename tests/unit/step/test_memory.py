@@ -16,7 +16,7 @@ from benchmarks.memory_use import allocated
 from titan_muon import Muon, own
 from titan_muon.comm.buffers import fragmentation
 from titan_muon.features.early import shared_queue
-from titan_muon.options import PlacementRule
+from titan_muon.options import MuonOptions, PlacementRule
 from titan_muon.plan.cost.times import Costs
 from titan_muon.plan.cost.totals import Totals
 from titan_muon.plan.summary import summarize
@@ -185,7 +185,7 @@ def test_an_error_in_a_call_frees_the_scratch(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parameters_on_several_devices_are_refused() -> None:
     params = [("a", nn.Parameter(torch.zeros(8, 8))), ("b", nn.Parameter(torch.zeros(8, 8, device="meta")))]
-    trained = list(trained_params([{"param_names": ["a"], "params": [params[0][1]]}], {}, 0, stochastic=False))
+    trained = list(trained_params([{"param_names": ["a"], "params": [params[0][1]]}], {}, 0, MuonOptions()))
     other = replace(trained[0], fqn="b", param=params[1][1])
     with pytest.raises(ValueError, match="b: is on meta, and a on cpu; move all parameters"):
         check_one_device([*trained, other])

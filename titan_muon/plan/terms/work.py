@@ -151,7 +151,6 @@ class Passes:
         apply_elements: limit on the elements of a call for the weights, or one row.
         apply_bytes: temporary bytes of an element in such a call.
         finish_bytes: temporary bytes of the rule for an element of a whole matrix.
-        states: numbers of the rule's float32 states for each output of a matrix.
         traffic: bytes and launches.
     """
 
@@ -160,7 +159,6 @@ class Passes:
     apply_elements: int = 2**23
     apply_bytes: int = 4
     finish_bytes: int = 0
-    states: int = 0
     traffic: Traffic = FLOAT32_TRAFFIC
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_muon.titan.device import arrives_late
+
 LISTED = 5
 """Most parameters of a rank in an error text."""
 
@@ -22,7 +24,7 @@ class NormWatch:
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
         self._names = names
-        self._on_device = device.type != "cpu"
+        self._on_device = arrives_late(device)
         self._host = torch.zeros((), dtype=torch.float64, pin_memory=self._on_device)
         module: Any = torch.get_device_module(device)
         self._arrived = module.Event() if self._on_device else None

@@ -85,11 +85,10 @@ def memory_per_rank(
     offload = offload_of(recipe)
     parameters, states = [item.bytes for item in held], [size for item in held for size in item.states]
     on_device, pinned_parameters = sum(parameters), 0
-    of_rule = 0 if summary is None else max(cost.rule_state_bytes for cost in summary.ranks)
-    states_on_device, pinned_states = sum(states) + of_rule, 0
+    states_on_device, pinned_states = sum(states), 0
     if offload != "none":
         pinned_states = sum(host_bytes(size, device) for size in states)
-        states_on_device = _window_bytes(held, summary, recipe) + of_rule
+        states_on_device = _window_bytes(held, summary, recipe)
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:

@@ -249,7 +249,7 @@ def test_shared_tables_have_torchtitans_keys() -> None:
         ours = {key.partition(".")[2] for key in schema.keys(Recipe) if key.startswith(f"{table}.")}
         assert ours
         additions |= {f"{table}.{key}" for key in ours - known}
-    assert additions == {"checkpoint.load"}
+    assert additions == {"checkpoint.load", "debug.check_replicas"}
 
 
 SCHEDULE = "[training]\nsteps = 300\n[lr_scheduler]\nwarmup_steps = 20\n"

@@ -55,7 +55,7 @@ def test_a_diverged_step_is_reported_before_the_run_ends(monkeypatch: pytest.Mon
     trainer = MuonTrainer.__new__(MuonTrainer)
     trainer.grad_norm = torch.tensor(7.0)
     trainer.stop, trainer.metrics_processor, trainer.checks, trainer.dataloader = (mock.Mock() for _ in range(4))
-    trainer.step = 3
+    trainer.step, trainer.monitor = 3, None
     with pytest.raises(ZeroDivisionError):
         trainer.train_step(iter(()))
     ((loss, norm),) = reported
