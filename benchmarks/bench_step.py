@@ -43,7 +43,7 @@ class Counts:
     Attributes:
         bytes_sent: to other ranks.
         calls: collectives of matrices.
-        agreements: all-reduces of at most 4 bytes per parameter, for faults.
+        agreements: all-reduces of at most 4 bytes per parameter for faults, and 16 for hyperparameters and steps.
         ns_flops: FLOPs of matrix products.
         bytes_kept: allocated at construction or in the first step, without sharded momentum.
         bytes_new: largest further allocation during a later step.
@@ -104,7 +104,7 @@ def prepare(name: str, build: Builder, model: Model, mesh: DeviceMesh) -> Conten
     _, new, _ = allocated(optimizer.step, device)
     with FlopCounterMode(display=False) as flops, CollectiveCounter() as counter:
         optimizer.step()
-    agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= 4 * len(params)]
+    agreements = [call for call in counter.calls if call.name == "allreduce" and call.payload <= 4 * len(params) + 16]
     matrices = [call for call in counter.calls if call not in agreements]
     momentum = sum(param.to_local().nbytes for param in params.values())  # type: ignore[attr-defined]
     sent = sum(call.sent for call in matrices)

@@ -50,8 +50,8 @@ def test_each_thing_takes_its_time(plan: Plan) -> None:
     assert seconds(plan, replace(FREE, node=Link(1e30, 3))) == pytest.approx(6)
     # A rank gathers three quarters of a matrix, and sends as much back; bfloat16 elements are two bytes.
     assert seconds(plan, replace(FREE, node=Link(elements * 2, 0))) == pytest.approx(1.5)
-    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to make matrices whole and to cut them up, and 10 to
-    # normalize them.
+    # 30 bytes to advance and pack, 28 to check and apply, four times 2 to make matrices whole and to cut them up, and
+    # 10 to normalize them.
     assert seconds(plan, replace(FREE, memory=elements)) == pytest.approx(30 + 28 + 8 + 10)
     # A rank sends to three others, and receives from three, in each of two collectives.
     assert seconds(plan, replace(FREE, node=Link(1e30, 0, 0.5))) == pytest.approx(3)

@@ -174,6 +174,7 @@ BAD_VALUES = [
     ("[qk_clip]\nthreshold = 0", "qk_clip.threshold = 0.0", "more than 0"),
     ("[qk_clip]\nalpha = 1.5", "qk_clip.alpha = 1.5", "0 to 1"),
     ("[qk_clip]\nmode = 'on'", 'qk_clip.mode = "on"', 'one of "off", "log", "clip"'),
+    ("[muon]\nrule = ''", 'muon.rule = ""', "not empty"),
     ("[muon]\nlr_scale = 0", "muon.lr_scale = 0.0", "a number above 0"),
     ("[muon]\neps = 0", "muon.eps = 0.0", "more than 0"),
     ("[muon]\northogonalize = ''", 'muon.orthogonalize = ""', "auto"),
