@@ -44,6 +44,8 @@ def test_the_wheel_has_types_models_and_recipes(built: tuple[Path, Path]) -> Non
         "titan_muon/shipped/models/qwen3.py",
         "titan_muon/shipped/configs/qwen_moe_muon.toml",
         "titan_muon/shipped/scripts/compare_runs.py",
+        "titan_muon/shipped/scripts/sample.py",
+        "titan_muon/shipped/scripts/saved/saved_model.py",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "docs", "benchmarks"))]
 

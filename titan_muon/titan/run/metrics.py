@@ -176,6 +176,9 @@ class RunMetrics(MetricsProcessor):
     validation_loss: float | None = None
     """Loss of the last validation, None before; under pipeline parallelism only ranks of the last stage have a loss."""
 
+    best_validation: tuple[float, int] | None = None
+    """Least validation loss of this process and its step; None before."""
+
     tokens: int | None = None
     """Tokens trained on before the next validation; None without a count."""
 
@@ -279,11 +282,14 @@ class RunMetrics(MetricsProcessor):
         )
 
     def say_end(self, step: int, folder: str) -> None:
-        """Print how a run ended: the last loss, the last validation, the time and the folder; called on every rank."""
+        """Print how a run ended: last loss, last and best validation, time and folder; called on every rank."""
         if not self.is_reporter or self.last_loss is None:
             return
         took = timedelta(seconds=round(time.perf_counter() - self._began))
         held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
+        if self.best_validation is not None and self.best_validation[0] != self.validation_loss:
+            best, best_step = self.best_validation
+            held_out += f" (best {best:.4f} at step {best_step})"
         print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
 
     def log_divergence(self, step: int, reason: str) -> None:
@@ -297,6 +303,8 @@ class RunMetrics(MetricsProcessor):
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
         """Report the loss on the held-out text, in nats per token; called on every rank."""
         self.validation_loss = loss
+        if self.best_validation is None or loss < self.best_validation[0]:
+            self.best_validation = (loss, step)
         record: dict[str, Any] = {"val_loss": loss}
         if self.tokens is not None:
             record["tokens"] = self.tokens

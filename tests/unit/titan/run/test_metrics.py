@@ -106,6 +106,10 @@ def test_the_end_of_a_run_is_one_line(reporter: RunMetrics, capsys: pytest.Captu
     reporter.say_end(10, "runs/x")
     shown = capsys.readouterr().out
     assert re.fullmatch(r"ended after step 10: loss 2\.5000, held out 2\.2500, \d+:\d\d:\d\d; runs/x\n", shown)
+    reporter.log_validation(2.75, 20)
+    capsys.readouterr()
+    reporter.say_end(20, "runs/x")
+    assert "held out 2.7500 (best 2.2500 at step 10), " in capsys.readouterr().out
 
 
 def test_a_divergence_is_a_record_of_its_reason(reporter: RunMetrics, tmp_path: Path) -> None:
