@@ -49,8 +49,9 @@ def test_a_planner_reads_the_machine_file() -> None:
     text = json.dumps(asdict(MeasuredMachine("GPU X", 16, 4, 41.3e9, 12e-6, flops, 3e12)))
     machine = machine_of(Machine(name="a100x8", file="machine.json"), "cuda", text)
     assert (machine.flops, machine.memory, machine.ranks_per_node) == (flops, 3e12, 4)
-    assert machine.network == Link(41.3e9, 12e-6)
-    assert machine.node == machine_of(Machine(name="a100x8")).node, "nothing was measured within a node"
+    named = machine_of(Machine(name="a100x8"))
+    assert machine.network == Link(41.3e9, 12e-6, named.network.per_peer), "messages were not measured"
+    assert machine.node == named.node, "nothing was measured within a node"
 
 
 def run(*losses: float, **values: str) -> Run:

@@ -148,7 +148,7 @@ def test_a_step_under_forward_is_not_slower_and_has_nothing_behind_it_but_the_fi
 def test_updates_come_one_after_the_other_behind_the_step() -> None:
     """Four rounds, each of 1 s of Newton-Schulz and 1 s of updates, of which the first round's are in the step."""
     plan, machine = four_rounds(backward=False)
-    # A rank updates a quarter of each of the four matrices of a round, of whose elements 8 + 2 bytes are moved.
-    machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 10)
+    # A rank updates a quarter of each of the four matrices of a round, of whose elements 28 bytes are moved.
+    machine = replace(machine, node=Link(1e30, 0), memory=64 * 64 * 28)
     played = timeline(replace(plan, buffer_sets=4), machine, overlap="forward")
     assert played.hidden == pytest.approx(3.0)

@@ -164,8 +164,8 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
         return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"
     # Enough microbatches for any schedule: the plan does not depend on the batch, and the recipe's batch may not fit.
-    size = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
-    options["training"] = replace(config.training, local_batch_size=size)
+    batch = config.parallelism.pipeline_parallel_microbatch_size * MICROBATCHES * parallel_dims.pp
+    options["training"] = replace(config.training, local_batch_size=batch)
     _, parts, _, _ = spec.pipelining_fn(
         model,
         device=torch.device("meta"),
