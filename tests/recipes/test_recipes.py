@@ -461,8 +461,8 @@ def test_each_pipeline_rank_is_planned_on_its_own_ranks(
     counts = re.findall(r"^\w+: .* of parameters$", alone, re.MULTILINE)
     assert counts == re.findall(r"^\w+: .* of parameters$", printed, re.MULTILINE)
     for rank in range(2):
-        # Above its table, and above its plan and memory.
-        assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 2
+        # Above its table, above its plan and memory, and above its verdict.
+        assert printed.count(f"pipeline rank {rank} of 2, ranks {2 * rank} to {2 * rank + 1}: ") == 3
 
 
 def test_full_lists_every_parameter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
