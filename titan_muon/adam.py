@@ -131,6 +131,11 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._care = None
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled data: options, groups and state."""
+        options = ("_state_dtype", "_offload", "_missing_grad", "_nonfinite")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update all parameters with a gradient. Returns the result of the closure."""

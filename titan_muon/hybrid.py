@@ -334,6 +334,13 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the optimizers, with their groups and state."""
+        super().__setstate__(state)
+        # Optimizer.load_state_dict calls this method too, with only groups and state.
+        if "parts" in state:
+            self._carry()
+
     def _skips_on_host(self, part: Optimizer) -> bool:
         """Whether to leave out the step of an optimizer that cannot decide on the device. The host waits."""
         norm = self._next_norm

@@ -164,6 +164,15 @@ def test_a_copy_trains_as_the_original(copied: Callable[[Any], Any]) -> None:
     assert not equal(model, other)
     train(other, copied_hybrid, range(2, 4))
     assert equal(model, other)
+    copied_hybrid.load_state_dict(hybrid.state_dict())
+    train(other, copied_hybrid, range(4, 5))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda things: pickle.loads(pickle.dumps(things))])
+def test_a_copied_adamw_keeps_its_options(copied: Callable[[Any], Any]) -> None:
+    options = {"state_dtype": "bfloat16", "missing_grad": "skip", "nonfinite": "skip"}
+    adamw = copied(AdamW([nn.Parameter(torch.zeros(2))], betas=(0.9, 0.95), **options))
+    assert {name: getattr(adamw, f"_{name}") for name in options} == options
 
 
 def test_a_grad_scaler_that_finds_inf_has_neither_part_step() -> None:
