@@ -90,12 +90,15 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
         yield f"  idle ranks      {idle} of {len(summary.ranks)} orthogonalize nothing: fewer matrices than ranks"
     if summary.orthogonalizations > MOST_REPEATS * summary.muon_matrices:
         repeated = [len(ranks) for ranks in plan.local if len(ranks) > 1]
-        yield (
-            f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: "
-            f"{len(repeated):,} matrices are whole on up to {max(repeated)} replicas, and each replica orthogonalizes "
-            'them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 orthogonalizes each '
-            'matrix once; muon.replicas = "split" too, and sends the results to the other replicas'
-        )
+        work = f"  repeated        {summary.orthogonalizations / summary.muon_matrices:.1f} x the least work: "
+        if not repeated:
+            yield f'{work}every rank of a bucket orthogonalizes its matrices; muon.exchange = "all_to_all" does not'
+        else:
+            yield (
+                f"{work}{len(repeated):,} matrices are whole on up to {max(repeated)} replicas, and each replica "
+                'orthogonalizes them (muon.replicas = "redundant"). parallelism.data_parallel_replicate_degree = 1 '
+                'orthogonalizes each matrix once; muon.replicas = "split" too, and sends the results to the others'
+            )
     yield from _method_lines(plan)
     if exchanges:
         in_flight = f"{plan.buffer_sets} buckets in flight"
