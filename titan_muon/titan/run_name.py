@@ -71,11 +71,8 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
         recipe: recipe of the run that may continue the earlier run.
         file: recipe file in the folder of the earlier run. Without a readable file there is no difference.
     """
-    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
-    if other is None:
-        return []
     may_change = set(SAME_EXPERIMENT)
-    keys = _differing(mine, other, defaults)
+    keys = changes(recipe, file)
     if "training.steps" in keys:
         # A schedule follows the number of steps.
         may_change |= {"lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
@@ -83,10 +80,19 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
         # Sequences at once of a step whose size is fixed.
         may_change.add("training.local_batch_size")
     return [
-        f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
-        for key in keys
+        line
+        for key, line in keys.items()
         if key not in may_change and key.partition(".")[0] not in SAME_EXPERIMENT_TABLES
     ]
+
+
+def changes(recipe: Recipe, file: Path) -> dict[str, str]:
+    """All differences from the recipe of an earlier run by key, as `muon.lr = 0.001, here 0.02`; empty without one."""
+    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
+    return {
+        key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
+        for key in ([] if other is None else _differing(mine, other, defaults))
+    }
 
 
 def _text(value: object) -> str:
