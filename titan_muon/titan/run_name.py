@@ -89,9 +89,11 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
 def changes(recipe: Recipe, file: Path) -> dict[str, str]:
     """All differences from the recipe of an earlier run by key, as `muon.lr = 0.001, here 0.02`; empty without one."""
     mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
+    if other is None:
+        return {}
     return {
         key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
-        for key in ([] if other is None else _differing(mine, other, defaults))
+        for key in _differing(mine, other, defaults)
     }
 
 
