@@ -52,6 +52,9 @@ class Options:
     compare: tuple[str, ...] = ()
     """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; one table for all combinations."""
 
+    quiet: bool = False
+    """Print errors, warnings and the summary at the end only."""
+
     html: str | None = None
     """With dry_run: file for a page with the timeline, balance, memory and parameters."""
 
@@ -105,7 +108,7 @@ def parse(argv: Sequence[str]) -> Command:
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
-    recipe = load(options.config, overrides, _notice)
+    recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
     return Command(recipe=recipe, alternatives=_alternatives(options, overrides), **vars(options))
 
 
@@ -156,6 +159,8 @@ def _check(options: Options) -> None:
     stray = [flag for flag, is_set in needs_dry_run.items() if is_set]
     if stray and not options.dry_run:
         raise RecipeError(f"command line: {stray[0]} is only for --dry-run; add --dry-run or leave it out.")
+    if options.quiet and options.dry_run:
+        raise RecipeError("command line: --quiet is for training; a dry run only prints. Leave one of them out.")
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from titan_muon.titan.assign.explain import (
     owner_summary,
     pipeline_line,
     plan_lines,
+    plural,
     stage_ranks,
 )
 from titan_muon.titan.checks.assignments import assigned_optimizers, changed_assignments
@@ -68,16 +69,17 @@ MOST_FILES = 65536
 SECONDS_TO_EXIT = 3
 
 
-def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
+def run(recipe: Recipe, overrides: tuple[str, ...] = (), *, quiet: bool = False) -> int:
     """Train a recipe in this process, alone or as a process of torchrun. Returns the exit code.
 
-    `overrides` are the keys set on the command line; the run's folder is named after them.
+    `overrides` are the keys set on the command line; the run's folder is named after them. `quiet`: print errors,
+    warnings and the summary only.
 
     Exit code 0: training ended or was stopped; 1: training diverged; 2: user error. The message of 1 and 2 is printed
     once, as the message of a RunFault, with exit code 1. Other errors raise.
     """
     describe_world()
-    set_up_logging()
+    set_up_logging(quiet=quiet)
     device_utils.device_module.set_device(device_utils.get_local_device())
     lasting = _init_distributed(recipe)
     code = 0
@@ -223,7 +225,7 @@ def _traced(error: Exception, run: Run) -> str:
 def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if note := compat.spmd_note(recipe.parallelism.spmd_backend, owned=owns(recipe)):
         say(note)
-    steps = trainer.config.training.steps
+    steps, dims = trainer.config.training.steps, trainer.parallel_dims
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
@@ -231,8 +233,9 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         if recipe.checkpoint.last_save_in_hf:
             say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
     else:
-        world = dist.get_world_size()
-        ranks = "1 rank" if world == 1 else f"{world} ranks"
+        sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
+        meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
+        ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
         say(f"training {steps - trainer.step} steps of {_batch(trainer)} on {ranks}; the first one takes longest")
 
 
