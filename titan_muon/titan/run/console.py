@@ -66,7 +66,8 @@ def show(text: str) -> None:
 
 def say(text: str) -> None:
     """Print a line at once, on rank 0 only; under --quiet warnings only."""
-    if dist.get_rank() == 0 and (text.startswith("warning: ") or not is_quiet()):
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0 and (text.startswith("warning: ") or not is_quiet()):
         show(text)
 
 
