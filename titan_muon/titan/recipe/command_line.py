@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_type_hints
 import tyro
 
 from titan_muon.titan.recipe.files import load
-from titan_muon.titan.recipe.flags import SOURCE, print_help, read_flags
+from titan_muon.titan.recipe.flags import SOURCE, print_completion, print_help, read_flags
 from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
 from titan_muon.titan.recipe.sections import Recipe
 from titan_muon.titan.recipe.toml import RecipeError, nearest
@@ -55,6 +55,9 @@ class Options:
     quiet: bool = False
     """Print errors, warnings and the summary at the end only."""
 
+    completion: Literal["bash", "zsh", "tcsh"] | None = None
+    """Print a script that completes flags of `titan-muon` in this shell, and stop."""
+
     html: str | None = None
     """With dry_run: file for a page with the timeline, balance, memory and parameters."""
 
@@ -92,6 +95,8 @@ def parse(argv: Sequence[str]) -> Command:
     asked = [word for before, word in pairwise(argv) if before in HELP and is_dataclass(kinds.get(word))]
     entries, overrides = read_flags(Options, Options(), [word for word in argv if word not in {*HELP, *asked}])
     options = build(Options, entries)
+    if options.completion is not None:
+        print_completion(Command, Command(), options.completion, prog="titan-muon")
     _refuse_misspelt(overrides)
     if wants_help:
         # The help shows the recipe's values, so errors of the recipe come first.
