@@ -294,6 +294,10 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        if missing := {"state", "param_groups"} - state_dict.keys():
+            raise ValueError(
+                f"state_dict: has no {' and no '.join(sorted(missing, reverse=True))}; pass what state_dict() returned"
+            )
         saved = state_dict["param_groups"]
         mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
         theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Annotated, Literal, get_type_hints
 
 import tyro
@@ -13,7 +14,7 @@ from titan_muon.titan.recipe.files import load
 from titan_muon.titan.recipe.flags import SOURCE, print_completion, print_help, read_flags
 from titan_muon.titan.recipe.schema import build, keys, refuse, unknown
 from titan_muon.titan.recipe.sections import Recipe
-from titan_muon.titan.recipe.toml import RecipeError, nearest
+from titan_muon.titan.recipe.toml import RecipeError, nearest, read_file
 
 HELP = {"-h", "--help"}
 
@@ -113,6 +114,8 @@ def parse(argv: Sequence[str]) -> Command:
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
+    if not read_file(Path(options.config)):
+        raise RecipeError(f"{options.config}: the recipe has no key; write at least name and flavor under [model].")
     recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
     return Command(recipe=recipe, alternatives=_alternatives(options, overrides), **vars(options))
 

@@ -66,6 +66,12 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
 
 
+def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
+    """An empty file would train a default model that nobody asked for."""
+    message = error_of(lambda: parse(["--config", write(tmp_path, "# later\n")]))
+    assert "the recipe has no key; write at least name and flavor under [model]" in message
+
+
 def test_a_shell_completes_flags_of_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse(["--completion", "bash"])

@@ -45,6 +45,7 @@ BAD_VALUES = [
     ("[data]\nsource = 'hf'", 'data.tokenizer = "bytes"', 'data.source = "hf"'),
     ("[training]\nlocal_batch_size = 0", "training.local_batch_size = 0", "-1, or 1 or more"),
     ("[training]\nlocal_batch_size = -1", "training.local_batch_size = -1", "training.global_batch_size = -1"),
+    ('[data]\nfiles = ["a.txt"]', 'data.files = ["a.txt"]', 'none, unless data.source = "files"'),
     ("[data]\nnum_workers = -1", "data.num_workers = -1", "0 or more"),
     ("[data]\nnum_workers = 2", "data.num_workers = 2", 'data.source = "hf"'),
     ("[data]\nprefetch_factor = 0", "data.prefetch_factor = 0", "1 or more"),
