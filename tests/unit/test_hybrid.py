@@ -260,3 +260,8 @@ def test_the_table_says_who_takes_what_and_why() -> None:
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
     assert " adamw " in rows["embed.weight"]
     assert "looked up" in rows["embed.weight"]
+
+
+def test_a_state_dict_without_its_parts_is_refused_in_words() -> None:
+    with pytest.raises(ValueError, match=r"^state_dict: has no state and no param_groups; pass what state_dict\(\)"):
+        Hybrid(Decoder(), **OPTIONS).load_state_dict({})

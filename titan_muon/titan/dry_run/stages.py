@@ -74,6 +74,6 @@ def problems(recipe: Recipe, world: int) -> Iterator[str]:
 
         rows, tokens = recipe.model.vocab_size, vocab_size(data)
         if rows is not None and tokens is not None and rows < tokens:
-            yield f"data.tokenizer has {tokens} tokens, and the model embeds {rows}; set model.vocab_size = {tokens}"
+            yield f"data.tokenizer has {tokens} tokens and the model embeds {rows}; set model.vocab_size = {tokens}"
     if data.tokenizer == "hf" and not Path(data.tokenizer_path or "", "tokenizer.json").is_file():
         yield f"data.tokenizer_path = {data.tokenizer_path!r} has no tokenizer.json on this machine"

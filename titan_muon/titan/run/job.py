@@ -188,8 +188,8 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
         raise RecipeError(
-            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry run "
-            f"(--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
+            f"the model does not fit into the memory of rank {dist.get_rank()}: {str(error).splitlines()[0]}. A dry "
+            f"run (--dry-run) lists the memory by purpose (refused at {_traced(error, run)})"
         ) from error
     # TorchTitan raises ValueError or NotImplementedError for bad configurations, without a key in the message.
     except (ValueError, NotImplementedError) as error:
@@ -243,9 +243,8 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
         sizes = {"pp": dims.pp, "hsdp": dims.dp_replicate, "fsdp": dims.dp_shard, "cp": dims.cp, "tp": dims.tp}
         meshes = ", ".join(f"{axis} {size}" for axis, size in (sizes | {"ep": dims.ep}).items() if size > 1)
         ranks = plural(dist.get_world_size(), "rank") + (f" ({meshes})" if meshes else "")
-        say(
-            f"training {plural(steps - trainer.step, 'step')} of {_batch(trainer)} on {ranks}; the first one takes longest"
-        )
+        left = plural(steps - trainer.step, "step")
+        say(f"training {left} of {_batch(trainer)} on {ranks}; the first one takes longest")
 
 
 def _batch(trainer: MuonTrainer) -> str:
