@@ -6,7 +6,7 @@ Groups = dict[str, list[set[str]]]
 
 
 def groups(rank: int, world_size: int, ends_alone: bool) -> Groups:
-    """Names in each group of a rank with its own stage. With `ends_alone` rank 0 has the embedding and the head alone."""
+    """Names in each group of a rank with its own stage. `ends_alone`: rank 0 has the embedding and the head alone."""
     from tests.unit.titan.assign.test_optimizers import Model, names
     from titan_muon.options import Rule
     from titan_muon.titan.assign.container import HybridOptimizers
