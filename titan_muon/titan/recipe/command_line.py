@@ -114,9 +114,9 @@ def parse(argv: Sequence[str]) -> Command:
     _check(options)
     if options.machine is not None:
         overrides = [*overrides, "--machine.name", options.machine]
+    recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
     if not read_file(Path(options.config)):
         raise RecipeError(f"{options.config}: the recipe has no key; write at least name and flavor under [model].")
-    recipe = load(options.config, overrides, (lambda line: None) if options.quiet else _notice)
     return Command(recipe=recipe, alternatives=_alternatives(options, overrides), **vars(options))
 
 

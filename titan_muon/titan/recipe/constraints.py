@@ -87,11 +87,6 @@ RELATIONS = (
         'at least one glob pattern, because data.source = "files"',
         lambda recipe: recipe.data.source != "files" or bool(recipe.data.files),
     ),
-    Relation(
-        "data.files",
-        'none, unless data.source = "files"',
-        lambda recipe: recipe.data.source == "files" or not recipe.data.files,
-    ),
     # `bpe` trains on the documents of [data], and TorchTitan's loader has no documents.
     Relation(
         "data.tokenizer",

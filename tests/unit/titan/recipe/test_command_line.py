@@ -66,6 +66,11 @@ def test_an_override_wins_over_the_file(tmp_path: Path, arguments: list[str], ke
     assert [difference.key for difference in differences(load(path), recipe)] in ([key], ["muon.ns_steps", key])
 
 
+def test_files_that_are_not_read_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parse(["--config", write(tmp_path, "name = 'x'\n"), "--data.files", "my/*.txt"])
+    assert capsys.readouterr().out.startswith('warning: data.files is not read, because data.source = "python"')
+
+
 def test_a_recipe_without_a_key_is_refused(tmp_path: Path) -> None:
     """An empty file would train a default model that nobody asked for."""
     message = error_of(lambda: parse(["--config", write(tmp_path, "# later\n")]))

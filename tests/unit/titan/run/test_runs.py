@@ -328,7 +328,7 @@ def test_a_default_of_an_earlier_version_is_no_difference_in_a_name(tmp_path: Pa
     start(tiny.recipe(tmp_path, muon__eps=1e-7))
     assert names(tmp_path, tiny.recipe(tmp_path)) == [""]
     start(tiny.recipe(tmp_path, muon__eps=0.5))
-    assert names(tmp_path, tiny.recipe(tmp_path)) == ["eps=1e-14"]
+    assert names(tmp_path, tiny.recipe(tmp_path)) == ["muon.eps=1e-14"]
 
 
 def test_a_minus_stays_in_a_name(tmp_path: Path) -> None:
