@@ -328,6 +328,10 @@ class StepOptions:
     """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, the
     matrix also keeps its momentum and is not decayed, and the next step only warns."""
 
+    idle: Literal["move", "hold"] = "move"
+    """Matrices, as experts without tokens, whose gradient is zero: `move` by their momentum, as in torch.optim.Muon, or
+    `hold`: only decay, and warn after 20 such steps. One maximum over the ranks in each step, if matrices travel."""
+
     release_grads: bool = False
     """Free each gradient after packing."""
 

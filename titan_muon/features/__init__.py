@@ -44,6 +44,10 @@ def features_of(
         from .skip import Skips
 
         yield Skips(agreement)
+    if options.idle == "hold":
+        from .idle import Idle
+
+        yield Idle(agreement)
     if options.state_dtype == "int8":
         from .eight_bit import EightBit
 

@@ -8,19 +8,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
-from ..step.batch import Batch
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
-from ..step.stages import BucketRun, OnDevice, RankStages, Stages
+from ..step.stages import OnDevice, RankStages, Stages
 from ..step.update import Tensors
 
 
@@ -38,24 +36,11 @@ class Skips(Feature):
         self._parts, self._places = parts, self._numbers(part.matrix for part in parts)
         self._parameters = self._numbers(part.parameter for part in parts)
         rank.source = KeepingSource(rank.source, self)
-        rank.runs = tuple(self._with_masks(run) for run in rank.runs)
+        rank.mask(self._flags, range(len(rank.plan.matrices)))
         return stages
 
-    def _with_masks(self, run: BucketRun) -> BucketRun:
-        batches = []
-        for batch_run in run.batches:
-            batch = batch_run.batch
-            fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
-            masked = MaskedBatch(*fields, batch, self._numbers(batch.matrices), self._flags)
-            batches.append(replace(batch_run, batch=masked))
-        return replace(run, batches=tuple(batches))
-
-    def _numbers(self, numbers: Iterator[int] | Sequence[int]) -> Tensor:
-        """Indices as a tensor on the device, without a wait of the host."""
-        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        if self._rank.device.type != "cpu":
-            tensor = tensor.pin_memory().to(self._rank.device, non_blocking=True)
-        return tensor
+    def _numbers(self, numbers: Iterable[int]) -> Tensor:
+        return self._rank.on_device(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def before(self, step: Step) -> None:
         """Find the matrices to skip, by a collective of the ranks that share matrices."""
@@ -114,25 +99,3 @@ class KeepingSource(OnDevice):
 
     def params(self, apply: Apply) -> Tensors:
         return self._source.params(apply)
-
-
-@dataclass(frozen=True)
-class MaskedBatch(Batch):
-    """A batch whose skipped matrices are zero, so that rules keep their states.
-
-    Attributes:
-        inner: the batch with all matrices.
-        numbers: (count,) indices of the matrices in the plan, on the device.
-        flags: by matrix of the plan, positive to skip.
-    """
-
-    inner: Batch
-    numbers: Tensor
-    flags: Tensor
-
-    def norms(self) -> Tensor:
-        self.whole.masked_fill_((self.flags[self.numbers] > 0)[:, None, None], 0)
-        return self.inner.norms()
-
-    def orthogonalize(self, norms: Tensor) -> None:
-        self.inner.orthogonalize(norms)
