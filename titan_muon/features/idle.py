@@ -142,5 +142,6 @@ class Idle(Feature):
     def _name(self, number: int) -> str:
         matrix = self._rank.plan.matrices[number]
         parameter = self._rank.plan.parameters[matrix.parameter]
-        label = parameter.stack.matrices[matrix.index].label
-        return f"{parameter.fqn} {label}".strip() if matrix.slice is None else parameter.fqn
+        matrices = parameter.stack.matrices
+        label = f" {matrices[matrix.index].label}" if len(matrices) > 1 and matrix.slice is None else ""
+        return f"{parameter.fqn}{label}"

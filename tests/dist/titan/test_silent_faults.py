@@ -115,13 +115,37 @@ def with_nan(trainer: Any) -> None:
         gradient[0, 0] = float("nan")
 
 
+def kept(folder: Path, rank: int, **values: object) -> tuple[str, list[bool]]:
+    """What a run with a NaN on rank 1 in step 2 prints, and for each step whether no weight and no state changed."""
+    from titan_muon.tensors.dtensor import local
+    from titan_muon.titan.assign.container import HybridOptimizers
+
+    unchanged = []
+
+    def tensors(optimizers: Any) -> list[torch.Tensor]:
+        states = [value for each in optimizers for state in each.state.values() for value in state.values()]
+        return [local(p.detach()) for part in optimizers.model_parts for p in part.parameters()] + list(
+            map(local, states)
+        )
+
+    def step(original: Any, optimizers: Any) -> None:
+        before = [tensor.clone() for tensor in tensors(optimizers)]
+        original(optimizers)
+        unchanged.append(all(torch.equal(*pair) for pair in zip(before, tensors(optimizers), strict=False)))
+
+    # As on a GPU, where the host reads the norm after the step.
+    late = mock.patch("titan_muon.titan.checks.training.arrives_late", return_value=True)
+    with late, patched(HybridOptimizers, "step", step):
+        return outcome(folder, "kept", only(rank == 1, gradients(with_nan)), **values), unchanged
+
+
 def zeroed(trainer: Any) -> None:
     if trainer.step >= 4:
         for parameter in trainer.model_parts[0].parameters():
             parameter.grad.zero_()
 
 
-def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     from titan_muon.titan.assign.container import HybridOptimizers
     from titan_muon.titan.data.loader import PackedDataLoader
 
@@ -155,6 +179,8 @@ def faulty_steps(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "twins": outcome(folder, "twins", patched(PackedDataLoader, "__init__", first_rank)),
         "skips": outcome(folder, "skips", patched(PackedDataLoader, "_make_batch", skips), training__steps=4),
         "nan": outcome(folder, "nan", only(rank == 1, gradients(with_nan)), **rare),
+        "kept": kept(folder, rank, metrics__log_freq=10),
+        "passed over": kept(folder, rank, metrics__log_freq=10, muon__nonfinite="skip"),
         "dead": outcome(folder, "dead", gradients(zeroed), **saved, training__steps=6),
         "no step": outcome(folder, "none", patched(HybridOptimizers, "step", nothing)),
         "two steps": outcome(folder, "two", patched(HybridOptimizers, "step", lambda step, self: twice(step, self))),
@@ -183,6 +209,10 @@ def test_faults_in_a_step_are_named(tmp_path: Path) -> None:
         assert "rank 1 read block" in text["skips"]
         assert "FloatingPointError: step 2: the norm of the gradients is nan" in text["nan"]
         assert "tok_embeddings.weight on rank 1" in text["nan"]
+        for name, steps in (("kept", [False, True]), ("passed over", [False, True, False])):
+            error, unchanged = text[name]
+            assert unchanged == steps, f"{name}: a step with NaN must keep weights and states, and no other step"
+            assert ("FloatingPointError: step 2: the norm of the gradients is nan" in error) == (name == "kept")
         assert "RunFault: step 1: an optimizer took another number of steps" in text["no step"]
         assert "an optimizer took another number of steps" in text["two steps"]
         assert "gradients of the step before were not cleared" in text["not cleared"]

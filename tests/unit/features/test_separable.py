@@ -42,8 +42,8 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     return result.stdout.strip()
 
 
-def test_there_are_six_features() -> None:
-    assert FILES == ["early", "eight_bit", "host", "late", "scaling", "skip", "slices"]
+def test_there_are_eight_features() -> None:
+    assert FILES == ["early", "eight_bit", "host", "idle", "late", "scaling", "skip", "slices"]
 
 
 def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
@@ -58,6 +58,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("late", "overlap='forward'", "None"),
         ("eight_bit", "state_dtype='int8'", "None"),
         ("scaling", "", "torch.zeros(())"),
+        ("idle", "idle='hold'", "None"),
         ("skip", "nonfinite='skip'", "None"),
     ],
 )

@@ -17,7 +17,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.comm.clip import GradientClip
+from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
@@ -288,8 +288,10 @@ class MuonTrainer(Trainer):
         """Replacement of TorchTitan's clipping. Returns the norm of all gradients before clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
-            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
-            self._warn(lines)
+            norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
+            # On a GPU the host learns of the norm after the step, so the device keeps the weights.
+            self.optimizers.skip_unless_finite(norm)
+            self._warn(self.checks.after_clip(self.step, norm, counted=self.counted))
         if self.monitor is not None and self.monitor.is_due(self.step):
             self.monitor.before_step()
         # The rates of this step: the schedule changes the rates before the report.
