@@ -326,8 +326,8 @@ class StepOptions:
     and weight decay are skipped too, and the next step only warns."""
 
     idle: Literal["move", "hold"] = "move"
-    """Matrices, as experts without tokens, whose gradient is zero: `move` by their momentum, as in torch.optim.Muon, or
-    `hold`: only decay, and warn after 20 such steps. One maximum over the ranks in each step, if matrices travel."""
+    """A matrix whose gradient is zero, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon, or
+    `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
 
     release_grads: bool = False
     """Free each gradient after packing."""

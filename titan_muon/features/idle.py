@@ -13,7 +13,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ class Idle(Feature):
         self._agreement = agreement
         self._steps = torch.zeros(0, dtype=torch.int32, device="cpu")
         self._work: dist.Work | None = None
-        self._copied: Any = None
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         self._rank, matrices = rank, rank.plan.matrices
@@ -117,15 +115,10 @@ class Idle(Feature):
     def after(self) -> None:
         self._agree()
         self._on_host.copy_(self._idle, non_blocking=True)
-        if self._rank.device.type != "cpu":
-            self._copied = torch.get_device_module(self._rank.device).Event()
-            self._copied.record()
 
     def _warn(self) -> None:
         """Name matrices that have been idle since IDLE_STEPS steps, each once."""
-        if self._copied is not None:
-            # Does not wait, because the report of the last step has arrived later.
-            self._copied.synchronize()
+        # The copy has arrived, because the step has read the report, which was sent after the copy.
         self._steps = torch.where(self._on_host, self._steps + 1, 0)
         new = (self._steps >= IDLE_STEPS) & (self._named == 0)
         if not new.any():
