@@ -326,8 +326,8 @@ class StepOptions:
     and weight decay are skipped too, and the next step only warns."""
 
     idle: Literal["move", "hold"] = "move"
-    """A matrix whose gradient is zero, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon, or
-    `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
+    """A matrix with a gradient of zeros, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
+    or `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
 
     release_grads: bool = False
     """Free each gradient after packing."""
