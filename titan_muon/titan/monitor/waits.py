@@ -24,7 +24,7 @@ class Waits:
         """Measure from now on."""
         self._pairs = []
         for muon in self._muons:
-            muon.exchange.wait = self._timed(muon.exchange.wait)  # type: ignore[method-assign]
+            muon.exchange.wait = self._timed(muon.exchange.wait)  # type: ignore[assignment, method-assign]
 
     def end(self) -> float:
         """Stop to measure. Milliseconds since `begin`; the caller has waited for the device."""

@@ -204,15 +204,9 @@ class MuonTrainer(Trainer):
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
         self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)))
         counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
-        if (
-            self.step > 0
-            and counts
-            and max(counts) == 0
-            and "optimizer" not in self.config.checkpoint.exclude_from_loading
-        ):
-            self._warn(
-                [f"AdamW's step counters are 0 after step {self.step}; check that the optimizer's states were loaded"]
-            )
+        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
+        if is_loaded and counts and max(counts) == 0:
+            self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
