@@ -18,9 +18,11 @@ class Feature:
 
     Attributes:
         holds_buffers: whether the buffers are in use after the step.
+        allowed: faults that warn instead of raising.
     """
 
     holds_buffers = False
+    allowed: Sequence[Fault] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         """The stages with this feature. Called again after parameters or momentum have moved."""
