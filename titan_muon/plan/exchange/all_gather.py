@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from itertools import repeat
 
 from ..terms.pieces import Pieces
 from ..terms.types import Bucket
@@ -26,33 +27,31 @@ class AllGather(Pattern):
     has_owners = False
     collectives: tuple[Collective, ...] = (Collective.ALL_GATHER,)
 
-    def _workers(self, bucket: Bucket, pieces: Pieces) -> list[tuple[int, Collection[int]]]:
-        """By matrix of the bucket: the kind, and the ranks that orthogonalize the matrix."""
-        kinds = [pieces.kinds[matrix] for matrix in bucket.matrices]
-        if bucket.owners:
-            return [(kind, (owner,)) for kind, owner in zip(kinds, bucket.owners, strict=True)]
-        return [(kind, pieces.holders(kind, bucket.group).on_rank) for kind in kinds]
+    def _workers(self, bucket: Bucket, pieces: Pieces, kind: int, owner: int | None) -> Collection[int]:
+        """The ranks that orthogonalize a matrix of this kind."""
+        return pieces.holders(kind, bucket.group).on_rank if owner is None else (owner,)
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
         stored = {
             peer: [(m, piece) for m in bucket.matrices if (piece := pieces.find(m, peer)) is not None]
             for peer in bucket.group
         }
-        workers = self._workers(bucket, pieces)
-        mine = tuple(m for m, (_, ranks) in zip(bucket.matrices, workers, strict=True) if rank in ranks)
+        owners = zip(bucket.matrices, bucket.owners or repeat(None), strict=False)
+        mine = tuple(m for m, owner in owners if rank in self._workers(bucket, pieces, pieces.kinds[m], owner))
         gather, *back = (gather_phase(stored, rank, bucket.group, collective) for collective in self.collectives)
         # Never mirrored: the summed buffer must be zero except for results, but the inbox is full of pieces.
         return BucketProgram(bucket, mine, gather, back[0] if back else None, False)
 
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         stored, parts = dict.fromkeys(bucket.group, 0), dict.fromkeys(bucket.group, 0)
-        for kind, count in Counter(pieces.kinds[matrix] for matrix in bucket.matrices).items():
+        held: dict[int, Counter[int]] = {}
+        kinds = (pieces.kinds[matrix] for matrix in bucket.matrices)
+        for (kind, owner), count in Counter(zip(kinds, bucket.owners or repeat(None), strict=False)).items():
             for rank, elements in pieces.holders(kind, bucket.group).on_rank.items():
                 stored[rank] += count * elements
                 parts[rank] += count
-        held: dict[int, Counter[int]] = {}
-        for kind, ranks in self._workers(bucket, pieces):
-            held.setdefault(kind, Counter()).update(ranks)
+            workers = self._workers(bucket, pieces, kind, owner)
+            held.setdefault(kind, Counter()).update(dict.fromkeys(workers, count))
         whole, flows, mine, calls = sum(stored.values()), ring(stored, pieces), counts(held), len(self.collectives)
         result = {}
         for rank, kept in stored.items():
