@@ -70,11 +70,8 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
         recipe: recipe of the new run.
         file: recipe file of the earlier run. An unreadable file has no differences.
     """
-    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
-    if other is None:
-        return []
     may_change = set(SAME_EXPERIMENT)
-    keys = _differing(mine, other, defaults)
+    keys = changes(recipe, file)
     if "training.steps" in keys:
         # The schedule depends on the number of steps.
         may_change |= {"lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
@@ -82,10 +79,21 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
         # The global batch fixes the size of a step.
         may_change.add("training.local_batch_size")
     return [
-        f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
-        for key in keys
+        line
+        for key, line in keys.items()
         if key not in may_change and key.partition(".")[0] not in SAME_EXPERIMENT_TABLES
     ]
+
+
+def changes(recipe: Recipe, file: Path) -> dict[str, str]:
+    """All differences from the recipe of an earlier run by key, as `muon.lr = 0.001, here 0.02`; empty without one."""
+    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
+    if other is None:
+        return {}
+    return {
+        key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
+        for key in _differing(mine, other, defaults)
+    }
 
 
 def _text(value: object) -> str:
