@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +34,6 @@ from .foreach import (
     Advance,
     Apply,
     Copies,
-    Rectangle,
     StoredPiece,
     advances,
     applies,
@@ -76,12 +74,9 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """The largest possible norms of arriving updates.
+    """The largest possible Frobenius norms of arriving updates, (count,) float32.
 
-    Attributes:
-        views: the updates, as views of a buffer.
-        parameters: (count,) parameter indices, on the device.
-        norms: (count,) float32 largest Frobenius norms, on the device.
+    `views`: of a buffer. `parameters`: (count,) indices, on the device.
     """
 
     views: tuple[Tensor, ...]
@@ -96,7 +91,7 @@ class BucketRun:
     Attributes:
         repeats: copies of packed shards for further ranks.
         cleared: buffer to zero before splitting results, or None.
-        releases: parameters to release after packing, by `release_grads`.
+        releases: parameters to release after packing.
     """
 
     advances: tuple[Advance, ...]
@@ -108,21 +103,16 @@ class BucketRun:
     bounds: UpdateBounds
 
 
-class OnDevice:
-    """The tensors of a call, all on the device."""
+class Calls(NamedTuple):
+    """The calls of `advance` and `apply`. A feature wraps a call to replace or keep its tensors.
 
-    def averages(self, advance: Advance) -> Tensors:
-        return advance.averages
+    Attributes:
+        advance: of (call, averages, gradients, rule).
+        update: of (call, parameters, rule).
+    """
 
-    def grads(self, advance: Advance, step: Step) -> Tensors:
-        return [part.of(step.grads[part.parameter]) for part in advance.parts]
-
-    def params(self, apply: Apply) -> Tensors:
-        return apply.params
-
-    def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> AbstractContextManager[None]:
-        """The context in which a call changes momentum or weights."""
-        return nullcontext()
+    advance: Callable[[Advance, Tensors, Tensors, Rule], None] = Advance.run
+    update: Callable[[Apply, Tensors, Rule], None] = Apply.run
 
 
 @dataclass(frozen=True)
@@ -136,16 +126,13 @@ class Arithmetic:
 class RankStages:
     """The stages of a Muon step on this rank, with views of every tensor except gradients.
 
-    Args:
-        params: trained parameters, in the plan's order.
-        states: states of the rule, by matrix and name.
-
     Attributes:
-        states: the same, to which a feature of the rule may add.
+        params: trained parameters, in the plan's order.
+        states: states of the rule, by matrix and name, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
-        source: provides momentum, gradients and weights to calls.
-        orthogonalized: number of matrices orthogonalized in the current step.
+        calls: run the calls.
+        orthogonalized: number of matrices in the current step.
     """
 
     def __init__(
@@ -165,7 +152,7 @@ class RankStages:
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
         self.states = dict(states)
-        self.source, self.orthogonalized = OnDevice(), 0
+        self.calls, self.orthogonalized = Calls(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
@@ -173,7 +160,7 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        # Local matrices also use the wire dtype, so that every layout gives the same bits.
+        # Also local matrices, so that every layout gives the same bits.
         dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
         workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
@@ -183,7 +170,6 @@ class RankStages:
                 for index, run in enumerate(by_bucket)
             )
         self._workspace = StepMemory((workspace,), kept=options.keep_buffers)
-        # Each call allocates its scratch.
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
@@ -281,7 +267,7 @@ class RankStages:
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]
         draws = Draws.of(self.plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
-        # The learning rate depends on the shape of the whole matrix, not of the shard.
+        # The learning rate depends on the shape of the whole matrix.
         return StoredPiece(number, matrix.parameter, self.plan.out_in(number), places, view, draws)
 
     def _calls(
@@ -344,7 +330,7 @@ class RankStages:
     def apply(self, bucket: int, step: Step) -> None:
         self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.source.params(call), self.rule)
+            self.update(call, self.rule)
 
     def receive(self, bucket: int, *, late: bool = False) -> None:
         """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
@@ -358,9 +344,7 @@ class RankStages:
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:
             for advance in self.with_gradients(call, step):
-                averages, grads = self.source.averages(advance), self.source.grads(advance, step)
-                with self.source.changing(advance.parts, averages):
-                    self.rule.advance(averages, grads, advance.packed, advance.group)
+                self.calls.advance(advance, advance.averages, advance.grads(step), self.rule)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
         """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
@@ -372,12 +356,11 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, params: Tensors, rule: Rule) -> None:
+    def update(self, call: Apply, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            with self.source.changing(call.parts, params):
-                call.update(params, rule)
+            self.calls.update(call, call.params, rule)
         finally:
             memory.resize_(0)
 
@@ -415,10 +398,9 @@ class RankStages:
             start = stop
 
     def release(self, bucket: int, step: Step) -> None:
-        """Drop the gradients whose last shard this bucket has packed, by `release_grads`."""
+        """Drop the gradients whose last shard this bucket has packed."""
         for index in self.runs[bucket].releases:
             if step.grads[index] is not None:
-                # Both references keep the gradient's memory alive.
                 step.grads[index] = None
                 self.params[index].param.grad = None
 
