@@ -52,7 +52,7 @@ class DecodedSource(OnDevice):
 
     @contextmanager
     def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
-        """Encode the momentum after the call. Weights pass through."""
+        """Encode the momentum after the call."""
         with self._source.changing(parts, tensors):
             yield
         if tensors is not self._decoded:
