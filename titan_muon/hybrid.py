@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
-from .assignment.groups import ParamGroup, built, decided
+from .assignment.groups import OPTIMIZER, ParamGroup, built, decided, trained_parameters
 from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
 from .assignment.table import parameter_table
@@ -25,9 +25,6 @@ from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
 from .tensors.names import canonical_fqn
-
-OPTIMIZER = "optimizer"
-"""Key of a parameter group: the name of the optimizer that updates the group."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,6 @@ class Parts:
     whole: tuple[Assignment, ...]
     groups: Mapping[str, Sequence[ParamGroup]]
     optimizers: Mapping[str, Optimizer]
-
-
-def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters with gradients, by canonical name."""
-    named = (pair for part in parts for pair in part.named_parameters())
-    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
 
 
 def parts_of(
@@ -290,7 +281,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's format. Collective over all ranks. Raises ValueError like `Muon.state_dict`."""
+        """State and groups in torch's format. Ranks and errors as in `Muon.state_dict`."""
         for part in self.optimizers.values():
             # Each part finishes its transfers and checks its last step here.
             part.state_dict()

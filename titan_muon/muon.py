@@ -13,6 +13,7 @@ from typing import Any, Never, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -258,15 +259,19 @@ class Muon(SkipsSteps, Optimizer):
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
         All ranks call `check_last_step` together and wait for the device: before saving weights, and at the end of
-        training. Called by `state_dict`. Includes `finish_step`.
+        training. Includes `finish_step`.
         """
+        self._check_last_step(alone=False)
+
+    def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
         self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
-            self._engine.raise_pending()
-            # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
-            self._engine.rank.report.send_late()
-            self._engine.raise_pending()
+            self._engine.raise_pending(alone=alone)
+            if not alone:
+                # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+                self._engine.rank.report.send_late()
+                self._engine.raise_pending()
 
     def carry(self, others: Mapping[str, Carried]) -> None:
         """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
@@ -342,10 +347,12 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. Before the first step the state is empty, like torch's. Raises ValueError
-        like `check_last_step`.
+        All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
+        Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
         """
-        self.check_last_step()
+        params = (parameter for group in self.param_groups for parameter in group["params"])
+        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective.
+        self._check_last_step(alone=not any(isinstance(parameter, DTensor) for parameter in params))
         self.synchronize()
         return super().state_dict()
 
