@@ -1,4 +1,4 @@
-"""Runs an example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME FOLDER OUT`."""
+"""Runs an example on a rank and writes its final weights: `python -m tests.integrations.run_example NAME DIR OUT`."""
 
 import argparse
 import importlib
