@@ -107,10 +107,11 @@ def assigned_model(
         for a in assigned:
             roles[a.role or a.reason] = roles.get(a.role or a.reason, 0) + 1
         counts = ", ".join(f"{count} {role}" for role, count in roles.items()) or "none needs a gradient"
+        match = "(match = '*lora_*', optimizer = 'muon')" if "lora" in roles else "with optimizer = 'muon'"
         raise OptionError(
             "rules:",
-            f"Muon takes no parameter of this model ({counts}); add a rule with optimizer = 'muon', or confirm with a "
-            "last rule (match = '*', optimizer = 'adamw')",
+            f"Muon takes no parameter of this model ({counts}); add a rule {match}, or confirm with a last rule "
+            "(match = '*', optimizer = 'adamw')",
         )
     return assigned
 
