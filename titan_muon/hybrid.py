@@ -29,10 +29,7 @@ from .tensors.names import canonical_fqn
 
 @dataclass(frozen=True)
 class Parts:
-    """The optimizers of a model by name, with their groups.
-
-    `assignments`: of this process; `whole`: of the whole model, with remote pipeline stages.
-    """
+    """The optimizers of a model by name, with their groups. `whole`: with parameters of remote pipeline stages."""
 
     assignments: tuple[Assignment, ...]
     whole: tuple[Assignment, ...]
@@ -51,8 +48,7 @@ def parts_of(
 ) -> Parts:
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
-    `model`: all parameters of the model, if this process holds a pipeline stage. Further arguments and errors as in
-    `decided`.
+    `model`: all parameters of the model, if this process holds a pipeline stage. The rest as in `decided`.
     """
     parameters = trained_parameters(modules)
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
@@ -205,7 +201,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         shared = {"lr": lr, "weight_decay": weight_decay}
         tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
         self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
-        # Optimizer keeps references to these dicts, so groups are shared.
+        # Optimizer keeps references to these dicts.
         groups = []
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:

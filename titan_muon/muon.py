@@ -65,7 +65,7 @@ class Muon(SkipsSteps, Optimizer):
             and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and tells on the device whether the step may change anything.
+    # torch.amp.GradScaler then runs every step, and tells on the device whether it may change anything.
     _step_supports_amp_scaling = True
     _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
@@ -179,7 +179,7 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The engine for this rank's part of the plan, built if necessary."""
+        """Built if necessary."""
         self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
@@ -196,8 +196,7 @@ class Muon(SkipsSteps, Optimizer):
 
         Raises:
             ValueError: on every rank, for a trained parameter without a gradient, or with a non-finite gradient in the
-                previous step; for parameters, momentum, or Newton-Schulz iterations that changed since `build`
-                (`rebuild` accepts most changes).
+                previous step; for parameters, momentum, or iterations that changed since `build` (see `rebuild`).
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         self.engine.flush()
@@ -225,8 +224,8 @@ class Muon(SkipsSteps, Optimizer):
     def finish_step(self) -> None:
         """Apply the updates deferred by the last step to the next forward (`overlap = "forward"`).
 
-        Call `finish_step` before code that reads or writes weights between a step and the next forward. State dicts
-        do so themselves.
+        Call `finish_step` before code that reads or writes weights between a step and the next forward, except state
+        dicts.
         """
         if self._engine is not None:
             self._engine.flush()
@@ -278,11 +277,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        All ranks of the default process group call `check_replicas` together between steps, and wait. The error names
-        the parameter, or its state, and the ranks.
-
-        Args:
-            own: globs on names of plain tensors that each rank trains separately.
+        All ranks of the default process group call this together between steps, and wait. `own`: globs on names of
+        plain tensors that each rank trains separately.
         """
         self.synchronize()
         separate = [parameter.fqn for parameter in self.plan.parameters if parameter.own]
@@ -302,18 +298,17 @@ class Muon(SkipsSteps, Optimizer):
             state_dict = converted(state_dict, "torch")
         state_dict = completed(state_dict, self.param_groups)
         if self._engine is None and not state_dict["state"]:
-            # Saved and loaded before the first step: only hyperparameters.
+            # Saved before the first step: only hyperparameters.
             check_saved_groups(self.param_groups, state_dict["param_groups"])
             return super().load_state_dict(state_dict)
         self.build()
-        # Thawed parameters get momentum here, on the state ranks.
         self._replanned()
         current = {trained.param: trained.momentum for trained in self.engine.rank.params}
         averages = self._agreed.together(lambda: list(saved_averages(self.param_groups, state_dict, current)))
         saved = {average.key: average for average in averages}
         loaded_states = {average.param: state_dict["state"][average.key] for average in averages}
         params = self.engine.rank.params
-        # The momentum of the steps, because a state dict shares its dicts with the optimizer.
+        # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
         self.synchronize()
@@ -331,7 +326,6 @@ class Muon(SkipsSteps, Optimizer):
             self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, created where missing. Collective."""
         return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
@@ -375,7 +369,6 @@ class Muon(SkipsSteps, Optimizer):
             self._engine.flush(discard=True)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the collectives in Muon's process groups."""
         self.build()._agreed.set_timeout(timeout)
 
     def close(self) -> None:
@@ -386,7 +379,7 @@ class Muon(SkipsSteps, Optimizer):
             self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before the optimizer is built. Raises ValueError afterwards, and like the constructor."""
+        """Add a group before `build`. Raises ValueError afterwards, and like the constructor."""
         if self._engine is not None:
             raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
         alone = not dist.is_initialized() or dist.get_world_size() == 1
@@ -401,7 +394,6 @@ class Muon(SkipsSteps, Optimizer):
             warnings.warn(doubt, stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Options, groups and state. The copy plans on first use."""
         self.synchronize()
         return {**super().__getstate__(), "_options": self._options}
 

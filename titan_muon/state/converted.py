@@ -16,14 +16,12 @@ from .groups import rows_of
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
 """Optimizers whose state dicts `converted` reads.
 
-`torch` is torch.optim.Muon, `torchtitan` is DistMuon, `keller_jordan` is the Muon of github.com/KellerJordan/Muon. The
-momentum of these is the average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of
-github.com/microsoft/dion, `dmuon` is github.com/X-Square-Robot/dmuon. The momentum of these is the sum
-m <- momentum m + g, larger by a factor of 1 / (1 - momentum).
+`torch` is torch.optim.Muon, `torchtitan` DistMuon, `keller_jordan` github.com/KellerJordan/Muon: their momentum is the
+average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of github.com/microsoft/dion, `dmuon`
+github.com/X-Square-Robot/dmuon: their momentum is the sum m <- momentum m + g.
 """
 
 SUMS = ("dion", "dmuon")
-"""Sources with the sum of gradients."""
 
 SCALES: Mapping[str, Mapping[Any, str]] = {
     "adjust_lr_fn": {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"},
@@ -40,8 +38,8 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
             dmuon's `get_optimizer_state_dict`. Groups of other algorithms in the same optimizer (AdamW, Lion) are left
             out.
         source: the optimizer of the state dict.
-        hyperparameters: hyperparameters of Muon for all groups, replacing the source's. Missing hyperparameters
-            have the defaults of `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
+        hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
+            `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
     Returns:
         `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors are
@@ -95,10 +93,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the groups of torch.optim.Muon or of TorchTitan's DistMuon.
-
-    Raises ValueError for a dict that is no optimizer's.
-    """
+    """Whether a state dict has the groups of torch.optim.Muon or DistMuon. Raises ValueError without groups."""
     if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
             f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"
