@@ -24,6 +24,7 @@ from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
+from .state.saved import after_pre_hooks
 from .tensors.names import canonical_fqn
 
 
@@ -278,20 +279,18 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for different parameters or optimizers in the groups,
                 and like `Muon.load_state_dict`.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        saved = state_dict["param_groups"]
-        mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
-        theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
-        if mine != theirs:
-            raise ValueError(_difference(mine, theirs))
-        for name, part in self.optimizers.items():
-            groups = [group for group in saved if group[OPTIMIZER] == name]
-            keys = {key for group in groups for key in group["params"]}
-            state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            part.load_state_dict({"state": state, "param_groups": groups})
-        self._link()
+        with after_pre_hooks(self, state_dict) as loaded:
+            saved = loaded["param_groups"]
+            mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
+            theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
+            if mine != theirs:
+                raise ValueError(_difference(mine, theirs))
+            for name, part in self.optimizers.items():
+                groups = [group for group in saved if group[OPTIMIZER] == name]
+                keys = {key for group in groups for key in group["params"]}
+                state = {key: value for key, value in loaded["state"].items() if key in keys}
+                part.load_state_dict({"state": state, "param_groups": groups})
+            self._link()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

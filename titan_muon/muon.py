@@ -35,7 +35,7 @@ from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_o
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, completed, saved_averages
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages
 from .step.gradients import Step, check_first_gradients
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
@@ -294,6 +294,10 @@ class Muon(SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
                 different optimizer, and for missing momentum or momentum with a different mesh or placement.
         """
+        with after_pre_hooks(self, state_dict) as loaded:
+            self._load(loaded)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         state_dict = completed(state_dict, self.param_groups)

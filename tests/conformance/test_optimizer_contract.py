@@ -372,10 +372,21 @@ def test_hooks_replace_the_state_dict_in_their_order(make: Callable[..., Any]) -
     state = optimizer.state_dict()
     handle.remove()
     assert [group["lr"] for group in state["param_groups"]] == [0.2]
+    set_gradients(params)
+    optimizer.step()
+    momentum = {param: optimizer.state[param]["momentum_buffer"].clone() for param in params}
+
+    def with_twice_the_momentum(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+        states = {key: {"momentum_buffer": 2 * value["momentum_buffer"]} for key, value in state["state"].items()}
+        return {**state, "state": states}
+
+    state = copy.deepcopy(optimizer.state_dict())
     optimizer.register_load_state_dict_pre_hook(with_lr(3.0))
     optimizer.register_load_state_dict_pre_hook(set_lr, prepend=True)
+    optimizer.register_load_state_dict_pre_hook(with_twice_the_momentum)
     optimizer.load_state_dict(state)
     assert [group["lr"] for group in optimizer.param_groups] == [3.0]
+    assert all(torch.equal(optimizer.state[param]["momentum_buffer"], 2 * momentum[param]) for param in params)
 
 
 @both
