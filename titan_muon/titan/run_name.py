@@ -89,6 +89,12 @@ def other_experiment(recipe: Recipe, file: Path) -> list[str]:
     ]
 
 
+def is_same_run(recipe: Recipe, file: Path) -> bool:
+    """Whether a run with the recipe file `file` computes and logs the same as a run of `recipe`."""
+    other = _values_of(file)
+    return other is not None and IGNORED.issuperset(_differing(written_values(recipe), other, written_values(Recipe())))
+
+
 def _text(value: object) -> str:
     return "absent" if value is None else value_text(value)
 
