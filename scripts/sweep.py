@@ -128,15 +128,18 @@ def plan(configs: Sequence[str], swept: Sequence[str], overrides: Sequence[str],
     """All runs, seed by seed, so that an interrupted sweep has whole seeds. Raises RecipeError for any bad recipe."""
     runs: list[Run] = []
     known: dict[str, str] = {}
+    notices: dict[str, None] = {}
     for config in configs:
         for choice in alternatives(config, swept, overrides) or (Alternative("", config, tuple(overrides)),):
-            run = Run(choice, choice.load(), nproc)
+            run = Run(choice, load(config, choice.overrides, lambda line: notices.setdefault(line)), nproc)
             check_degrees(run.recipe, nproc)
             # Equal values may be written differently, as 1e-3 and 0.001.
             content = repr({key: value for key, value in values(run.recipe).items() if key != "dump_folder"})
-            if (twin := known.setdefault(content, run.name)) is not run.name:
-                raise RecipeError(f"{run.name}: the same run as {twin}; leave one of the two out.")
+            if content in known:
+                raise RecipeError(f"{run.name}: the same run as {known[content]}; leave out either.")
+            known[content] = run.name
             runs.append(run)
+    print("".join(f"{line}\n" for line in notices), end="")
     return sorted(runs, key=lambda run: [values(run.recipe)[key] for key in SEEDS])
 
 
@@ -240,8 +243,6 @@ def main(arguments: Sequence[str]) -> int:
         entries, overrides = read_flags(Options, Options(), arguments[len(words) :])
         options = build(Options, entries)
         configs = list(takewhile(lambda word: "=" not in word, words))
-        for config in configs:
-            load(config, overrides)
         if not configs or options.nproc < 1:
             raise RecipeError("name a recipe first, as in configs/qwen_moe_muon.toml, and --nproc of 1 or more")
         runs = plan(configs, words[len(configs) :], overrides, options.nproc)

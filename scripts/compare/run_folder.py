@@ -236,7 +236,7 @@ def read_runs(paths: Sequence[Path], metric: str, axis: str = "step") -> list[Ru
         settings.setdefault(setting, []).append(run)
     runs = [over_seeds(group).along(axis) for group in settings.values()]
     labels = unique_labels([run.folder for run in runs], [run.recipe for run in runs])
-    runs = [replace(run, label=_labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
+    runs = [replace(run, label=labelled(label, run.seeds)) for label, run in zip(labels, runs, strict=True)]
     if not common_steps(runs, metric, axis):
         raise RunError(f"{', '.join(labels)}: no {axis} at which each of them recorded `{metric}`")
     return runs
@@ -246,7 +246,8 @@ def _seeds(run: RunRecord) -> list[str | None]:
     return [run.recipe.get(key) for key in sorted(SEEDS)]
 
 
-def _labelled(label: str, seeds: int) -> str:
+def labelled(label: str, seeds: int) -> str:
+    """The label with the number of seeds, if several."""
     return label if seeds == 1 else f"{label} ({seeds} seeds)"
 
 

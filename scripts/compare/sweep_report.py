@@ -14,7 +14,7 @@ from statistics import fmean, mean, stdev
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from compare.run_folder import SEEDS, RunRecord, Series, over_seeds, smoothing_window
+from compare.run_folder import SEEDS, RunRecord, Series, labelled, over_seeds, smoothing_window
 from compare.run_picture import COLORS, LINES, MARKERS, plot_curves
 
 NAME = "sweep"
@@ -86,13 +86,9 @@ class Setting:
 
     def record(self) -> RunRecord:
         """The finished runs as a curve."""
-        folder = Path()
-        return over_seeds(
-            [
-                RunRecord(self.label(), folder, {}, {"loss": run.loss, "val_loss": run.val_loss}, None)
-                for run in self.finished
-            ]
-        )
+        label = labelled(self.label(), len(self.finished))
+        curves = ({"loss": run.loss, "val_loss": run.val_loss} for run in self.finished)
+        return over_seeds([RunRecord(label, Path(), {}, series, None) for series in curves])
 
 
 def settings(results: Sequence[Result]) -> list[Setting]:
