@@ -32,7 +32,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, check_degrees, load
 from titan_muon.titan.recipe.command_line import HELP, SEEDS, Alternative, alternatives
 from titan_muon.titan.recipe.flags import print_help, read_flags
 from titan_muon.titan.recipe.schema import build, values
-from titan_muon.titan.run_name import is_same_run
+from titan_muon.titan.run_name import IGNORED, changes
 
 STEP = re.compile(r"step +(\d+)/(\d+) ")
 RANKS = re.compile(r"parameters on (\d+) ranks?")
@@ -83,7 +83,9 @@ class Run:
     def _is_mine(self, folder: Path) -> bool:
         file = folder / "optimizers.txt"
         ranks = RANKS.search(file.read_text(encoding="utf-8")) if file.is_file() else None
-        return ranks is not None and int(ranks[1]) == self.nproc and is_same_run(self.recipe, folder / RECIPE)
+        if ranks is None or int(ranks[1]) != self.nproc or not (folder / RECIPE).is_file():
+            return False
+        return IGNORED.issuperset(changes(self.recipe, folder / RECIPE))
 
     def ended(self, folder: Path | None) -> str | None:
         """`finished`, or the reason of a divergence; None for a run to train."""

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name. `key`: recipe key of the names, for messages. `group`: group of entry points."""
+    """Values by name. `key`: recipe key, for messages. `group`: group of entry points."""
 
     def __init__(self, key: str, group: str) -> None:
         self.key = key
@@ -31,7 +31,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """The value of a name. Raises ValueError for an unknown name."""
+        """Raises ValueError for an unknown name or several entry points."""
         if name in self._values:
             return self._values[name]
         entries = tuple(entry_points(group=self.group, name=name))
@@ -58,9 +58,9 @@ class OptimizerEntry:
     """How to build an optimizer.
 
     Attributes:
-        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the keywords in
+        build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the options in
             `shared`; returns a torch.optim.Optimizer with all of its hyperparameters in `defaults`.
-        shared: options of the whole optimizer, which cannot differ between groups.
+        shared: options that cannot differ between groups.
     """
 
     build: Callable[..., Any]
@@ -68,16 +68,14 @@ class OptimizerEntry:
 
 
 optimizers: Registry[OptimizerEntry] = Registry("optimizer", "titan_muon.optimizers")
-"""`assignment/groups.py` registers this package's optimizers."""
 
 
 @dataclass(frozen=True)
 class ExchangeEntry:
     """A collective to assemble sharded matrices.
 
-    Attributes:
-        pattern: for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
-        collectives: called without arguments; returns a `comm.collectives.Collectives`.
+    `pattern`: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`. `collectives`: returns a
+    `comm.collectives.Collectives`.
     """
 
     pattern: str
@@ -96,7 +94,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """The exchange of a name. Raises OptionError for an unknown name."""
+    """Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:
@@ -104,13 +102,13 @@ def exchange_entry(name: str) -> ExchangeEntry:
 
 
 rules: Registry[Callable[[MuonOptions], Any]] = Registry("rule", "titan_muon.rules")
-"""Called with the options of Muon; returns a `step.rule.Rule`. `rules/` registers this package's rules."""
+"""From the options of Muon to a `step.rule.Rule`."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
-"""A placement takes a parallelize_fn and the recipe, and returns a changed parallelize_fn."""
+"""From a parallelize_fn and the recipe to a changed parallelize_fn."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 
@@ -118,9 +116,8 @@ placements.register("shard0", lambda parallelize, recipe: parallelize)
 class ModelFamily:
     """Models of one architecture, by flavor.
 
-    Attributes:
-        flavors: called without arguments; returns the accepted names of `model.flavor`.
-        build: called with a flavor and a vocabulary size (None: the default); returns a new TorchTitan ModelSpec.
+    `flavors`: returns the accepted names of `model.flavor`. `build`: from a flavor and a vocabulary size (None: the
+    default), returns a new TorchTitan ModelSpec.
     """
 
     flavors: Callable[[], Sequence[str]]

@@ -177,17 +177,26 @@ def step_of(record: dict[str, object]) -> int:
 
 
 def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`). Where two are equal, `key=value` of the first keys that tell all
-    runs apart; where no keys do, as much of the path as differs.
+    """The recipes' names (`runs/<recipe>/<time>`), where two are equal with `key=value` of the first keys that tell runs
+    of one name apart; where no keys do, as much of the path as differs.
     """
     paths = [folder.resolve() for folder in folders]
     names = [path.parent.name for path in paths]
     if len(set(names)) == len(names):
         return names
     values = [{key: value for key, value in recipe.items() if key not in PLACE} for recipe in recipes]
-    differing = [key for key in dict.fromkeys(chain(*values)) if len({value.get(key) for value in values}) > 1]
+    groups = [[value for value, other in zip(values, names, strict=True) if other == name] for name in set(names)]
+    differing = [
+        key
+        for key in dict.fromkeys(chain(*values))
+        if any(len({value.get(key) for value in group}) > 1 for group in groups)
+    ]
+    shown = names if len(groups) > 1 else [""] * len(names)
     for count in range(1, MOST_KEYS + 1):
-        labels = [_differences(value, differing[:count]) for value in values]
+        labels = [
+            f"{name} {_differences(value, differing[:count])}".strip()
+            for name, value in zip(shown, values, strict=True)
+        ]
         if len(set(labels)) == len(labels) and max(map(len, labels)) <= LONGEST_LABEL:
             return labels
     depth = 1

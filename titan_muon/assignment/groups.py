@@ -29,7 +29,7 @@ registry.optimizers.register(
 class ParamGroup:
     """Parameters of an optimizer with equal hyperparameters (`options`).
 
-    `rule`: index of the rule with the group's options, or None. `tag`: name of the group in metrics.
+    `rule`: index of the rule with these options, or None. `tag`: name in metrics.
     """
 
     optimizer: str
@@ -44,8 +44,7 @@ def assigned_model(
 ) -> tuple[Assignment, ...]:
     """The optimizer of each parameter of a whole model.
 
-    Raises:
-        OptionError: like `assign`, and if Muon gets no parameter although defaults apply to some.
+    Raises OptionError like `assign`, and if Muon gets no parameter although defaults apply to some.
     """
     assigned = assign(parameters, rules, defaults)
     by_default = [a for a in assigned if a.rule is None]
@@ -66,10 +65,10 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """Groups by optimizer: a group for the defaults, and a group for each rule with options."""
+    """By optimizer, a group for the defaults, and a group for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
-        # Rules without options share the default group, because each group costs foreach calls in a step.
+        # Each further group would cost foreach calls in a step.
         rule = a.rule if a.rule is not None and rules[a.rule].options else None
         names.setdefault(a.optimizer, {}).setdefault(rule, []).append(a.fqn)
     groups: dict[str, list[ParamGroup]] = {}
@@ -91,18 +90,17 @@ def with_known_splits(
     *,
     is_stage: bool = False,
 ) -> Mapping[str, Mapping[str, Any]]:
-    """The optimizers' tables (options by optimizer), with the splits of known fused layouts in Muon's table.
+    """The optimizers' tables, with the splits of known fused layouts in Muon's table.
 
-    `parameters`: names of the parameters of this process. `is_stage`: whether this process holds a pipeline stage;
-    splits of the remaining stages are then left out. Raises ValueError for a split without a matching Muon parameter in
-    the whole model.
+    `parameters`: names of this process. `is_stage`: leaves out the splits of remote pipeline stages. Raises ValueError
+    for a split without a matching Muon parameter in the whole model.
     """
     splits: tuple[Split, ...] = tuple(tables.get("muon", {}).get("split", ()))
     muon = [a for a in whole if a.optimizer == "muon"]
     local = [a for a in muon if a.fqn in parameters]
     all_splits = splits_with(splits, local)
     if is_stage:
-        # Check here, because Muon refuses an unmatched split and does not know the parameters of the remaining stages.
+        # Muon refuses an unmatched split and does not know the parameters of the remaining stages.
         check_splits([a.fqn for a in muon], splits)
         all_splits = tuple(s for s in all_splits if any(fnmatch.fnmatchcase(a.fqn, s.match) for a in local))
     if all_splits == splits:

@@ -35,11 +35,10 @@ HEADER = ParameterRow("parameter", "shape", "optimizer", "matrices", "placement"
 def parameter_table(
     assigned: Sequence[Assignment], parameters: Mapping[str, Tensor], plan: Plan | None, *, full: bool
 ) -> str:
-    """Parameter -> optimizer -> matrices -> placement; without `full`, equal parameters of all layers share a line."""
+    """Without `full`, equal parameters of all layers share a line."""
     blocks = {} if plan is None else {p.fqn: p.stack for p in plan.parameters}
     counts: Counter[ParameterRow] = Counter()
     for a in assigned:
-        # Without the layer number, rows of equal layers are equal and counted.
         name = a.fqn if full else family(a.fqn)
         shape, placement = "x".join(map(str, a.shape)), _placement(parameters[a.fqn], full)
         counts[ParameterRow(name, shape, a.optimizer, _matrices(a, blocks.get(a.fqn)), placement, a.reason)] += 1

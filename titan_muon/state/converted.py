@@ -16,14 +16,12 @@ from .groups import rows_of
 Source = Literal["torch", "torchtitan", "keller_jordan", "dion", "dmuon"]
 """Optimizers whose state dicts `converted` reads.
 
-`torch` is torch.optim.Muon, `torchtitan` is DistMuon, `keller_jordan` is the Muon of github.com/KellerJordan/Muon. The
-momentum of these is the average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of
-github.com/microsoft/dion, `dmuon` is the package dmuon. The momentum of these is the sum m <- momentum m + g, larger by
-a factor of 1 / (1 - momentum).
+`torch` is torch.optim.Muon, `torchtitan` DistMuon, `keller_jordan` github.com/KellerJordan/Muon: their momentum is the
+average m <- momentum m + (1 - momentum) g, as in this package. `dion` is the Muon of github.com/microsoft/dion, `dmuon`
+the package dmuon: their momentum is the sum m <- momentum m + g.
 """
 
 SUMS = ("dion", "dmuon")
-"""Sources with the sum of gradients."""
 
 SCALES: Mapping[str, Mapping[Any, str]] = {
     "adjust_lr_fn": {None: "original", "original": "original", "match_rms_adamw": "match_rms_adamw"},
@@ -38,8 +36,8 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
     Args:
         state_dict: `state` with a `momentum_buffer` (dion: `momentum`) for each parameter, and `param_groups`.
         source: the optimizer of the state dict.
-        hyperparameters: hyperparameters of Muon for all groups, replacing the source's. Missing hyperparameters
-            have the defaults of `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
+        hyperparameters: replace the source's, for all groups. Missing hyperparameters have the defaults of
+            `options.Hyperparameters`, except `lr_scale`, which defaults to "original".
 
     Returns:
         `state` with `momentum_buffer`, in the source's dtype, and `param_groups` with Muon's keys. Unscaled tensors are
@@ -67,7 +65,6 @@ def converted(state_dict: Mapping[str, Any], source: Source, **hyperparameters: 
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Muon's hyperparameters from a group of another optimizer."""
     values = {field.name: field.default for field in fields(Hyperparameters)}
     values["lr_scale"] = "original"
     values |= {key: group[key] for key in HYPERPARAMETERS if key in group}
@@ -85,10 +82,7 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_torchs(state_dict: Mapping[str, Any]) -> bool:
-    """Whether a state dict has the groups of torch.optim.Muon or of TorchTitan's DistMuon.
-
-    Raises ValueError for a dict that is no optimizer's.
-    """
+    """Whether a state dict has the groups of torch.optim.Muon or DistMuon. Raises ValueError without groups."""
     if missing := [key for key in ("state", "param_groups") if key not in state_dict]:
         raise ValueError(
             f"state_dict: has no {' and no '.join(missing)}; pass what an optimizer's state_dict() returned"

@@ -1,4 +1,4 @@
-"""Data of a model: documents from files, tokenizers, packed blocks and loaders.
+"""Data of a model: documents, tokenizers, packed blocks and loaders.
 
 Batches depend on the seed and the global batch, not on the number of ranks.
 """

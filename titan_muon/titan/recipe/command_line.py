@@ -52,30 +52,29 @@ class Options:
     """With dry_run: print the recipe with all defaults first."""
 
     compare: tuple[str, ...] = ()
-    """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; one table for all combinations."""
+    """With dry_run: keys with alternatives, as in `placement.muon=owned,shard0`; a table of all combinations."""
 
     html: str | None = None
-    """With dry_run: file for a page with the timeline, balance, memory and parameters."""
+    """With dry_run: file for a page with timeline, balance, memory and parameters."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A recipe of a comparison: its file, the overrides, and those that differ from other alternatives as its name."""
+    """A recipe of a comparison. `name`: overrides that differ between alternatives; `overrides`: all of them."""
 
     name: str
     config: str
     overrides: tuple[str, ...]
 
     def load(self) -> Recipe:
-        """The recipe. Raises RecipeError if it is refused."""
         return load(self.config, self.overrides)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command(Options):
-    """Parsed command line: train `recipe`, or with `dry_run` show the plan."""
+    """Parsed command line."""
 
-    # Without a name, so that tyro's flags are --muon.lr, not --recipe.muon.lr.
+    # Without a name, so that flags are --muon.lr, not --recipe.muon.lr.
     recipe: Annotated[Recipe, tyro.conf.arg(name="")] = field(default_factory=Recipe)
 
     alternatives: Annotated[tuple[Alternative, ...], tyro.conf.Suppress] = ()
@@ -93,7 +92,7 @@ def parse(argv: Sequence[str]) -> Command:
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
-        # The help shows the recipe's values, so errors of the recipe come first.
+        # The help shows the recipe's values, so report the recipe's errors first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
         if asked:
             shown = make_dataclass(
@@ -148,7 +147,7 @@ def _keys(names: str) -> list[str]:
 
 
 def _notice(line: str) -> None:
-    # Once, because every rank reads the same recipe.
+    # Every rank reads the same recipe: print once.
     if os.environ.get("RANK", "0") == "0":
         print(line, flush=True)
 
@@ -172,7 +171,7 @@ def _check(options: Options) -> None:
 
 
 def _refuse_misspelt(overrides: Sequence[str]) -> None:
-    """Suggest train.py's flag for a misspelt flag; the recipe's keys would give a wrong suggestion."""
+    """Suggest train.py's flag for a misspelt flag, instead of a recipe key."""
     known = ["--" + option.name.replace("_", "-") for option in fields(Options)]
     # --name resembles a flag and is a key of the recipe.
     recipe_flags = {"--" + key.replace("_", "-") for key in keys(Recipe)}

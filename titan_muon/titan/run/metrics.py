@@ -1,4 +1,4 @@
-"""Reports of a run: a console line, a record in `metrics.jsonl`, TensorBoard, and W&B on request.
+"""Reports of a run: console, `metrics.jsonl`, TensorBoard, and W&B on request.
 
 A record is a JSON object for each logged step (`loss`, `lr`, `tokens_per_second`, `time`, ...) and for each validation
 (`val_loss`, `bits_per_byte`).
@@ -11,7 +11,7 @@ import textwrap
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,11 +21,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
 
 METRICS_FILE = "metrics.jsonl"
-# TensorBoard groups tags by the first word. The file keeps the keys for scripts.
+# TensorBoard groups tags by the first word; the file keeps the keys for scripts.
 TAGS = {"loss": "loss/train", "val_loss": "loss/validation", "bits_per_byte": "loss/bits_per_byte"}
 WANDB_ID_FILE = "wandb_id"
 GIB = 1024**3
@@ -36,12 +37,12 @@ class StepReport:
     """Report of a logged step.
 
     Attributes:
-        step: the step, from 1.
+        step: from 1.
         loss: mean cross entropy of the step's tokens over all ranks, in nats.
         grad_norm: norm of all gradients before clipping.
-        tokens: tokens since the begin of the run, over all ranks.
+        tokens: of the run over all ranks.
         lr: learning rate of each group in this step.
-        seconds: time in each phase, over all steps since the last report.
+        seconds: per phase, over all steps since the last report.
         memory: peak over all ranks since the last report, in bytes.
         qk: largest attention logit of each layer and counts of heads above the threshold, since the last report; None
             without observed logits.
@@ -58,32 +59,64 @@ class StepReport:
 
 
 class JsonLines(BaseLogger):
-    """Appends records to a file, one JSON object a line."""
+    """Appends records to a file, a JSON object per line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Opened for each record: a crash loses none, and another process can read the file meanwhile.
+        # Opened for each record, so that a crash loses none and other processes can read.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars and the recipe as text; hides the points of an earlier run from `first_step` on."""
+    """Writes metrics as scalars and the recipe as text and hyperparameters.
+
+    Losses are also written with tokens and with seconds in place of the step, as `loss_by_tokens/...` and
+    `loss_by_seconds/...`. The points of an earlier run are hidden from `first_step` on.
+    """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
         # A continued run repeats the steps after the checkpoint. Without `purge_step` TensorBoard would show both
         # curves.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+        self.first_step = first_step
+        # `SummaryWriter.add_hparams` would write into a run of its own, without the losses. Without the summary of the
+        # experiment TensorBoard shows the hyperparameters of all runs, those that differ first.
+        _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
+        self.writer._get_file_writer().add_summary(begin, first_step - 1)
+        self._add_text("recipe", recipe)
+
+    def _add_text(self, tag: str, text: str) -> None:
         # Markdown shows text with an indent of four spaces verbatim.
-        self.writer.add_text("recipe", textwrap.indent(recipe, "    "), first_step - 1)
+        self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
+
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Write `texts` by tag, and again the losses of the records before `first_step`."""
+        for tag, text in texts.items():
+            self._add_text(tag, text)
+        # TensorBoard hides all points whose step is `first_step` or more, so tokens and seconds of earlier steps too.
+        for record in earlier:
+            self._log_losses(record)
+        self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         for tag, value in tagged(metrics):
             self.writer.add_scalar(tag, value, step)
+        self._log_losses(metrics)
         self.writer.flush()
+
+    def _log_losses(self, metrics: Mapping[str, Any]) -> None:
+        for axis in ("tokens", "seconds"):
+            for key, tag in TAGS.items():
+                if key in metrics and axis in metrics:
+                    self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
+
+    def conclude(self) -> None:
+        """Mark the run as a success, in the table of hyperparameters."""
+        self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
         self.writer.close()
@@ -101,21 +134,36 @@ class WandB(BaseLogger):
         id_file = folder / WANDB_ID_FILE
         if not id_file.is_file():
             id_file.write_text(uuid.uuid4().hex[:12] + "\n", encoding="utf-8")
-        # TorchTitan's logger reads the id from the environment, and wandb reads the resume mode. The user's values win.
+        # TorchTitan's logger reads the id from the environment, and wandb the resume mode. The user's values win.
         os.environ.setdefault("WANDB_RUN_ID", id_file.read_text(encoding="utf-8").strip())
         os.environ.setdefault("WANDB_RESUME", "allow")
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
         self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
 
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Show `texts` on the run's page."""
+        self.inner.wandb.run.summary.update(dict(texts))
+
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        # Tokens and seconds are among the metrics, and W&B's charts take any metric as their x axis.
         self.inner.log(dict(tagged(metrics)), step)
+
+    def conclude(self) -> None:
+        """W&B knows the end from `close`."""
 
     def close(self) -> None:
         self.inner.close()
 
 
+def hyperparameters(recipe: str) -> Iterator[tuple[str, str | bool | float]]:
+    """Values of a recipe in TOML by dotted key, lists as text."""
+    for key, value in tomllib.loads(recipe).items():
+        for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            yield f"{key}.{name}".strip("."), inner if isinstance(inner, str | bool | int | float) else str(inner)
+
+
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Numbers of nested metrics by path, joined with slashes, without text."""
+    """Numbers of nested metrics by path, joined with slashes."""
     for key, value in metrics.items():
         if isinstance(value, Mapping):
             yield from flatten(value, f"{prefix}{key}/")
@@ -129,16 +177,16 @@ def tagged(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def read_until(path: Path, step: int) -> tuple[list[str], float]:
-    """Lines of a metrics file up to `step`, and the seconds of the run until then; empty without a file."""
+    """Lines of a metrics file up to `step`, and the run's seconds until then; empty without a file."""
     lines: list[str] = []
     seconds = 0.0
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
         except ValueError:
-            # A crash has torn the last line. A step is logged before the save, so this step is repeated.
+            # A crash has torn the last line. This step is repeated, because a step is logged before the save.
             continue
-        # Keep lines without a step, from other tools.
+        # Other tools write lines without a step.
         if isinstance(record, dict) and record.get("step", step) <= step:
             lines.append(line + "\n")
             seconds = record.get("seconds", seconds)
@@ -166,28 +214,27 @@ class RunMetrics(MetricsProcessor):
     ntokens_since_last_log: int
     time_last_log: float
     report_step: Callable[[float, float], None]
-    """Reports the step by loss and gradient norm; set by the trainer."""
+    """Reports the step's loss and gradient norm; set by the trainer."""
     bytes_per_token: float | None = None
-    """Bytes of held-out text per predicted token; None without a count."""
+    """Bytes of held-out text per predicted token, if counted."""
 
     last_loss: float | None = None
-    """Loss of the last report; None before."""
 
     validation_loss: float | None = None
-    """Loss of the last validation, None before; under pipeline parallelism only ranks of the last stage have a loss."""
+    """Loss of the last validation; under pipeline parallelism only on ranks of the last stage."""
 
     best_validation: tuple[float, int] | None = None
-    """Least validation loss of this process and its step; None before."""
+    """Least validation loss of this process, and its step."""
 
     tokens: int | None = None
-    """Tokens trained on before the next validation; None without a count."""
+    """Tokens before the next validation, if counted."""
 
     def __init__(self, config: Config, *, parallel_dims: ParallelDims, **kwargs: Any) -> None:
-        # Before super(), because super() calls `_build_metric_logger`. In pipeline parallelism only the last stage has
-        # a loss, so the reporter need not be rank 0.
+        # Before super(), which calls `_build_metric_logger`. Under pipeline parallelism only the last stage has a loss.
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
+        self._boards: list[TensorBoard | WandB] = []
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self._began = time.perf_counter() - config.seconds_before
@@ -201,10 +248,18 @@ class RunMetrics(MetricsProcessor):
         loggers.add_logger(JsonLines(Path(dump_folder, rank, METRICS_FILE)))
         if config.enable_tensorboard:
             folder = Path(dump_folder, config.save_tb_folder, rank)
-            loggers.add_logger(TensorBoard(folder, config.first_step, config.recipe))
+            self._boards.append(TensorBoard(folder, config.first_step, config.recipe))
         if config.enable_wandb:
-            loggers.add_logger(WandB(Path(dump_folder, rank), config.recipe))
+            self._boards.append(WandB(Path(dump_folder, rank), config.recipe))
+        for board in self._boards:
+            loggers.add_logger(board)
         return loggers
+
+    def describe(self, texts: Mapping[str, str], folder: str) -> None:
+        """Show texts about the run by tag on TensorBoard and W&B; called on every rank when `folder` has its files."""
+        lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
+        for board in self._boards:
+            board.describe(texts, map(json.loads, lines))
 
     def should_log(self, step: int) -> bool:
         """True for the first step, every `log_freq`-th step and the last step."""
@@ -213,15 +268,15 @@ class RunMetrics(MetricsProcessor):
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude a block from the training's tokens and time."""
-        # The start of the interval moves on by the pause, so the next report divides by the training time only.
+        # Move the start of the interval by the pause, so that the next report divides by the training time.
         start, tokens = time.perf_counter(), self.ntokens_since_last_log
         yield
         self.time_last_log += time.perf_counter() - start
         self.ntokens_since_last_log = tokens
 
     def peak_memory(self) -> torch.Tensor:
-        """Peak of the bytes reserved on this rank's device since the last report, a float64 scalar."""
-        # float64: float32 holds bytes exactly only up to 16 MiB.
+        """Peak of reserved bytes on this rank's device since the last report: (), float64."""
+        # float32 holds bytes exactly only up to 16 MiB.
         gib = self.device_memory_monitor.get_peak_stats().max_reserved_gib
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
@@ -241,14 +296,13 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # TorchTitan's other numbers are ignored: learning rates by class, not by group, and tokens of this process
-        # only.
+        # TorchTitan's other numbers are learning rates by class, not by group, and tokens of this process only.
         self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
         steps = report.step - self._last_step
         seconds = time.perf_counter() - self.time_last_log
-        # The step ends with an all-reduce, so the clock and tokens of a single rank represent all ranks.
+        # The step ends with an all-reduce, so one rank's clock represents all ranks.
         speed = self.ntokens_since_last_log * self.batch_ranks / seconds
         self.last_loss = report.loss
         record: dict[str, Any] = asdict(report)
@@ -282,9 +336,11 @@ class RunMetrics(MetricsProcessor):
         )
 
     def say_end(self, step: int, folder: str) -> None:
-        """Print how a run ended: last loss, last and best validation, time and folder; called on every rank."""
+        """Print how a run ended; called on every rank."""
         if not self.is_reporter or self.last_loss is None:
             return
+        for board in self._boards:
+            board.conclude()
         took = timedelta(seconds=round(time.perf_counter() - self._began))
         held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
         if self.best_validation is not None and self.best_validation[0] != self.validation_loss:
@@ -293,15 +349,15 @@ class RunMetrics(MetricsProcessor):
         print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
 
     def log_divergence(self, step: int, reason: str) -> None:
-        """Record the divergence at `step`; called on every rank."""
+        """Record a divergence; called on every rank."""
         self.logger.log({"diverged": reason}, step)
 
     def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record the measurements of a step; called on every rank."""
+        """Record a step's measurements; called on every rank."""
         self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        """Report the loss on the held-out text, in nats per token; called on every rank."""
+        """Report the held-out loss in nats per token; called on every rank."""
         self.validation_loss = loss
         if self.best_validation is None or loss < self.best_validation[0]:
             self.best_validation = (loss, step)
