@@ -177,8 +177,8 @@ def step_of(record: dict[str, object]) -> int:
 
 
 def unique_labels(folders: Sequence[Path], recipes: Sequence[dict[str, str]]) -> list[str]:
-    """The recipes' names (`runs/<recipe>/<time>`). If two are equal, also `key=value` of the first keys that tell runs of
-    one name apart; if no keys do, as much of the path as differs.
+    """The recipes' names (`runs/<recipe>/<time>`), for equal names with `key=value` of the first keys that tell runs
+    apart; if no keys do, as much of the path as differs.
     """
     paths = [folder.resolve() for folder in folders]
     names = [path.parent.name for path in paths]

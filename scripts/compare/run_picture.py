@@ -61,6 +61,7 @@ def plot_curves(axes: Axes, runs: Sequence[RunRecord], metric: str, window: floa
         if marker:
             axes.plot([*validation], [*validation.values()], linestyle="", **style)
     axes.set_xlabel(axis)
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_ylabel("bits per byte" if metric == "bits_per_byte" else "loss (nats per token)")
     axes.set_title(f"{title}; markers: validation" if validated else title)
     axes.grid(alpha=0.3)
@@ -91,11 +92,11 @@ def plot_times(axes: Axes, runs: Sequence[RunRecord]) -> None:
         longest = max(longest, left)
     # Space for the numbers right of the bars and for the legend below.
     axes.set_xlim(0, longest * 1.2)
-    axes.set_ylim(len(runs) + 0.6, -0.6)
+    axes.set_ylim(1.25 * len(runs) + 0.1, -0.6)
     axes.set_yticks([])
     axes.set_xlabel("time (ms)")
     axes.set_title("Time of a step (medians)")
-    grey = "0.3"
+    grey = "0.5"
     legend = [
         Patch(facecolor=to_rgba(grey, fill.opacity), edgecolor=grey, hatch=fill.hatch, label=fill.title)
         for fill in (*FILLS.values(), REST)
