@@ -18,7 +18,7 @@ from .comm.collectives import Collectives
 from .comm.exchange import Exchange
 from .comm.faults import Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
-from .features import features_of, needs_exclusive_groups
+from .features import features_of, needs_exclusive_groups, skips_missing
 from .options import HYPERPARAMETERS, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
@@ -130,7 +130,7 @@ class Engine:
 
     def raise_pending(self, faults: Sequence[Fault] = ()) -> None:
         """Raise ValueError for the last report and `faults`, equal on all ranks, and warn of allowed faults."""
-        rank, options = self.rank, self.rank.options
+        rank = self.rank
         reported = rank.report.read()
         rank.report.clear()
         reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
@@ -140,8 +140,7 @@ class Engine:
         for feature in self.features:
             feature.told(own)
         rank.heal(own)
-        chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
-        allowed = [fault for fault, choice in chosen.items() if choice == "skip"]
+        allowed = [fault for feature in self.features for fault in feature.allowed]
         names = rank.report.names[: len(own)]
         check_faults(names, own, allowed, rank.report.details(reported))
         rank.report.tell_carried(reported)
@@ -232,7 +231,7 @@ def report_of(
     travelling, replica_groups = collective_ranks(plan, geometries)
     exclusive = travelling if needs_exclusive_groups(options) else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
-    sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
+    sharing = tuple(sorted(set(components(_sharing(plan, every=skips_missing(options))).values())))
     # Groups of mesh axes exist already. No look-up, because all ranks, also outside a mesh, must create equal groups.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world, *(axis for trained in params for axis in mesh_axes(trained.param))}
@@ -246,10 +245,10 @@ def report_of(
     )
 
 
-def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
+def _sharing(plan: Plan, *, every: bool) -> Iterator[tuple[int, ...]]:
     """Sets of ranks that decide together about missing gradients."""
     yield from (bucket.group for bucket in plan.buckets)
     # Replicas of a plain tensor may get a gradient only on some ranks. Replicas of a DTensor get all or none.
     for index, ranks in enumerate(plan.local):
-        if len(ranks) > 1 and (skips or plan.parameters[plan.matrices[index].parameter].plain):
+        if len(ranks) > 1 and (every or plan.parameters[plan.matrices[index].parameter].plain):
             yield ranks

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import registry
-from .features import check_features
+from .features import check_features, skips
 from .options import Machine, MuonOptions, OptionError
 from .orthogonalize import Dispatch, Iteration, Method, kernels_for
 from .plan.planner import make_plan
@@ -142,16 +142,16 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
-    # A copy of the momentum or weights restores skipped matrices.
-    skips = "skip" in (options.missing_grad, options.nonfinite)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
         # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
-        advance.append(wide * (1 + (state_bytes < wide)) + skips * state_bytes)
+        advance.append(wide * (1 + (state_bytes < wide)) + skips(options) * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
-        apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips * dtype.itemsize)
+        apply.append(
+            scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips(options) * dtype.itemsize
+        )
     passes = (
         traffic(
             dtype.itemsize,

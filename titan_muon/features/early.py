@@ -160,8 +160,7 @@ class EarlyGathers(Feature):
             for call in rank.runs[bucket].advances:
                 for advance in rank.with_gradients(call, step):
                     if advance.packed:
-                        grads = rank.source.grads(advance, step)
-                        rank.rule.pack(advance.averages, grads, advance.packed, advance.group)
+                        rank.rule.pack(advance.averages, advance.grads(step), advance.packed, advance.group)
             rank.runs[bucket].repeats.run()
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])

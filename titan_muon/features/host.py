@@ -16,7 +16,8 @@ from ..state.host import Transfer, Window
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
-from ..step.stages import OnDevice, RankStages, Stages
+from ..step.rule import Rule
+from ..step.stages import Calls, RankStages, Stages
 from ..step.update import Tensors
 from ..tensors.storage import Storage
 
@@ -48,7 +49,7 @@ class StageUse:
     rows: tuple[Rectangle, ...]
 
 
-class OnHost(OnDevice):
+class OnHost:
     """The tensors of a call if some are on the host. `stages` are in the order of the step."""
 
     def __init__(
@@ -100,14 +101,14 @@ class OnHost(OnDevice):
     def averages(self, advance: Advance) -> Tensors:
         return [self._view("average", part) for part in advance.parts]
 
-    def grads(self, advance: Advance, step: Step) -> Tensors:
+    def grads(self, advance: Advance, grads: Tensors) -> Tensors:
         if "grad" not in self._names:
-            return super().grads(advance, step)
+            return grads
         return [self._view("grad", part) for part in advance.parts]
 
     def params(self, apply: Apply) -> Tensors:
         if "param" not in self._names:
-            return super().params(apply)
+            return apply.params
         return [self._view("param", part) for part in apply.parts]
 
     def _view(self, name: Name, part: Rectangle) -> Tensor:
@@ -138,7 +139,15 @@ class HostOffload(Feature):
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         self._source = source = OnHost(stage_uses(rank), rank.storage, self._offload, Window(rank.device))
-        rank.source = source
+        calls = rank.calls
+
+        def advance_call(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+            calls.advance(call, source.averages(call), source.grads(call, grads), rule)
+
+        def update_call(call: Apply, params: Tensors, rule: Rule) -> None:
+            calls.update(call, source.params(call), rule)
+
+        rank.calls = Calls(advance_call, update_call)
 
         def advance(bucket: int, step: Step) -> None:
             with source.on_device("advance"):

@@ -16,19 +16,24 @@ import torch
 from torch import Tensor
 
 from ..comm.agreement import Agreement
+from ..comm.faults import Fault
+from ..options import MuonOptions
 from ..step.batch import Batch
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
-from ..step.stages import BucketRun, OnDevice, RankStages, Stages
+from ..step.rule import Rule
+from ..step.stages import BucketRun, Calls, RankStages, Stages
 from ..step.update import Tensors
 
 
 class Skips(Feature):
     """Finds the matrices to skip in a step, and keeps their weights, momentum and rule states."""
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, options: MuonOptions) -> None:
         self._agreement = agreement
+        chosen = {Fault.NOT_FINITE: options.nonfinite, Fault.NO_GRADIENT: options.missing_grad}
+        self.allowed = tuple(fault for fault, choice in chosen.items() if choice == "skip")
         self._by_matrix: Sequence[Tensor] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
@@ -37,8 +42,18 @@ class Skips(Feature):
         parts = [part for run in rank.runs for advance in run.advances for part in advance.parts]
         self._parts, self._places = parts, self._numbers(part.matrix for part in parts)
         self._parameters = self._numbers(part.parameter for part in parts)
-        rank.source = KeepingSource(rank.source, self)
         rank.runs = tuple(self._with_masks(run) for run in rank.runs)
+        calls = rank.calls
+
+        def advance(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+            with self._keeping(call.parts, averages):
+                calls.advance(call, averages, grads, rule)
+
+        def update(call: Apply, params: Tensors, rule: Rule) -> None:
+            with self._keeping(call.parts, params):
+                calls.update(call, params, rule)
+
+        rank.calls = Calls(advance, update)
         return stages
 
     def _with_masks(self, run: BucketRun) -> BucketRun:
@@ -60,14 +75,14 @@ class Skips(Feature):
     def before(self, step: Step) -> None:
         """Find the matrices to skip, by a collective of the ranks that share matrices."""
         rank, flags = self._rank, self._flags.zero_()
-        if rank.options.missing_grad == "skip":
+        if Fault.NO_GRADIENT in self.allowed:
             missing = {i for i, p in enumerate(rank.params) if p.on_mesh and step.grads[i] is None} - step.excluded
             lacking = [
                 number for number, matrix in enumerate(rank.plan.matrices) if missing and matrix.parameter in missing
             ]
             if lacking:
                 flags.index_fill_(0, self._numbers(lacking), 1)
-        if rank.options.nonfinite == "skip":
+        if Fault.NOT_FINITE in self.allowed:
             self._add_nonfinite(step)
         work = self._agreement.start_max_over_peers(flags)
         if work is not None:
@@ -90,29 +105,13 @@ class Skips(Feature):
         self._rank.report.add_nonfinite(parameters, broken)
 
     @contextmanager
-    def keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
+    def _keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
         """Give skipped parts back the values from before the context."""
         before = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(before, tensors)
         yield
         for part, old, tensor in zip(parts, before, tensors, strict=True):
             torch.where(self._by_matrix[part.matrix], old, tensor, out=tensor)
-
-
-class KeepingSource(OnDevice):
-    """The tensors of another source. Skipped parts keep their values."""
-
-    def __init__(self, source: OnDevice, skips: Skips) -> None:
-        self._source, self.changing = source, skips.keeping  # type: ignore[method-assign]
-
-    def averages(self, advance: Advance) -> Tensors:
-        return self._source.averages(advance)
-
-    def grads(self, advance: Advance, step: Step) -> Tensors:
-        return self._source.grads(advance, step)
-
-    def params(self, apply: Apply) -> Tensors:
-        return self._source.params(apply)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,11 @@ class Feature:
 
     The engine calls `wrap` at construction. Each step calls `ready` and `faults` before any tensor changes, then
     `before` and `after` around the stages. `told`, `flush` and `backward` run between steps. `holds_buffers`: whether
-    the buffers are in use after the step.
+    the buffers are in use after the step. `allowed`: faults that warn instead of raising.
     """
 
     holds_buffers = False
+    allowed: Sequence[Fault] = ()
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
         """The stages with this feature. Called again after parameters or momentum have moved."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from ..plan.terms.layout import Span
 from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import STEP, Storage
+from .gradients import Step
 from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
 from .rule import Rule
 from .update import Tensors, lr_scale
@@ -105,6 +106,12 @@ class Advance:
     averages: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
+    def grads(self, step: Step) -> Tensors:
+        return [part.of(step.grads[part.parameter]) for part in self.parts]
+
+    def run(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+        rule.advance(averages, grads, self.packed, self.group)
+
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
         """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
@@ -131,7 +138,7 @@ class Apply:
     scratch_bytes: int
     chunk: Chunk | None = None
 
-    def update(self, params: Tensors, rule: Rule) -> None:
+    def run(self, params: Tensors, rule: Rule) -> None:
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if self.chunk is None:
             rule.apply(params, self.updates, self.group, scale, self.scratch)

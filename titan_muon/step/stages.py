@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,7 +34,6 @@ from .foreach import (
     Advance,
     Apply,
     Copies,
-    Rectangle,
     StoredPiece,
     advances,
     applies,
@@ -105,21 +103,16 @@ class BucketRun:
     bounds: UpdateBounds
 
 
-class OnDevice:
-    """The tensors of a call, all on the device."""
+class Calls(NamedTuple):
+    """The calls of `advance` and `apply`. A feature wraps a call to replace or keep its tensors.
 
-    def averages(self, advance: Advance) -> Tensors:
-        return advance.averages
+    Attributes:
+        advance: of (call, averages, gradients, rule).
+        update: of (call, parameters, rule).
+    """
 
-    def grads(self, advance: Advance, step: Step) -> Tensors:
-        return [part.of(step.grads[part.parameter]) for part in advance.parts]
-
-    def params(self, apply: Apply) -> Tensors:
-        return apply.params
-
-    def changing(self, parts: Sequence[Rectangle], tensors: Tensors) -> AbstractContextManager[None]:
-        """The context in which a call changes momentum or weights."""
-        return nullcontext()
+    advance: Callable[[Advance, Tensors, Tensors, Rule], None] = Advance.run
+    update: Callable[[Apply, Tensors, Rule], None] = Apply.run
 
 
 @dataclass(frozen=True)
@@ -138,7 +131,7 @@ class RankStages:
         states: states of the rule, by matrix and name, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
-        source: provides momentum, gradients and weights to calls.
+        calls: run the calls.
         orthogonalized: number of matrices in the current step.
     """
 
@@ -159,7 +152,7 @@ class RankStages:
         self.rule = self._plain_rule = rule
         self.buffers, self.exchange, self.report, self.options = buffers, exchange, report, options
         self.states = dict(states)
-        self.source, self.orthogonalized = OnDevice(), 0
+        self.calls, self.orthogonalized = Calls(), 0
         self.arithmetic = arithmetic
         self.storage = tuple(map(storage_of, params, plan.parameters))
         self._groups = tuple(trained.group for trained in params)
@@ -337,7 +330,7 @@ class RankStages:
     def apply(self, bucket: int, step: Step) -> None:
         self.receive(bucket)
         for call in without_parameters(self.runs[bucket].applies, step.excluded):
-            self.update(call, self.source.params(call), self.rule)
+            self.update(call, self.rule)
 
     def receive(self, bucket: int, *, late: bool = False) -> None:
         """Wait for the updates of a bucket, and report updates that no orthogonalization can have made."""
@@ -351,9 +344,7 @@ class RankStages:
     def advance_parts(self, calls: Iterable[Advance], step: Step) -> None:
         for call in calls:
             for advance in self.with_gradients(call, step):
-                averages, grads = self.source.averages(advance), self.source.grads(advance, step)
-                with self.source.changing(advance.parts, averages):
-                    self.rule.advance(averages, grads, advance.packed, advance.group)
+                self.calls.advance(advance, advance.averages, advance.grads(step), self.rule)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
         """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
@@ -365,12 +356,11 @@ class RankStages:
             view.fill_(math.nan)
         return by_dtype.values()
 
-    def update(self, call: Apply, params: Tensors, rule: Rule) -> None:
+    def update(self, call: Apply, rule: Rule) -> None:
         memory = self._scratch.untyped_storage()
         memory.resize_(call.scratch_bytes)
         try:
-            with self.source.changing(call.parts, params):
-                call.update(params, rule)
+            self.calls.update(call, call.params, rule)
         finally:
             memory.resize_(0)
 

@@ -65,6 +65,16 @@ def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, opt
     assert loaded(kept, options, found_inf) == f"['{kept}']"
 
 
+@pytest.mark.parametrize("choice", ["skip", "int8", "backward", "forward"])
+def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> None:
+    package = Path(titan_muon.features.__file__).parents[1]
+    files = [package / "engine.py", *(package / "step").glob("*.py")]
+    values = {
+        node.value for path in files for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)
+    }
+    assert choice not in values
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_no_feature_imports_another(name: str) -> None:
     source = (Path(titan_muon.features.__file__).parent / f"{name}.py").read_text()

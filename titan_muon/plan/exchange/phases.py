@@ -123,3 +123,9 @@ def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
 def splits(by_peer: ByPeer, group: Iterable[int]) -> tuple[int, ...]:
     """Elements exchanged with each rank of the group."""
     return tuple(sum(piece.numel for _, piece in by_peer[peer]) for peer in group)
+
+
+def gather_phase(stored: ByPeer, rank: int, group: tuple[int, ...], collective: Collective) -> Phase:
+    """The all-gather of all `stored` pieces, or the reverse reduce-scatter, from the view of `rank`."""
+    home, owned, sizes = parcels(stored, [rank]), parcels(stored, group), splits(stored, group)
+    return Phase(collective, home, owned, (), sizes, travels=any(sizes), group=group)
