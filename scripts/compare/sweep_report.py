@@ -41,10 +41,14 @@ class Header:
     @classmethod
     def now(cls, command: str, runs: int, processes: int) -> "Header":
         """The origin of a sweep of this checkout on this machine."""
-        git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
         machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
-        return cls(command, datetime.now(UTC).date().isoformat(), commit, version("torch"), machine, runs, processes)
+        return cls(command, datetime.now(UTC).date().isoformat(), commit(), version("torch"), machine, runs, processes)
+
+
+def commit() -> str:
+    """The commit of this checkout; "unknown" outside of a repository."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
 @dataclass(frozen=True)
