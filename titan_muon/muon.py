@@ -178,7 +178,7 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """Built if necessary."""
+        """The engine, built if necessary."""
         self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"

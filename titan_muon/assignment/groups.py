@@ -65,7 +65,7 @@ def assigned_model(
 def grouped(
     rules: Sequence[Rule], tables: Mapping[str, Mapping[str, Any]], assigned: Sequence[Assignment]
 ) -> dict[str, list[ParamGroup]]:
-    """By optimizer, a group for the defaults, and a group for each rule with options."""
+    """Groups by optimizer: for the defaults, and for each rule with options."""
     names: dict[str, dict[int | None, list[str]]] = {}
     for a in assigned:
         # Each further group would cost foreach calls in a step.

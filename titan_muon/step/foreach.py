@@ -22,9 +22,9 @@ from .update import Tensors, lr_scale
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit for several tensors in a call on a CPU: the L1 cache."""
+"""Limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
-"""The limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
+"""Limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
@@ -33,7 +33,7 @@ def call_bytes(device: str) -> int:
 
 
 def chunk_bytes(device: str) -> int:
-    """Limit on the wide elements of one tensor in a call. Larger tensors are cut into rows."""
+    """Limit for one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -50,12 +50,11 @@ class Rectangle(NamedTuple):
     matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
-        """The rectangle of a tensor with the storage layout of the parameter."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only a row range of the parameter."""
+        """The momentum may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -64,7 +63,7 @@ class Rectangle(NamedTuple):
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
-        """The rectangle of `count` rows in parts of at most `most` rows, each with its rows in the rectangle."""
+        """Parts of at most `most` rows, each with its rows in the rectangle."""
         if count <= most:
             yield self, slice(None)
             return
@@ -113,7 +112,6 @@ class Advance:
         rule.advance(averages, grads, self.packed, self.group)
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
         return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
 
@@ -147,7 +145,6 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        """The call with a copy of the current hyperparameters."""
         # Clone tensors, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
@@ -170,7 +167,7 @@ def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> I
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensor copies in one foreach call."""
+    """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -188,7 +185,7 @@ class Copies:
 class StoredPiece(NamedTuple):
     """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
+    `out_in`: of the whole matrix. `draws`: see [Note: draws].
     """
 
     matrix: int
@@ -202,7 +199,7 @@ class StoredPiece(NamedTuple):
 def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
+    """The calls of pieces packed into `view`. `groups` and `storage` are by parameter."""
     placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
@@ -212,7 +209,7 @@ def advances(
             view = None if piece.view is None else piece.view[span.piece]
             for part, rows in whole.in_rows(_height(span), most):
                 placed.append((part, part.of_average(stored), () if view is None else (view[rows],)))
-    # By identity, because a scheduler may change hyperparameters.
+    # A scheduler may change hyperparameters.
     numbers = _numbered(groups)
     calls = _grouped(
         placed,
@@ -240,10 +237,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
-
-    All calls share the `scratch_bytes` of `scratch`. `stochastic`: round bfloat16 parameters stochastically.
-    """
+    """The calls of pieces of orthogonalized matrices, with a common `scratch`. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
@@ -274,12 +268,12 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Scratch bytes for any Apply."""
+    """Bytes of `scratch` for any Apply."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
 def _rows_within(device: str, element_bytes: int, storage: Storage) -> int:
-    """Rows of a chunk, at least one; equal for rectangles side by side."""
+    """Rows of a chunk, equal for rectangles side by side."""
     # Less the padding of tensors in the scratch.
     return max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
 

@@ -1,4 +1,4 @@
-"""The modelled step as spans: what each rank computes, and when its links are at work."""
+"""The modelled step as spans: compute of each rank, and busy links."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class AllToAll(Pattern):
         return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
 
     def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int], int]]:
-        """By kind in the bucket: the routes, the number of matrices by worker, and their number."""
+        """Kinds of the bucket with routes, numbers of matrices by worker, and in total."""
         for kind, owners in owned_by_kind(bucket, pieces).items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
@@ -104,14 +104,14 @@ class AllToAll(Pattern):
 
 
 class Duplicated(AllToAll):
-    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: Newton-Schulz and
-    gather once per rank, but a shorter return."""
+    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: more work and
+    traffic, but a shorter return."""
 
     name = "duplicated"
     automatic = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """As an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
+        """Routes of an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
         geometry, routes = pieces.geometry(matrix), super().routes(matrix, pieces)
         if pieces.matrices[matrix].index not in geometry.cut_by_peers:
             return routes
@@ -175,7 +175,7 @@ def _add(
     *,
     parts: bool,
 ) -> None:
-    """Add the routes of all matrices of a kind in a phase; `workers`: number of matrices by worker."""
+    """Add the routes of a kind's matrices in a phase; `workers`: number of matrices by worker."""
     done, done_near = Counter[Hashable](), Counter[Hashable]()
     stored, stored_near, ranks, ranks_near = sums
     for worker, count in workers.items():
@@ -224,7 +224,7 @@ def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...]
 
 
 def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:
-    """By kind in the bucket, the number of matrices by owner."""
+    """Number of matrices by kind and owner."""
     by_kind: dict[int, Counter[int]] = {}
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
         by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1

@@ -12,7 +12,7 @@ from .owners import OwnerOf, Task
 class ModelOrder:
     """Sorts tasks into the order of a pass: backward reaches the last parameters first, forward the first.
 
-    `eligible`: the possible owners of a matrix, if fewer than the group.
+    `eligible`: see `Problem`.
     """
 
     # Backward launches a round at the last of its gradients; forward waits for a round at the first of its parameters.
@@ -32,7 +32,7 @@ class ModelOrder:
 
     def exchanged(self, rounds: Sequence[Sequence[Task]], owners: OwnerOf) -> tuple[list[list[Task]], OwnerOf]:
         """The same rounds, with tasks of equal cost exchanged between rounds and owners to be nearly in order."""
-        # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
+        # Layers are equal, so balanced rounds can also be in the model's order, kind by kind.
         places: dict[Hashable, list[tuple[int, int]]] = {}
         for number, tasks in enumerate(rounds):
             for place, task in enumerate(tasks):

@@ -14,9 +14,9 @@ from .owners import Groups, OwnerOf, Task
 
 def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
     """Tasks in at most `count` rounds of consecutive tasks."""
-    # With several rounds, a round travels while another is orthogonalized. Rounds are global, because overlapping
-    # groups must launch collectives in a common order or deadlock. The group with most bytes per rank has `count`
-    # buckets, and smaller groups fewer, in the first rounds, because small buckets cost as many calls as large buckets.
+    # A round travels while another is orthogonalized. Rounds are global, because overlapping groups must launch
+    # collectives in a common order or deadlock. Groups with fewer bytes per rank have fewer buckets, in the first
+    # rounds, because small buckets cost as many calls as large buckets.
     total, seen = [0] * len(groups), [0] * len(groups)
     for task in tasks:
         total[task.group] += task.bytes
@@ -48,15 +48,14 @@ class Cut(Enum):
 class Dealer:
     """Deals tasks to rounds by the queues of their owners."""
 
-    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round and
-    # another rank none.
+    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
         for task in tasks:
             self._share[task.group] += task.bytes / len(groups[task.group])
         self._most = max(self._share, default=0.0)
-        # Groups with few bytes come first, in a single round, because each call costs its latency at any size.
+        # Groups with few bytes come first, in a single round, because of each call's latency.
         share = self._share
         self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))

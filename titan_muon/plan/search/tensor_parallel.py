@@ -15,7 +15,7 @@ from .slices import ALWAYS, Offer, Offers, balance, cut, loads, one_owner_fault,
 
 
 def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
-    """Raise OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode."""
+    """Raise OptionError if tensor parallelism cuts no matrix, or if options contradict the mode."""
     if options.tensor_parallel == "owner":
         return
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
@@ -29,7 +29,7 @@ def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
 
 
 def uses_peers(options: MuonOptions) -> bool:
-    """Whether whole tensor-parallel groups orthogonalize the matrices cut by tensor parallelism."""
+    """Whether whole tensor-parallel groups orthogonalize cut matrices."""
     return options.tensor_parallel in ("distributed", "duplicated")
 
 

@@ -51,7 +51,6 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    # The arguments of TorchTitan's apply_fsdp_to_decoder.
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
@@ -74,7 +73,6 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2's mesh, or a flattened mesh if an owner serves all replicas."""
     replicas = recipe.placement.replicas
     if replicas is None:
         # An owner given by rank is a place on the FSDP axis. Pipeline stages have separate groups.
@@ -156,8 +154,7 @@ def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     """Newton-Schulz FLOPs on a type of device, by shape."""
-    # Use the run's algorithm, because another cost would unbalance the owners: the Gram iteration is cheaper for wide
-    # matrices.
+    # The run's algorithm: another cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     machine = planning_machine(recipe.machine, device)
@@ -167,8 +164,6 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Owner rules of owned parameters, parameters of other optimizers, and splits."""
-
     owners: Mapping[nn.Parameter, Owner]
     elementwise: Collection[nn.Parameter]
     split: Sequence[Split]
@@ -177,7 +172,7 @@ class _Choice:
 def _choice(
     recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
 ) -> _Choice:
-    # Parameters outside of the layers stay sharded, because `own` gathers layer by layer.
+    # `own` gathers layer by layer, so other parameters stay sharded.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = optimizer_config(recipe)

@@ -60,7 +60,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A recipe of a comparison. `name`: overrides that differ between alternatives; `overrides`: all of them."""
+    """A recipe of a comparison, named after the overrides that differ."""
 
     name: str
     config: str
@@ -92,7 +92,7 @@ def parse(argv: Sequence[str]) -> Command:
     options = build(Options, entries)
     _refuse_misspelt(overrides)
     if wants_help:
-        # The help shows the recipe's values, so report the recipe's errors first.
+        # The help shows the recipe's values, so its errors come first.
         recipe = Recipe() if options.config is None else load(options.config, overrides)
         if asked:
             shown = make_dataclass(
