@@ -208,9 +208,8 @@ def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
     """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
     if recipe.checkpoint.last_save_in_hf and trainer.step >= trainer.config.training.steps:
         raise RecipeError(
-            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {trainer.config.training.steps} is done, and an "
-            "export is saved with the last step that trains. Continue from an earlier checkpoint (checkpoint.load_step), "
-            "or raise training.steps."
+            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {trainer.config.training.steps} is done, and only "
+            "a run that trains exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
         )
 
 
