@@ -206,10 +206,11 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
 
 def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
     """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
-    if recipe.checkpoint.last_save_in_hf and trainer.step >= trainer.config.training.steps:
+    steps = trainer.config.training.steps
+    if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
         raise RecipeError(
-            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {trainer.config.training.steps} is done, and only "
-            "a run that trains exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
+            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
+            "exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
         )
 
 
