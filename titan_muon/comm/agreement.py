@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 PATIENCE = 2.0
-"""Seconds to wait for the places of other ranks after a failed collective."""
+"""Seconds to wait for other ranks' places after a failed collective."""
 
 T = TypeVar("T")
 Ranks = tuple[int, ...]
@@ -26,7 +26,7 @@ class PlanReport:
     """Summary of a rank's plan, equal for equal plans.
 
     Attributes:
-        ranks: holders of the plan's parameters; empty on a rank without parameters.
+        ranks: holders of the plan's parameters.
         buckets: ranks of each collective of a bucket, and of each team of slices.
         groups: sets of ranks that need a new process group.
         exclusive: ranks of each collective with a process group for buckets only.
@@ -48,9 +48,7 @@ class PlanReport:
 class Agreement:
     """Collective checks and process groups over all ranks of the world, with or without matrices.
 
-    Attributes:
-        rank: this rank of the default process group; 0 without one.
-        peers: process group of the ranks with the same steps as this rank; None without a peer.
+    `peers`: process group of the ranks with the same steps as this rank.
     """
 
     def __init__(self) -> None:
@@ -71,7 +69,7 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # Meshes differ between ranks and between plans. A mesh's group never replaces a group that all ranks make.
+        # Never instead of a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
         for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
             if ranks not in self._groups:
@@ -87,21 +85,21 @@ class Agreement:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
     def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with the same value on every rank of the world. All ranks call this together."""
+        """The keys with the same value on every rank of the world. Collective."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
             key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
         )
 
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with another value on some rank with the key. All ranks of the world call this together."""
+        """The keys with another value on some rank with the key. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
             key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:
-        """The values of all peers, by rank. All peers call this together."""
+        """The values of all peers, by rank. Collective over the peers."""
         if self.peers is None:
             return {self.rank: value}
         values: list[Any] = [None] * dist.get_world_size(self.peers)
@@ -109,7 +107,7 @@ class Agreement:
         return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
 
     def check_alive(self) -> None:
-        """Raise ValueError if the default process group was destroyed since this object was made."""
+        """Raise ValueError if the default process group was destroyed."""
         if self._size > 1 and not dist.is_initialized():
             raise ValueError(
                 "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
@@ -118,11 +116,7 @@ class Agreement:
 
     @contextmanager
     def located(self, steps: int) -> Iterator[None]:
-        """Add to a collective's error in this context which rank is in which step, as far as ranks answer.
-
-        Args:
-            steps: the number of this step.
-        """
+        """Add the step of each rank, if the rank answers, to a collective's error. `steps`: number of this step."""
         try:
             yield
         except RuntimeError as error:
@@ -131,7 +125,7 @@ class Agreement:
             raise
 
     def _places(self, steps: int) -> str:
-        # Collectives have failed, so ask through the store: ranks whose collective failed too have written there.
+        # Through the store, because collectives have failed. Ranks whose collective failed too write there.
         store, prefix = dist.distributed_c10d._get_default_store(), "titan_muon/step_of_rank"
         ranks = dist.get_process_group_ranks(self.peers)
         known: dict[int, int] = {}
@@ -142,7 +136,6 @@ class Agreement:
                 known |= {r: int(store.get(key)) for r in ranks if store.check([key := f"{prefix}/{r}"])}
                 time.sleep(0.05)
         except RuntimeError:
-            # The store ends with its process.
             known[self.rank] = steps
         silent = [rank for rank in ranks if rank not in known]
         places = ", ".join(f"rank {rank} in step {known[rank]}" for rank in sorted(known))
@@ -151,7 +144,7 @@ class Agreement:
         )
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks of the world, in order. All ranks call this together."""
+        """The values of all ranks of the world, in order. Collective."""
         if self._size == 1:
             return [value]
         values: list[Any] = [None] * self._size
@@ -159,13 +152,13 @@ class Agreement:
         return values
 
     def _exchange(self, report: T) -> tuple[list[bytes], dict[bytes, T]]:
-        """The digests of all ranks' reports, and a report for each digest."""
+        """All ranks' digests, and a report for each digest."""
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
-        # 1,024 reports would take megabytes on every rank. So the lowest rank with each digest broadcasts a report.
+        # 1,024 reports would take megabytes, so only the lowest rank with each digest broadcasts a report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
-        # The fake process group of dry runs leaves outputs unchanged, hence the clones.
+        # The fake process group of dry runs leaves outputs unchanged.
         gathered = [mine.clone() for _ in range(self._size)]
         dist.all_gather(gathered, mine)
         digests = [bytes(tensor.tolist()) for tensor in gathered]
@@ -188,8 +181,8 @@ class Agreement:
 
         Raises:
             ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
-            RuntimeError: on all other ranks, if `build` raises another error on a rank. The rank with the error, such
-                as an OutOfMemoryError, raises the error itself.
+            RuntimeError: on all other ranks, if `build` raises another error, such as an OutOfMemoryError. The failed
+                rank raises the error itself.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -201,8 +194,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest rank with a fault on every rank of the world."""
-        # If only one rank raised, the other ranks would hang in the next collective.
+        """Raise the fault of the lowest rank with a fault on every rank, because ranks without would hang."""
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -229,7 +221,7 @@ class Agreement:
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these ranks, from the reports or a mesh axis."""
+        """The process group of these ranks."""
         if len(ranks) == self._size:
             return _world()
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
@@ -238,11 +230,10 @@ class Agreement:
         return self._exclusive[ranks]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Start an in-place maximum over the peers; None without a peer."""
+        """Start an in-place maximum; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of the process groups made by this object, but not of meshes."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._new_groups:
@@ -255,7 +246,7 @@ class Agreement:
         self._new_groups.clear()
 
     def _new_group(self, ranks: Ranks, device: torch.device) -> dist.ProcessGroup:
-        # Every rank makes every group, because PyTorch names groups by a counter: different counts would deadlock.
+        # On every rank, because PyTorch names groups by a counter: different counts would deadlock.
         group = dist.new_group(list(ranks), timeout=world_timeout(device.type))
         if self.rank in ranks:
             self._new_groups.append(group)
@@ -273,7 +264,7 @@ def _digest(report: object) -> bytes:
 
 
 def digest_of(part: object) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a part's text."""
+    """16 hexadecimal digits of a SHA-256."""
     return _digest(part).hex()[:16]
 
 
@@ -307,7 +298,7 @@ CAUSES: Mapping[str, str] = {
     "plan": "parameters, hyperparameters and options are equal, and the planned costs differ; give every rank the same "
     "machine.file, the same kernels (ns_kernel) and the same versions of titan_muon and PyTorch",
 }
-"""Error text by the first part of two reports that differs."""
+"""Error text by the first differing part of two reports."""
 
 
 def _difference(report: PlanReport, other: PlanReport) -> str:
@@ -317,10 +308,7 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The time-out of the default process group, for new groups.
-
-    With a backend for each type of device, the time-out of the backend of `device`.
-    """
+    """The timeout of the default process group, for new groups."""
     for kind in dict.fromkeys((device, "cpu", "cuda")):
         try:
             options = _world()._get_backend(torch.device(kind)).options

@@ -1,9 +1,8 @@
 """Detection of replicas among plain tensors, so that one rank can orthogonalize for all."""
 
 # [Note: replicas of plain tensors]
-# - Plain tensors of one name are replicas under DDP. They have different values in custom tensor parallelism, in expert
-#   parallelism and in an ensemble.
-# - So ranks compare the values at construction. Each rank trains tensors with different values separately.
+# - Plain tensors of one name are replicas under DDP, but not in custom tensor parallelism, in expert parallelism and in
+#   an ensemble. So ranks compare the values at construction, and train different tensors separately.
 # - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults,
 #   and after a difference the next step raises on all ranks.
 
@@ -20,20 +19,19 @@ from ..tensors.storage import TrainedParam
 from .agreement import Agreement
 
 INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integer dtype by bytes of an element."""
 
 NO_SIZE = -(2**30)
-"""Stands for the size of a missing gradient."""
+"""Size of a missing gradient."""
 UNIT = 2**16
 """Sizes are base-2 logarithms, times this factor."""
 LARGEST = 1000
-"""Stands for the logarithm of a non-finite norm."""
+"""Logarithm of a non-finite norm."""
 TOLERANCE = 2**6
 """Largest size difference from rounding: 0.07 %. Different data gives several per cent."""
 
 
 def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
-    """Names of plain tensors with unequal values on ranks; warns. All ranks of the world call this together."""
+    """Names of plain tensors with unequal values on ranks; warns. Collective over the world."""
     plain = {trained.fqn: trained.param for trained in params if not isinstance(trained.param, DTensor)}
     own = frozenset(plain) - agreement.same_everywhere({fqn: contents(param) for fqn, param in plain.items()})
     if own:
@@ -46,12 +44,12 @@ def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> fro
 
 
 def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
-    """Shape, dtype, and a weighted sum of the elements' bits. Integer sums are exact in any order."""
+    """Shape, dtype, and `bit_sum`."""
     return tuple(tensor.shape), str(tensor.dtype), int(bit_sum(tensor).item())
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements' bits, () int64. A change of any single bit changes the sum."""
+    """A weighted sum of the elements' bits, () int64, exact in any order. Any changed bit changes the sum."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
     # Row weights distinguish permutations of the rows. Odd weights lose no bit modulo 2^64.
     rows = bits.sum(-1, dtype=torch.int64)
@@ -61,12 +59,12 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def sizes(grads: Sequence[Tensor]) -> Tensor:
     """(2, count) int32: scaled logarithms of the gradients' norms, and their negatives, for one maximum over ranks."""
-    # In float32, because neighbouring bfloat16 norms differ by more than the tolerance.
+    # Neighbouring bfloat16 norms differ by more than the tolerance.
     norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float32))
     logarithms = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
     return torch.stack((logarithms, -logarithms))
 
 
 def differ(largest: int, negative_smallest: int) -> bool:
-    """Whether the gradients of replicas differ, from the maximum over ranks of both rows of `sizes`."""
+    """Whether gradients differ, from the maximum over ranks of both rows of `sizes`."""
     return largest + negative_smallest > TOLERANCE

@@ -4,7 +4,7 @@
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
 #   free until the next step.
 # - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
-# - Late updates run on a separate stream. On the computing stream they would wait for all earlier layers.
+# - On the computing stream, late updates would wait for all earlier layers, so they run on a separate stream.
 # - A late update launches no collective, so ranks may apply updates in any order.
 # - State dicts, loading and the next step first apply all late updates.
 
@@ -37,29 +37,26 @@ class Update:
     rule: Rule
 
     def run(self) -> list[str]:
-        """Apply the updates. Returns the names of parameters with replaced storage, whose updates are lost."""
+        """Apply the updates. Returns parameters with replaced storage, whose updates are lost."""
         params = self.rank.params
         stored = {part.parameter for call in self.applies for part in call.parts}
         moved = {index for index in stored if not self.rank.storage[index].is_of_weights(params[index])}
         with trace_range("apply", self.bucket):
             self.rank.receive(self.bucket, late=True)
             for call in without_parameters(self.applies, moved):
-                self.rank.update(call, call.params, self.rule)
+                self.rank.update(call, self.rule)
         return [params[index].fqn for index in sorted(moved)]
 
 
 class LateApplies(Feature):
     """The late updates of steps, see [Note: updates in forward].
 
-    Attributes:
-        attached: whether a forward applies late updates.
-        count: number of late updates so far.
+    `attached`: whether a forward applies late updates. `count`: late updates so far.
     """
 
     def __init__(self) -> None:
         self.attached, self.count = False, 0
         self._updates: list[Update] = []
-        # The streams of late updates and of the step.
         self._stream: Any = None
         self._computing: Any = None
         self._rank: RankStages | None = None
@@ -69,7 +66,6 @@ class LateApplies(Feature):
         return bool(self._updates)
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Leave the apply stage of the last rounds to the next forward."""
         self._rank = rank
 
         def apply(bucket: int, step: Step) -> None:
@@ -104,21 +100,20 @@ class LateApplies(Feature):
         self.holds_buffers = True
 
     def waits(self, params: Collection[Tensor]) -> bool:
-        """Whether the update of any of these parameters is left."""
         return any(not update.params.isdisjoint(params) for update in self._updates)
 
     @torch.no_grad()
     def finish(self, params: Collection[Tensor], streams: Iterable[Any]) -> None:
-        """Apply the late updates of these parameters before the next work on `streams`."""
+        """Apply updates of `params` before the next work on `streams`."""
         # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Wait even without a new update, because another module may have applied a shared bucket.
+        # Even without a new update, because another module may have applied a shared bucket.
         for stream in streams:
             stream.wait_stream(self._stream)
 
     @torch.no_grad()
     def flush(self, *, discard: bool = False) -> None:
-        """Apply all late updates before the next work on the current stream."""
+        """Apply all updates before the next work on the current stream."""
         if self._updates:
             module = torch.get_device_module(self._updates[0].rank.device)
             self._finish(list(self._updates))

@@ -4,7 +4,7 @@
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
 #   and a skipped step changes no tensor.
 # - The decision stays on the device, so that the host does not wait.
-# - If the scalers of ranks disagree, the next step raises on all ranks, as after any fault.
+# - If the scalers of ranks disagree, the next step raises on all ranks.
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from ..step.update import Tensors
 
 
 class GradScaling(Feature):
-    """One step that the device may skip.
-
-    Args:
-        found_inf: positive if the step changes nothing.
-        scale: scale of the gradients, or None.
-    """
+    """One step that the device may skip. `found_inf`: positive to skip. `scale`: of the gradients, or None."""
 
     def __init__(self, rank: RankStages, found_inf: Any, scale: Tensor | None) -> None:
         device, self._rank = rank.device, rank
@@ -56,9 +51,7 @@ class GradScaling(Feature):
 class ScaledRule(Rule):
     """A rule for scaled gradients and skipped steps.
 
-    Args:
-        inverse: () float32 factor on the gradients; None for 1.
-        skipped: () bool, on the device: whether the step changes nothing.
+    `inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device.
     """
 
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:
@@ -67,7 +60,7 @@ class ScaledRule(Rule):
         self.limits = rule.limits
 
     def advance(self, averages: Tensors, grads: Tensors, packed: Tensors, group: Group) -> None:
-        """Advance by the unscaled gradients. A skipped step uses the averages as gradients, which changes nothing."""
+        """A skipped step uses the averages as gradients, which changes nothing."""
         unscaled = grads if self._inverse is None else torch._foreach_mul(grads, self._inverse)
         inputs = [torch.where(self._skipped, old, new) for old, new in zip(averages, unscaled, strict=True)]
         self._rule.advance(averages, inputs, packed, group)
@@ -76,14 +69,12 @@ class ScaledRule(Rule):
         raise AssertionError("overlap = 'backward' is refused with a GradScaler")
 
     def finish(self, whole: Tensor, states: Mapping[str, Tensor], group: Group, *, transposed: bool) -> None:
-        """Finish the matrices. A skipped step restores the states."""
         before = {name: state.clone() for name, state in states.items()}
         self._rule.finish(whole, states, group, transposed=transposed)
         for name, state in states.items():
             state.copy_(torch.where(self._skipped, before[name], state))
 
     def apply(self, params: Tensors, updates: Tensors, group: Group, scale: float, scratch: Tensors = ()) -> None:
-        """Apply the updates. A skipped step restores the parameters."""
         before = [param.clone() for param in params]
         self._rule.apply(params, updates, group, scale, scratch)
         for param, old in zip(params, before, strict=True):

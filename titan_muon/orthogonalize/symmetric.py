@@ -20,10 +20,10 @@ from .products import PLAIN, Products
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """This package's kernels, see `symmetric_kernel`."""
+    """Kernels of `symmetric_kernel`."""
 
     def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        # Imported on use, because only CUDA builds of PyTorch include Triton.
+        # On use, because only CUDA builds of PyTorch include Triton.
         from .symmetric_kernel import symmetric_product
 
         symmetric_product(x, x.mT, None, out, alpha=alpha)
@@ -57,7 +57,6 @@ class QuackProducts:
 
 KERNELS: Mapping[str, Products] = {"triton": TritonProducts(), "quack": QuackProducts()}
 PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
-"""The distribution of each kernel."""
 HALVES = ("float16", "bfloat16")
 """Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
 
@@ -84,7 +83,7 @@ def products_of(name: str) -> Products:
 
 
 def installed() -> dict[str, str]:
-    """The versions of the installed kernel packages."""
+    """Versions of kernel packages."""
     versions = {}
     for kernel, package in PACKAGES.items():
         try:
@@ -104,7 +103,7 @@ def cache_file(device: torch.device) -> Path:
 
 
 def known_kernels(file: Path) -> tuple[Kernel, ...]:
-    """The measured kernels, or none without a measurement. Raises ValueError for an invalid file."""
+    """The measured kernels, or none. Raises ValueError for an invalid file."""
     if not file.exists():
         return ()
     try:

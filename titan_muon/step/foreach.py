@@ -14,6 +14,7 @@ from torch import Tensor
 from ..plan.terms.layout import Span
 from ..state.host import ALIGNMENT, carved, slot_bytes
 from ..tensors.storage import STEP, Storage
+from .gradients import Step
 from .rounding import BYTES, Chunk, Draws, chunk_of, memory_bytes
 from .rule import Rule
 from .update import Tensors, lr_scale
@@ -21,18 +22,18 @@ from .update import Tensors, lr_scale
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit on a CPU for several tensors in a call, so that they stay in the L1 cache."""
+"""Limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
-"""The limit on a CPU for the rows of a large tensor. Smaller chunks would have more overhead than they save."""
+"""Limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
-    """Limit in bytes on the wide elements of several tensors in a call, by device type."""
+    """Limit on the wide elements of several tensors in a call."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
 def chunk_bytes(device: str) -> int:
-    """Limit in bytes on the wide elements of one tensor in a call, by device type. Larger tensors are cut into rows."""
+    """Limit for one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -43,18 +44,17 @@ WIDE_BYTES = 4
 class Rectangle(NamedTuple):
     """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view. `matrix`: index in the plan."""
 
-    # A single slice if all columns are included, because indexing by one slice takes half the time.
+    # One slice for whole rows takes half the time to index.
     parameter: int
     place: tuple[slice, slice] | slice | None
     matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
-        """The rectangle of a tensor with the storage layout of the parameter."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only a row range of the parameter."""
+        """The momentum may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -63,7 +63,7 @@ class Rectangle(NamedTuple):
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
-        """The rectangle of `count` rows in parts of at most `most` rows, each with its rows in the rectangle."""
+        """Parts of at most `most` rows, each with its rows in the rectangle."""
         if count <= most:
             yield self, slice(None)
             return
@@ -87,7 +87,7 @@ class Rectangle(NamedTuple):
 def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
     """The rectangle of a span in (rows, cols) storage."""
     rows, cols = span.local
-    # Compare steps too, because interleaved matrices span all rows.
+    # With steps, because interleaved matrices span all rows.
     if cols != slice(0, stored.size(1)):
         return Rectangle(parameter, span.local)
     return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
@@ -105,8 +105,13 @@ class Advance:
     averages: tuple[Tensor, ...]
     packed: tuple[Tensor, ...]
 
+    def grads(self, step: Step) -> Tensors:
+        return [part.of(step.grads[part.parameter]) for part in self.parts]
+
+    def run(self, averages: Tensors, grads: Tensors, rule: Rule) -> None:
+        rule.advance(averages, grads, self.packed, self.group)
+
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
         return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
 
@@ -119,7 +124,7 @@ class Advance:
 class Apply:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates if the parameters' dtype is wider. `chunk` updates stochastically rounded parameters.
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically.
     """
 
     group: Mapping[str, Any]
@@ -131,7 +136,7 @@ class Apply:
     scratch_bytes: int
     chunk: Chunk | None = None
 
-    def update(self, params: Tensors, rule: Rule) -> None:
+    def run(self, params: Tensors, rule: Rule) -> None:
         scale = lr_scale(self.group["lr_scale"], *self.out_in)
         if self.chunk is None:
             rule.apply(params, self.updates, self.group, scale, self.scratch)
@@ -140,7 +145,6 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        """The call with a copy of the current hyperparameters."""
         # Clone tensors, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
@@ -163,7 +167,7 @@ def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> I
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensor copies in one foreach call."""
+    """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -174,7 +178,6 @@ class Copies:
         return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
-        # PyTorch refuses a call without tensors.
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
 
@@ -182,7 +185,7 @@ class Copies:
 class StoredPiece(NamedTuple):
     """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
+    `out_in`: of the whole matrix. `draws`: see [Note: draws].
     """
 
     matrix: int
@@ -196,10 +199,7 @@ class StoredPiece(NamedTuple):
 def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter.
-
-    `device`: type of the device, which limits calls.
-    """
+    """The calls of pieces packed into `view`. `groups` and `storage` are by parameter."""
     placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
@@ -209,7 +209,7 @@ def advances(
             view = None if piece.view is None else piece.view[span.piece]
             for part, rows in whole.in_rows(_height(span), most):
                 placed.append((part, part.of_average(stored), () if view is None else (view[rows],)))
-    # By identity, because a scheduler may change hyperparameters.
+    # A scheduler may change hyperparameters.
     numbers = _numbered(groups)
     calls = _grouped(
         placed,
@@ -237,11 +237,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
-
-    All calls share the `scratch_bytes` of `scratch`. `device`: type of the device, which limits calls. `stochastic`:
-    whether to round bfloat16 parameters stochastically.
-    """
+    """The calls of pieces of orthogonalized matrices, with a common `scratch`. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
@@ -272,12 +268,12 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Scratch bytes for any Apply on a type of device."""
+    """Bytes of `scratch` for any Apply."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 
 def _rows_within(device: str, element_bytes: int, storage: Storage) -> int:
-    """Rows of a chunk, at least one; equal for rectangles side by side."""
+    """Rows of a chunk, equal for rectangles side by side."""
     # Less the padding of tensors in the scratch.
     return max(1, (chunk_bytes(device) // element_bytes - ALIGNMENT) // max(1, storage.param.size(1)))
 

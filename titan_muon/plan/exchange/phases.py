@@ -10,11 +10,11 @@ from functools import cached_property
 from ..terms.types import Bucket, Piece
 
 ALIGNMENT = 64
-"""Elements that a buffer's place in a block is a multiple of, so that collectives read aligned memory."""
+"""Divides a buffer's offset in a block, because collectives need aligned memory."""
 
 
 def aligned(elements: int) -> int:
-    """The elements of a buffer with its padding in a block."""
+    """Elements with padding in a block."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
@@ -28,7 +28,7 @@ class Collective(Enum):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A piece of a matrix in a buffer: `piece.numel` elements from `offset`, exchanged with `peer`, [Note: pieces]."""
+    """`piece.numel` elements in a buffer from `offset`, exchanged with `peer`, [Note: pieces]."""
 
     matrix: int
     peer: int
@@ -42,12 +42,12 @@ class Phase:
 
     `home`: parcels of the local pieces, in the home buffer. `owned`: parcels of the matrices to orthogonalize, in the
     owner's buffer. Splits: elements exchanged with each rank of the `group` (global ranks). `travels`: whether any two
-    ranks of the group exchange elements.
+    ranks exchange elements.
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
-    # owned parcel. All further home parcels are a single slice of the buffer and are sent without a copy. In an
-    # all-gather, with whole buffers as parts, the rank's own pieces are among the owned parcels too.
+    # owned parcel. All further home parcels are a single slice of the buffer, sent without a copy. In an all-gather,
+    # with whole buffers as parts, the rank's own pieces are among the owned parcels too.
 
     collective: Collective
     home: tuple[Parcel, ...]
@@ -76,8 +76,8 @@ class BucketProgram:
     """A bucket from the view of a rank: gather, orthogonalize `matrices`, return.
 
     `returning` is None if every holder orthogonalizes, because results are already at home. `mirrored`: the return is
-    the reverse of the gather, so both use the same buffers. `spreading`: all-gather among replicas after the return, so
-    that every replica gets every result; home parcels are the return's, owned parcels are all local pieces.
+    the reverse of the gather, so both use the same buffers. `spreading`: all-gather among replicas after the return;
+    home parcels are the return's, owned parcels are all local pieces.
     """
 
     bucket: Bucket
@@ -96,7 +96,7 @@ class BucketProgram:
 
     @property
     def local(self) -> bool:
-        """Whether every piece of the bucket is on this rank, without communication."""
+        """Whether every piece of the bucket is on this rank."""
         return len(self.bucket.group) == 1
 
     @property
@@ -110,8 +110,7 @@ ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]
 
 def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
     """Pieces exchanged with each rank, packed without gaps in the order of ranks."""
-    # Sender and receiver compute parcels independently. Both use the bucket's order of matrices and the group's order
-    # of ranks, so buffers need no headers; with any other order a rank would read a piece as part of the wrong matrix.
+    # In any other order, a rank would read a piece as part of the wrong matrix, because both ends compute parcels.
     packed, offset = [], 0
     for peer in order:
         for matrix, piece in by_peer[peer]:
@@ -123,3 +122,9 @@ def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
 def splits(by_peer: ByPeer, group: Iterable[int]) -> tuple[int, ...]:
     """Elements exchanged with each rank of the group."""
     return tuple(sum(piece.numel for _, piece in by_peer[peer]) for peer in group)
+
+
+def gather_phase(stored: ByPeer, rank: int, group: tuple[int, ...], collective: Collective) -> Phase:
+    """The all-gather of all `stored` pieces, or the reverse reduce-scatter, from the view of `rank`."""
+    home, owned, sizes = parcels(stored, [rank]), parcels(stored, group), splits(stored, group)
+    return Phase(collective, home, owned, (), sizes, travels=any(sizes), group=group)

@@ -24,11 +24,11 @@ class Problem:
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
         pattern: exchange of all buckets.
-        local: for each matrix, the ranks with all of the matrix, which orthogonalize it without communication.
-        tasks: for each remaining matrix, a task for each assembling group.
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
+        tasks: for each remaining matrix, one for each assembling group.
         load: local FLOPs of each rank.
         eligible: possible owners of a matrix, if fewer than the group.
-        owners: fixed owners, for slices and tensor-parallel groups.
+        owners: fixed, for slices and tensor-parallel groups.
     """
 
     parameters: tuple[Parameter, ...]
@@ -50,12 +50,12 @@ class Problem:
 def make_problem(
     parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
 ) -> Problem:
-    """The problem of whole matrices; replicas divide or repeat the work, by the options."""
+    """The problem of whole matrices."""
     groups: dict[Ranks, int] = {}
 
     @cache
     def placed(geometry: int, split: bool) -> list[tuple[Ranks, list[int]]]:
-        """For each matrix of a parameter the local ranks, and the numbers of the assembling groups."""
+        """For each matrix the local ranks, and the numbers of the assembling groups."""
         assembled = assemblies(geometries.shared[geometry], split)
         return [(a.local, [groups.setdefault(ranks, len(groups)) for ranks in a.groups]) for a in assembled]
 
@@ -65,8 +65,7 @@ def make_problem(
     load: dict[int, int] = {}
     for number, matrix in enumerate(matrices):
         parameter = parameters[matrix.parameter]
-        # Replicate guarantees equal replicas. A plain tensor guarantees nothing: with unequal plain tensors, a rank's
-        # result would silently replace another rank's.
+        # With unequal plain tensors, a rank's result would silently replace another rank's.
         split = pattern.has_owners and not parameter.own and options.replicas != "redundant"
         ranks, assembled_by = placed(geometries.index[matrix.parameter], split)[matrix.index]
         local.append(ranks)

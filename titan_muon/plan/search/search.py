@@ -20,25 +20,25 @@ from .problem import Problem
 from .rounds import Cut, Dealer, Order, rounds, together
 
 FREE_BYTES = 2**30
-"""Bytes of buffers and workspace without a price."""
+"""Buffers and workspace without a price."""
 WORTH_OF_GIB = 0.03
 """Share of the step's time to save per GiB beyond FREE_BYTES."""
 MORE_BYTES = 2 * 2**30
-"""Bytes of buffers and workspace with a higher price beyond; the plan then notes the reason."""
+"""Memory with a higher price beyond; the plan then notes the reason."""
 WORTH_OF_MORE = 0.1
 """Share of the step's time to save per GiB beyond MORE_BYTES."""
 NEAR_LIMIT = 1.01
 """The search stops at this factor of the busiest rank's compute time."""
 SHORT_SECONDS = 1e-4
-"""The search stops at waits this short, in seconds."""
+"""The search stops at waits this short."""
 PAYS = 1.1
-"""The search doubles rounds while the price is within this factor of the best."""
+"""Rounds are doubled while the price is within this factor of the best."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
 """Most rounds per matrix of the busiest owner. Forward waits for the first round, and small rounds are short."""
 BUFFER_SETS = (3, 2, 4, 1)
 """3 buffer sets overlap gather, compute and return. 1-2 save memory, 4 absorb imbalance."""
 MOST_TURNS = 400_000
-"""Most simulated turns of single ranks in a search."""
+"""Most simulated turns of single ranks."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,11 @@ class Simulation:
     """Simulated buckets.
 
     Attributes:
-        buckets: in the order of rounds.
         buffer_sets: rounds with buffers at the same time.
         seconds: step time.
-        buffer_bytes: most bytes of exchange buffers on a rank.
-        bytes: most bytes of buffers and workspace on a rank.
+        bytes: most buffers and workspace on a rank.
         busiest: compute seconds of the busiest rank.
-        reason: notes for the user: search truncated, much memory.
+        reason: notes for the user.
     """
 
     buckets: tuple[Bucket, ...]
@@ -65,21 +63,16 @@ class Simulation:
 
     @property
     def price(self) -> float:
-        """Step time in seconds, plus the price of memory beyond FREE_BYTES."""
+        """Step time in seconds, plus the price of memory."""
         priced, more = max(0, self.bytes - FREE_BYTES), max(0, self.bytes - MORE_BYTES)
         return self.seconds * (1 + (WORTH_OF_GIB * (priced - more) + WORTH_OF_MORE * more) / 2**30)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Parameters of dealing matrices to rounds.
+    """Parameters of dealing matrices to at most `rounds` rounds.
 
-    Attributes:
-        rounds: most rounds.
-        in_model_order: rounds follow the model's backward or forward, without regard to `order` and `cut`.
-        owners: index into STRATEGIES.
-        order: order of each owner's matrices.
-        cut: where the order is cut into rounds.
+    `in_model_order`: without regard to `order` and `cut`. `owners`: index into STRATEGIES.
     """
 
     rounds: int
@@ -90,10 +83,9 @@ class Strategy:
 
 
 def fastest(problem: Problem) -> Simulation:
-    """The best simulation of a problem. Raises OptionError if `buffer_bytes` is too small for every simulation."""
+    """The best simulation. Raises OptionError if `buffer_bytes` is too small for all."""
     search = _Search(problem)
-    # Hidden communication may save less than uneven rounds cost. So both kinds of strategies are searched, separately,
-    # so that each kind is improved.
+    # Hidden communication may save less than uneven rounds cost.
     for in_model_order in (True, False) if problem.options.overlap != "none" else (False,):
         search.run(in_model_order)
     search.run_until_it_fits()
@@ -101,10 +93,7 @@ def fastest(problem: Problem) -> Simulation:
 
 
 class _Search:
-    """Simulations by strategy."""
-
-    # All ranks search independently and must find the same plan, so the search ends by a count of simulated turns,
-    # never by a clock.
+    # All ranks search independently and must find the same plan: end by simulated turns, never by a clock.
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
@@ -124,7 +113,7 @@ class _Search:
         self._double(Strategy(self._first_rounds(), in_model_order))
         best = None
         while self._simulated and best != (best := self._best_strategy(in_model_order)):
-            # Field by field, because all combinations would take ten times as long.
+            # All combinations would take ten times as long.
             for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
                 for strategy in neighbours(self._best_strategy(in_model_order)):
                     self._simulate(strategy)
@@ -133,7 +122,7 @@ class _Search:
         best, simulation, left = None, self._simulate(strategy), MOST_TURNS
         while simulation is not None and strategy.rounds < self._most_rounds():
             best = simulation if best is None else min(best, simulation, key=self._worth)
-            # Twice as many rounds take twice the turns. In large worlds, keep turns for further strategies.
+            # In large worlds, keep turns for further strategies.
             expensive = 2 * (left - self._left) > self._left / 2
             if self._fits(simulation) and (expensive or simulation.price > PAYS * best.price):
                 break
@@ -142,7 +131,7 @@ class _Search:
 
     def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
         for order, cut in () if best.in_model_order else product(Order, Cut):
-            # With many matrices per rank the order changes little, and such worlds are large.
+            # With many matrices per rank the order changes little.
             if order is best.order or self._left > MOST_TURNS // 2:
                 yield replace(best, order=order, cut=cut)
 
@@ -165,7 +154,6 @@ class _Search:
         return most if not owners else min(TURNS[self._overlap] * max(Counter(owners.values()).values()), most)
 
     def _assigned(self, number: int) -> OwnerOf | None:
-        """The owners by the problem or by a strategy; None if matrices have no owners."""
         # On demand: for tens of thousands of experts an assignment takes as long as a simulation.
         problem = self._problem
         if problem.owners is not None or not problem.pattern.has_owners:
@@ -201,7 +189,7 @@ class _Search:
         return self._left <= 0
 
     def _simulate(self, strategy: Strategy) -> Simulation | None:
-        """The best simulation of a strategy over all numbers of buffer sets; None if the search has ended."""
+        """The best over all numbers of buffer sets; None if the search has ended."""
         if strategy not in self._simulated:
             if self._ended():
                 return None
@@ -273,8 +261,7 @@ class _Search:
         return max(busy, default=0.0)
 
     def run_until_it_fits(self) -> None:
-        """Simulate more and more rounds of consecutive matrices until a simulation fits `buffer_bytes`."""
-        # A round for a few matrices each is slow, with the smallest possible buffers.
+        """Simulate more and more rounds of consecutive matrices until `buffer_bytes` suffices."""
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
             self._add(self._following(count), self._assigned(0))

@@ -15,7 +15,7 @@ from .slices import ALWAYS, Offer, Offers, balance, cut, loads, one_owner_fault,
 
 
 def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
-    """Raise OptionError if tensor parallelism cuts no matrix, or if the options contradict the mode."""
+    """Raise OptionError if tensor parallelism cuts no matrix, or if options contradict the mode."""
     if options.tensor_parallel == "owner":
         return
     if not any(geometry.cut_by_peers for geometry in geometries.shared):
@@ -29,7 +29,7 @@ def check_tensor_parallel(options: MuonOptions, geometries: Geometries) -> None:
 
 
 def uses_peers(options: MuonOptions) -> bool:
-    """Whether whole tensor-parallel groups orthogonalize the matrices cut by tensor parallelism."""
+    """Whether whole tensor-parallel groups orthogonalize cut matrices."""
     return options.tensor_parallel in ("distributed", "duplicated")
 
 
@@ -51,15 +51,11 @@ def _fault(options: MuonOptions) -> str:
 
 
 def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
-    """The problem with each matrix cut by tensor parallelism on the tensor-parallel group that ends first.
-
-    Raises OptionError for a matrix without a possible group.
-    """
+    """The problem with each cut matrix on the tensor-parallel group that ends first. Raises OptionError without one."""
     offers = _offers(problem, work_of)
     shared = balance(problem, timed(problem), loads(problem), offers, ALWAYS)
     if problem.options.tensor_parallel == "distributed":
         return cut(problem, offers, shared)
-    # The owner implies the rest of the group.
     owners: OwnerOf = {
         (task.matrix, task.group): ranks[0] for task, ranks in zip(problem.tasks, shared.owners, strict=True)
     }
