@@ -90,8 +90,8 @@ def plan_step(
 ) -> Plan:
     """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
-    `own`: names of plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
-    communicates, so parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
+    `own`: plain tensors that are no replicas. `kept`: present state ranks by name, if not all holders. Never
+    communicates: parameters may be on the meta device and the fake process group. Raises ValueError for a parameter
     without matrices, and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)

@@ -45,16 +45,12 @@ def clip_grad_norm_(
         error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
         foreach: ignored; exists for torch's signature.
         stages: pipeline stages with separate parameters.
-        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
-            no state, and the step after, or `check_last_step`, raises ValueError on all ranks with the parameters and
-            ranks (or warns, with nonfinite = "skip"). The host does not wait.
+        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes nothing, and
+            the step after, or `check_last_step`, raises ValueError on all ranks with the parameters and ranks (or
+            warns, with nonfinite = "skip"). The host does not wait.
 
-    Returns:
-        The norm before scaling, () float32 on the gradients' device, equal on all ranks.
-
-    Raises:
-        ValueError: for a norm_type that is not positive.
-        RuntimeError: if `error_if_nonfinite` and the norm is not finite.
+    Returns the norm before scaling, () float32 on the gradients' device, equal on all ranks. Raises ValueError for a
+    norm_type that is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"norm_type = {norm_type} is not accepted: it takes a positive number or inf")
@@ -80,7 +76,7 @@ class NormCheck:
     """A flag on the device for the next step: whether the gradient norm is not finite (`broken`, () bool).
 
     `norm`: () norm, equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient
-    norms; without names `check` does nothing, and the caller reports.
+    norms; without names the caller reports.
     """
 
     def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
@@ -142,7 +138,6 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
-        """See `NormCheck.check`."""
         last, self._last_norm = self._last_norm, None
         if last is not None:
             last.check(skips=skips)
@@ -188,9 +183,9 @@ class GradientClip:
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
-        """Scale the clipped gradients. Returns the norm of all gradients before scaling, () float64 on the device.
+        """Scale the clipped gradients. Returns the norm of all gradients before, () float64, equal on every rank.
 
-        The norm is equal on every rank. The host does not wait.
+        The host does not wait.
         """
         gradients = self.gradients()
         norm, clipped_norm = self.norms(gradients)
