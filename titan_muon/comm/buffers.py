@@ -34,7 +34,7 @@ class StepMemory:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """For making views, because PyTorch makes no views of an empty storage."""
+        """Keep the memory while views are made: PyTorch makes no views of an empty storage."""
         # Not all memory, because a gather in backward may be reading it.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
@@ -43,7 +43,7 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """The current stream must have waited for uses on other streams."""
+        """Free the memory. The current stream must have waited for uses on other streams."""
         for storage in () if self._kept else self._sizes:
             storage.resize_(0)
 
