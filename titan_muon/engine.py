@@ -57,6 +57,7 @@ EQUAL_OPTIONS = (
     "rounding",
     "missing_grad",
     "nonfinite",
+    "idle",
     "overlap",
 )
 """Options compared between ranks. The rest may differ, for example `machine.file`."""
