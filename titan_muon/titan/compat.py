@@ -169,7 +169,7 @@ def skip_peak_flops() -> None:
 def make_masks_without_compiler() -> None:
     """Build attention masks eagerly on the CPU, without a C++ compiler.
 
-    Remove when torchtitan and torch's context parallelism accept an uncompiled mask.
+    Remove when torchtitan and torch accept an uncompiled mask.
     """
     attention: Any = importlib.import_module("torchtitan.models.common.attention")
     attention._compiled_create_block_mask = create_block_mask

@@ -23,8 +23,8 @@ from titan_muon.titan.recipe import Recipe, RecipeError, recipe_error
 class HybridOptimizers(OfParts, OptimizersContainer):
     """A recipe's optimizers by name, with the parameters of rules and defaults.
 
-    Raises RecipeError for a rule without a match, a parameter without an optimizer, an unknown optimizer or option, and
-    a model without Muon parameters unless rules assign every parameter.
+    Raises RecipeError for rules without a match, unassigned parameters, unknown optimizers or options, and a model
+    without Muon parameters unless rules assign every parameter.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -130,7 +130,6 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     """
     section = recipe.optimizer
     chosen = adamw_implementation(section.implementation)
-    # torch chooses by device for an absent flag.
     flags = {name: name == chosen for name in ("foreach", "fused")}
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(

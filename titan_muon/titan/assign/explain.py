@@ -167,7 +167,6 @@ def _causes(plan: Plan, parameters: Mapping[str, Tensor]) -> Iterable[str]:
 
 
 def _time_lines(timeline: Timeline) -> Iterable[str]:
-    """Modelled time of the slowest rank, and the lower bound."""
     last = timeline.last
     parts = f"Newton-Schulz {_ms(last.orthogonalize)}, momentum and apply {_ms(last.passes)}, waits {_ms(last.waits)}"
     yield f"  modelled time   {_ms(last.seconds)} on {timeline.machine}, rank {last.rank}: {parts}"

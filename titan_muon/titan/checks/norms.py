@@ -16,9 +16,7 @@ LISTED = 5
 class NormWatch:
     """Reads each step's norm without a host wait: on a GPU, in the next step.
 
-    Args:
-        names: this rank's parameters, in the order of the local norms.
-        device: device of the norms.
+    `names`: this rank's parameters, in the order of the local norms.
     """
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -44,7 +42,7 @@ class NormWatch:
     def fault(self, group: dist.ProcessGroup | None) -> str | None:
         """Error text for the last watched norm, with the parameters of all ranks; None if finite or read before.
 
-        All ranks of `group` (gloo; None: one process) call this together.
+        Collective over `group` (gloo; None: one process).
         """
         if self._local_norms is None:
             return None

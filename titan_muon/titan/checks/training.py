@@ -29,9 +29,6 @@ class TrainingChecks:
 
     Args:
         names: this rank's parameters, in the order of the local norms.
-        optimizers: optimizers with counted steps.
-        parts: this rank's model parts.
-        device: device of the training.
         data_rank: place among data-parallel ranks.
         token_group: ranks with different tokens; None for a single rank.
         tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
@@ -59,7 +56,6 @@ class TrainingChecks:
         self._optimizer_steps = [0] * len(self._optimizers)
         self._steps, self._stale, self._twins_named = 0, 0, False
         self.tokens: dict[str, list[int]] = {}
-        """Tokens of each expert in the reported step, by layer."""
         for index, optimizer in enumerate(self._optimizers):
             optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
 

@@ -90,7 +90,6 @@ def memory_per_rank(
     if offload == "parameters":
         on_device, pinned_parameters = 0, sum(host_bytes(size, device) for size in parameters)
     if meta.plan is not None:
-        # On the device under offload too.
         states_on_device += max(state_bytes(meta.plan, rule_states(recipe.muon.rule)).values(), default=0)
     uncounted = sorted({a.optimizer for a in meta.assigned} - {"muon", "adamw"})
     step = (0, 0)
@@ -102,7 +101,6 @@ def memory_per_rank(
 
 
 def _kept(meta: MetaModel, elements: Mapping[str, int], recipe: Recipe) -> Mapping[str, int]:
-    """Elements of Muon's momentum on the fullest keeper."""
     if meta.plan is None or recipe.muon.state == "replicated":
         return elements
     most = max(state_elements(meta.plan).values(), key=lambda held: sum(held.values()))
@@ -144,7 +142,6 @@ def mean_elements(parameter: Tensor, ranks: int) -> float:
 
 
 def _elements(parameter: Tensor, owner: int) -> int:
-    """Elements on the first rank, or on rank `owner` if owned."""
     if isinstance(parameter, DTensor) and is_owned(parameter):
         return held_elements(parameter).get(owner, 0)
     return local(parameter).numel()

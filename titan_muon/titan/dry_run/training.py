@@ -221,7 +221,6 @@ def _kept(a: Assignment, tokens: int, size: ModelSize, degrees: _Degrees) -> flo
 
 
 def _unsharded(a: Assignment, degrees: _Degrees) -> float:
-    """Elements of a parameter after FSDP's gather."""
     return prod(a.shape) / (degrees.experts if _is_stack(a) else degrees.tensor)
 
 
@@ -232,7 +231,6 @@ def _link(machine: MachineRates, ranks: int) -> Link:
 def _fsdp_seconds(
     recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
 ) -> float:
-    """Seconds of gathers and of gradient reductions."""
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
     again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
@@ -260,7 +258,6 @@ def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: Mac
 def _expert_seconds(
     degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int, size: ModelSize
 ) -> float:
-    """Seconds of the all-to-alls of routed tokens."""
     ranks, link = degrees.experts, _link(machine, degrees.experts)
     sent = 0.0
     for layer in _layers(stage):

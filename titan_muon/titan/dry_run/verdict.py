@@ -123,7 +123,6 @@ def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) 
 
 
 def _groups_between_all(plan: Plan | None, rank: int) -> set[tuple[int, ...]]:
-    """Groups of this rank's all-to-alls in Muon's step."""
     buckets = () if plan is None else plan.buckets
     return {b.group for b in buckets if b.exchange in EXCHANGES_BETWEEN_ALL and rank in b.group and len(b.group) > 1}
 

@@ -31,7 +31,6 @@ NAMING_SHARE = 0.8
 GRACE_SECONDS = 2.0
 """Time for the process to raise its own, more informative error first."""
 FAILED = "failed"
-"""Key of the first failure."""
 
 
 @dataclass(frozen=True)

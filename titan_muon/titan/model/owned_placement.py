@@ -68,7 +68,6 @@ def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    # Multi-token prediction layers: absent from some decoders, or None.
     return [*model.layers.values(), *(getattr(model, "mtp_layers", None) or ())]
 
 
@@ -153,7 +152,6 @@ def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int
 
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
-    """Newton-Schulz FLOPs on a type of device, by shape."""
     # The run's algorithm: another cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps

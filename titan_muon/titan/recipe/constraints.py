@@ -113,7 +113,6 @@ RELATIONS = (
         '1 or more, because data.source = "hf"',
         lambda recipe: not recipe.validator.enable or recipe.validator.steps != -1 or recipe.data.source != "hf",
     ),
-    # Without effect if there are no pipeline stages.
     Relation(
         "parallelism.pipeline_parallel_microbatch_size",
         "a divisor of training.local_batch_size under pipeline parallelism",

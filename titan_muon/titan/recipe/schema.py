@@ -23,7 +23,6 @@ SYNONYMS = {
     "sequence_length": "seq_len",
     "tp": "tensor_parallel_degree",
 }
-"""Other programs' words for recipe keys."""
 # In this order, so that 1 stays an int.
 FREE_VALUE = bool | int | float | str
 
@@ -112,7 +111,6 @@ def convert_items(kinds: Mapping[str, Any], items: Mapping[str, object], place: 
 
 
 def _convert_table(kind: Any, value: dict[str, Any], key: str, source: str) -> Any:
-    # A dataclass may report outdated keys.
     if problem := kind.outdated(value) if hasattr(kind, "outdated") else "":
         raise RecipeError(f"{source}: {key} {problem}")
     converted = convert_items(get_type_hints(kind), value, key, source)

@@ -33,7 +33,7 @@ def nearest(word: str, known: list[str]) -> str | None:
 def read_file(path: Path) -> dict[str, Entry]:
     """All keys of a recipe and its bases by dotted path; a file overrides its base.
 
-    Raises RecipeError for a missing or unreadable file, invalid TOML and a cycle of bases.
+    Raises RecipeError for an unreadable file, invalid TOML and a cycle of bases.
     """
     return _read(path, ())
 

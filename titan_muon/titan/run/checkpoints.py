@@ -130,7 +130,6 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        """Checkpoint to continue from; None for a new run."""
 
         schedule: Mapping[str, Any] = field(default_factory=dict)
 
@@ -139,7 +138,6 @@ class RunCheckpoints(CheckpointManager):
         self._loaded = False
         self._dtypes: tuple[str, ...] = ()
         self.forced = False
-        """Save this step at any interval, because the run ends."""
         self.paused: Callable[[], AbstractContextManager[None]] = nullcontext
         """Excludes saving from the training time; set by the trainer."""
         self.check: Callable[[int], None] = lambda step: None
@@ -324,7 +322,6 @@ def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> No
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
-        # The load reports missing parameters.
         if key.startswith("state.") and fqn in saved and f"optimizer.{key}" not in saved:
             raise RecipeError(
                 f"optimizer.rule: {takers[fqn]} trains {fqn}, and another optimizer trained {fqn} in the checkpoint, "

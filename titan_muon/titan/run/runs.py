@@ -28,7 +28,6 @@ RECIPE_FILE = "recipe.toml"
 LATEST_FILE = "latest"
 FORMAT = "%Y%m%d-%H%M%S"
 Flaws = Mapping[Path, str]
-"""Damage of checkpoints, found by reading them."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +37,8 @@ class Run:
     Attributes:
         folder: absolute path.
         source: run folder to continue, `folder` or another; None for a new run.
-        checkpoint: checkpoint to load, in `source`.
-        step: steps already done.
-        seconds: time of these steps.
+        checkpoint: in `source`, to load.
+        step: steps already done; `seconds`: their time.
         restarted: an earlier attempt of the same job did these steps.
     """
 
@@ -61,8 +59,8 @@ def agree(
 ) -> Run:
     """The run opened by rank 0, on every rank of `group` (all ranks, gloo; None for a single process).
 
-    Rank 0 locks the run's folder with `lock`. `overrides`: keys set on the command line. `interrupted`: folder of an
-    earlier attempt of this job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
+    Rank 0 locks the folder. `overrides`: keys of the command line. `interrupted`: folder of an earlier attempt of this
+    job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
     while True:
@@ -86,7 +84,6 @@ def _answer(
     interrupted: str | None,
     flaws: Flaws,
 ) -> Run:
-    # Broadcast errors too, because the other ranks wait.
     answer: list[Run | Exception | None] = [None]
     if dist.get_rank() == 0:
         try:

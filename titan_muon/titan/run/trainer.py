@@ -56,7 +56,6 @@ class MuonTrainer(Trainer):
         monitor: MonitorSection = field(default_factory=MonitorSection)
 
         converters: tuple[ModelConfigConverter.Config, ...] = ()
-        """Changes of the model's configuration before the model is made, in order."""
 
         check_replicas: int = 0
 
@@ -152,7 +151,6 @@ class MuonTrainer(Trainer):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the run over all ranks."""
         dims = self.parallel_dims
         return self.tokens_before + self.ntokens_seen * dims.dp_replicate * dims.dp_shard * dims.cp
 
@@ -165,7 +163,6 @@ class MuonTrainer(Trainer):
         self.data_start = state_dict["data_start"]
 
     def train(self, stop: StopSignals) -> None:
-        """Train until the last step or a stop request; then save."""
         self.stop, self.stopped, self.first_step = stop, False, True
         self.metrics_processor.start(self.step)
         self._begin_checks()
@@ -176,7 +173,6 @@ class MuonTrainer(Trainer):
             self._warn(self.checks.check_norm())
             self.optimizers.check_last_step()
         except FloatingPointError as error:
-            # Name the recipe's key instead of Muon's keyword.
             reason = str(error).replace("(nonfinite = ", "(muon.nonfinite = ")
             self.metrics_processor.log_divergence(self.step, reason)
             raise FloatingPointError(reason) from error

@@ -35,7 +35,6 @@ ON_GPUS_ALONE = {
     "compile.enable_async_tensor_parallel": lambda recipe: recipe.compile.enable_async_tensor_parallel,
     "profiler.enable_memory_snapshot": lambda recipe: recipe.profiler.enable_memory_snapshot,
 }
-"""GPU-only options, and whether a recipe sets them."""
 
 
 def refuse_on_cpu(recipe: Recipe) -> None:
@@ -152,7 +151,6 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
 
 
 def _assets(path: str | None) -> str:
-    # TorchTitan's default folder would be reported as missing.
     if path is None:
         return ""
     if not Path(path).is_dir():
