@@ -343,8 +343,8 @@ ASYNC_CHECKPOINT = "asynchronous checkpoint"
 def time_out_all_groups() -> None:
     """Apply torchtitan's time-outs to every process group, instead of the default group and the mesh's groups.
 
-    Otherwise groups such as the stop signal's keep PyTorch's 30 minutes. Not to asynchronous checkpoints: a rank with
-    little data waits for the whole save. Remove when torchtitan sets all time-outs.
+    Not to asynchronous checkpoints: a rank with little data waits for the whole save. Remove when torchtitan sets all
+    time-outs.
     """
     utils: Any = importlib.import_module("torchtitan.distributed.utils")
     original = utils.set_pg_timeouts

@@ -114,7 +114,7 @@ def plan_lines(plan: Plan | None, summary: Summary | None, timeline: Timeline | 
 def owned_step_lines(plan: Plan | None, parameters: Mapping[str, Tensor], *, skips: bool) -> Iterable[str]:
     """A line if the step communicates despite owned parameters: matrices, reasons and remedies.
 
-    `skips`: ranks exchange the presence of gradients in each step (muon.missing_grad = "skip").
+    `skips`: ranks exchange the presence of gradients (muon.missing_grad = "skip").
     """
     if plan is None or not any(map(is_owned, parameters.values())):
         return

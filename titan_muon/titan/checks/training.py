@@ -63,7 +63,7 @@ class TrainingChecks:
         self._optimizer_steps[index] += 1
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
-        """Start to train. `group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
+        """`group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
         # Drop earlier steps: PyTorch takes one to create optimizer states before it loads a checkpoint.
         self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)

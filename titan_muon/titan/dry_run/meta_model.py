@@ -89,8 +89,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     `device`: type of device to plan for, by default this machine's. `stage`: pipeline rank; pipeline ranks plan
     separately.
 
-    Raises RecipeError like training, except for invalid options of another package's optimizer, and for a global batch
-    that does not divide among the ranks: the plan does not depend on the batch.
+    Raises RecipeError like training, except for invalid options of another package's optimizer and for the batch.
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
@@ -187,7 +186,6 @@ def _plan(
         return None
     try:
         options = MuonOptions(**table)
-        # Groups may differ in steps and coefficients.
         iterations = [iteration_of(group.options) for group in groups for _ in group.names]
         kernels = kernels_for(options.ns_kernel, torch.device(device))
         dispatch = Dispatch.of(options, device, kernels, planning_machine(options.machine, device))

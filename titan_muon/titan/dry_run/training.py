@@ -16,7 +16,7 @@ from titan_muon.titan.recipe import Recipe
 from titan_muon.titan.recipe.degrees import data_ranks, local_batch_size
 
 TRAINING_SHARE = 0.57
-"""Share of the rate of large products in forward and backward: 400 of 700 TFLOP/s on an H100, 40 % of the data sheet.
+"""Share of the rate of large products: 400 of 700 TFLOP/s on an H100, 40 % of the data sheet.
 Llama 3 reached 38 to 43 % (Grattafiori et al., 2024, arXiv:2407.21783).
 """
 LOGIT_BYTES = 10

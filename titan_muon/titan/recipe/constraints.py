@@ -314,7 +314,6 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
 
 
 def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
-    """The other keys of a relation, with values and sources."""
     keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
     written = [
         f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"

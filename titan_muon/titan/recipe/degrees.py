@@ -112,7 +112,7 @@ def data_ranks(recipe: Recipe, world_size: int) -> int:
 
 def _check_sequence(training: Training, parallelism: Parallelism) -> None:
     tensor, context = parallelism.tensor_parallel_degree, parallelism.context_parallel_degree
-    # Twice the context degree: the load balancer gives each rank a chunk of the head and a chunk of the tail.
+    # Twice the context degree: the load balancer gives each rank a chunk of head and tail.
     divisor = (tensor if parallelism.enable_sequence_parallel else 1) * (2 * context if context > 1 else 1)
     if training.seq_len % divisor:
         degrees = [f"parallelism.tensor_parallel_degree = {tensor}"] if parallelism.enable_sequence_parallel else []

@@ -1,7 +1,7 @@
 """Strict schemas from dataclasses: entries with dotted keys become a frozen instance, or an error.
 
-Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples (TOML lists), dataclasses
-inside lists (TOML tables) and dicts of free options. The only conversion is from int to float.
+Types: bool, int, float, str, Literal of strings, `X | None` (an absent key), unions, tuples, dataclasses inside lists
+and dicts of free options. The only conversion is from int to float.
 """
 
 import dataclasses

@@ -1,7 +1,6 @@
 """The recipe: a frozen dataclass of tables. Pure data: no torch, no torchtitan.
 
-Muon's options are in `titan_muon.options`, tables shared with TorchTitan in `torchtitan_sections`. `None` is an absent
-key, because TOML has no null.
+`None` is an absent key, because TOML has no null.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Save, load and validate the checkpoints of a run (PyTorch's distributed checkpoints).
+"""Save, load and validate the checkpoints of a run.
 
 A checkpoint is whole if it has `.metadata`, written last, and every file of `.metadata` at full length.
 `checksums.json` also verifies the content.

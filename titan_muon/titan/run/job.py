@@ -117,8 +117,7 @@ def _init_distributed(recipe: Recipe) -> dist.Store | None:
 def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store | None = None) -> str:
     """Train a recipe, or continue its run, on the default process group. Returns the run's folder.
 
-    `overrides`: keys set on the command line. `lasting`: store of all attempts of the job. Raises RecipeError before
-    the first step for user errors.
+    `lasting`: store of all attempts of the job. Raises RecipeError before the first step for user errors.
     """
     world = dist.get_world_size()
     # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.

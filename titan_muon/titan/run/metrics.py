@@ -72,8 +72,7 @@ class JsonLines(BaseLogger):
 class TensorBoard(BaseLogger):
     """Writes metrics as scalars, and the recipe as text and hyperparameters.
 
-    Also writes losses by tokens and by seconds, as `loss_by_tokens/...` and `loss_by_seconds/...`. Hides the points of
-    an earlier run from `first_step` on.
+    Writes losses by tokens and seconds too (`loss_by_tokens/...`). Hides an earlier run's points from `first_step` on.
     """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:

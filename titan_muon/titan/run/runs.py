@@ -141,10 +141,7 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`.
-
-    Without a checkpoint, the run starts like `open_run`, in the same folder.
-    """
+    """The run in `folder` of an earlier attempt; without a checkpoint as `open_run`, in the same folder."""
     # All states, because the checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:

@@ -44,8 +44,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # Overrides methods of TorchTitan's loop and step. A copy would miss special cases, such as the loss of tensor
-    # parallelism.
+    # A copy of TorchTitan's loop and step would miss special cases, such as the loss of tensor parallelism.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):

@@ -120,7 +120,6 @@ def _debug_config(recipe: Recipe) -> DebugConfig:
 
 
 def _values(section: Any) -> dict[str, Any]:
-    # asdict would convert nested sections to dicts.
     return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
 
 
