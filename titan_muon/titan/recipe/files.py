@@ -51,7 +51,6 @@ def _shorter_warmup(written: Mapping[str, Entry], flags: Mapping[str, Entry]) ->
         return {}
     if warmup + round(steps * (decay or 0)) <= steps:
         return {}
-    # At least one step, unless decay takes all steps.
     shorter = min(max(1, warmup * steps // before), steps - round(steps * (decay or 0)))
     source = f"shortened from {warmup}, in proportion to training.steps = {steps} instead of {before}"
     return {"lr_scheduler.warmup_steps": Entry(shorter, source)}
