@@ -177,6 +177,11 @@ class FaultReport:
         self.add_late()
         self.send()
 
+    def late(self) -> list[Fault]:
+        """This rank's faults since the last `send`, by parameter. They stay in the report."""
+        self.add_late()
+        return [Fault(code) for code in self._codes[: len(self.names)].tolist()]
+
     def read(self) -> list[Fault]:
         """By parameter, the maximum fault over all ranks in the last step."""
         if self._on_device:

@@ -37,12 +37,12 @@ _TRITON_KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
 
 
 def require_recipes() -> None:
-    """Raise RecipeError if the installed torchtitan has moved RECIPE_MODULES."""
-    moved = [name for name in RECIPE_MODULES if not _exists(name)]
-    if moved:
+    """Raise RecipeError if the installed torchtitan has missing RECIPE_MODULES."""
+    missing = [name for name in RECIPE_MODULES if not _exists(name)]
+    if missing:
         version = importlib.metadata.version("torchtitan")
         raise RecipeError(
-            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {moved[0]}: install "
+            f"recipes need torchtitan {TORCHTITAN_VERSION}, and torchtitan {version} has no {missing[0]}: install "
             f"torchtitan=={TORCHTITAN_VERSION}, or train with torchtitan's own configuration, whose slot `optimizer` "
             "takes titan_muon.titan.HybridOptimizers.Config() in either version"
         )

@@ -107,13 +107,13 @@ class Documents:
     @cached_property
     def all(self) -> tuple[TextFile, ...]:
         """Non-empty files, sorted by name. Raises RecipeError without files."""
-        found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
+        paths = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
         # A folder's listing depends on the file system, and the order decides every batch.
-        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
-        kept = tuple(file for file in files if file.size > 0)
-        if not kept:
-            raise self._empty(len(found))
-        return kept
+        files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(paths.items()))
+        nonempty = tuple(file for file in files if file.size > 0)
+        if not nonempty:
+            raise self._empty(len(paths))
+        return nonempty
 
     def _empty(self, files: int) -> RecipeError:
         where = "source = 'python'" if self.data.source == "python" else f"files = {list(self.data.files)}"

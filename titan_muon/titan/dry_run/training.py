@@ -157,11 +157,11 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
         # Under 1F1B the first stage holds a microbatch per stage.
         tokens = tokens * recipe.parallelism.pipeline_parallel_microbatch_size // local
         in_flight = min(degrees.stages, _microbatches(recipe, local))
-    kept, whole, gathered = 0.0, 0.0, 0.0
+    activations_kept, whole, gathered = 0.0, 0.0, 0.0
     for layer in _layers(stage):
         every = sum(_activations(a, tokens, size, degrees) for a in layer)
         hidden = tokens * _width(layer) / degrees.tensor
-        kept += {
+        activations_kept += {
             "none": every,
             "full": hidden,
             "memory_budget": hidden + recipe.activation_checkpoint.memory_budget * every,
@@ -176,7 +176,7 @@ def pass_memory(recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Ass
     has_head = any(a.fqn.split(".")[0] in ("lm_head", "output", "head") for a in others) or degrees.stages == 1
     logits = LOGIT_BYTES * tokens * size.vocabulary / degrees.tensor if has_head else 0.0
     return PassMemory(
-        activations=int(dtype * kept * in_flight + max(0.0, again - logits)),
+        activations=int(dtype * activations_kept * in_flight + max(0.0, again - logits)),
         logits=int(logits),
         gathered=int(dtype * (2 * gathered + head)),
     )

@@ -57,8 +57,8 @@ class Verdict:
     @property
     def in_passes(self) -> int:
         """Bytes at the peak of forward and backward."""
-        kept = self.memory.gradients if self.training.passes > 1 else 0
-        return self._rest + kept + self.training.memory.total
+        accumulated = self.memory.gradients if self.training.passes > 1 else 0
+        return self._rest + accumulated + self.training.memory.total
 
     @property
     def in_step(self) -> int:

@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import Seen, see
-from titan_muon.assignment.rules import Assignment, assign, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -176,22 +176,22 @@ def _choice(
     config = optimizer_config(recipe)
     # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
-    kept = _unread_stacks(recipe) is not None
-    chosen = {
+    stacks_stay = _unread_stacks(recipe) is not None
+    names = {
         a.fqn
         for a in assigned
         if by_default
         and a.fqn in muon
         and named[a.fqn] in inside
         # FSDP2 also stores whole experts, in equal numbers on all ranks.
-        and (_is_matrix(recipe, a) or (not kept and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
+        and (_is_matrix(recipe, a) or (not stacks_stay and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
     }
-    if not chosen and whole and by_default and not recipe.placement.rule:
+    if not names and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
-    owners = placed(named, chosen, recipe.placement.rule)
+    owners = placed(named, names, recipe.placement.rule)
     elementwise = {parameter for name, parameter in named.items() if name not in muon}
     split = splits_with(recipe.muon.split, assigned)
     return _Choice({named[name]: owner for name, owner in owners.items()}, elementwise, split)

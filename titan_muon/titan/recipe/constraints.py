@@ -315,12 +315,12 @@ def _check_relations(recipe: Recipe, context: str, sources: Mapping[str, str], f
 
 def _others(relation: Relation, current: Mapping[str, object], sources: Mapping[str, str]) -> str:
     keys = [key for key in re.findall(r"[a-z_0-9]+\.[a-z_0-9]+", relation.accepted) if key in current]
-    written = [
+    values = [
         f"{key} = {value_text(current[key])} ({sources.get(key, 'default')})"
         for key in dict.fromkeys(keys)
         if key != relation.key and current[key] is not None
     ]
-    return f". Here {', '.join(written)}" if written and sources else ""
+    return f". Here {', '.join(values)}" if values and sources else ""
 
 
 def recipe_error(error: ValueError, table: str = "muon") -> RecipeError:

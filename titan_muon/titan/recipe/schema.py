@@ -178,11 +178,11 @@ def unknown(source: str, key: str, value: object, known: list[str]) -> RecipeErr
     leaves = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == table]
     suggestion = _nearest_key(key, known, leaves, tables)
     hint = f" Did you mean {suggestion}?" if suggestion else ""
-    written = key if value is None else f"{key} = {_shown(value)}"
+    setting = key if value is None else f"{key} = {_shown(value)}"
     if table and leaves:
-        return RecipeError(f"{source}: unknown key {written}.{hint} {table} takes {', '.join(leaves)}.")
+        return RecipeError(f"{source}: unknown key {setting}.{hint} {table} takes {', '.join(leaves)}.")
     noun = f"table [{table or key}]" if table or isinstance(value, dict) else "key"
-    return RecipeError(f"{source}: unknown {noun}: {written}.{hint} The tables are {', '.join(tables)}.")
+    return RecipeError(f"{source}: unknown {noun}: {setting}.{hint} The tables are {', '.join(tables)}.")
 
 
 def _nearest_key(key: str, known: list[str], leaves: list[str], tables: list[str]) -> str | None:

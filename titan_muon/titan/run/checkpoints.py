@@ -264,12 +264,12 @@ class RunCheckpoints(CheckpointManager):
             return
         folder = Path(self.folder)
         steps = saved_steps(folder)
-        kept = set(steps[: self.keep_latest_k])
+        newest = set(steps[: self.keep_latest_k])
         if self.protected_until is not None:
-            kept.update([step for step in steps if step <= self.protected_until][:1])
-        stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
+            newest.update([step for step in steps if step <= self.protected_until][:1])
+        stale = [checkpoint_path(folder, step) for step in steps if step not in newest]
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
-        stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
+        stale += [path for path, name in asides if name is not None and int(name[1]) < min(newest)]
         for path in stale:
             self.purge_queue.put(str(path))
 

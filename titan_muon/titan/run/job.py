@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.table import parameter_table
+from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
@@ -144,8 +144,9 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
-            with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                trainer.train(stop)
+            if trainer.step < trainer.config.training.steps:
+                with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
+                    trainer.train(stop)
             watchdog.finish()
         finally:
             trainer.close()
@@ -171,6 +172,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
         trainer.checkpointer.load()
+        _refuse_late_export(trainer, recipe)
     # TorchTitan raises these for bad configurations, without a key.
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
@@ -200,6 +202,16 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     return trainer
 
 
+def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
+    """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
+    steps = trainer.config.training.steps
+    if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
+        raise RecipeError(
+            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
+            "exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
+        )
+
+
 def _traced(error: Exception, run: Run) -> str:
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
     # The first rank only: most errors of building are the same on all ranks.
@@ -215,9 +227,10 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
-        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
-        if recipe.checkpoint.last_save_in_hf:
-            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
+        say(
+            f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
+            f"python scripts/evaluate.py {run.source} gives the held-out loss, scripts/sample.py writes text"
+        )
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"
@@ -284,7 +297,7 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
-    counts = "\n".join([*lines, *clips])
+    counts = "\n".join([*lines, *clips, *frozen_lines(trainer.optimizers.parts.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])

@@ -306,7 +306,7 @@ class RunMetrics(MetricsProcessor):
 
     def _step_line(self, step: int, record: Mapping[str, Any]) -> str:
         total = self.config.total_steps
-        left = timedelta(seconds=round((total - step) * record["time"]["step"]))
+        remaining = timedelta(seconds=round((total - step) * record["time"]["step"]))
         rates = " ".join(f"{tag} {rate:.2e}" for tag, rate in record["lr"].items())
         mfu = f"  mfu {100 * record['mfu']:.1f} %" if "mfu" in record else ""
         color = self.color
@@ -314,7 +314,7 @@ class RunMetrics(MetricsProcessor):
             f"{color.red}step {step:>{len(str(total))}}/{total}{color.reset}"
             f"  {color.green}loss {record['loss']:.4f}{color.reset}  grad {record['grad_norm']:.3f}  lr {rates}"
             f"  {1e3 * record['time']['step']:,.0f} ms"
-            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {left} left"
+            f"  {record['tokens_per_second']:,.0f} tok/s{mfu}  {record['memory_gib']:.2f} GiB  {remaining} left"
         )
 
     def say_end(self, step: int, folder: str) -> None:

@@ -227,10 +227,10 @@ def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
 
 def _has_model(folder: Path, recipe: Recipe) -> bool:
     try:
-        written = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
+        values = {key: entry.value for key, entry in read_file(folder / RECIPE_FILE).items()}
     except RecipeError:
         return False
-    return (written.get("model.name"), written.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
+    return (values.get("model.name"), values.get("model.flavor")) == (recipe.model.name, recipe.model.flavor)
 
 
 def discard(run: Run) -> None:

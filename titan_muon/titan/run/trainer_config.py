@@ -39,8 +39,8 @@ ON_GPUS_ALONE = {
 
 def refuse_on_cpu(recipe: Recipe) -> None:
     """Raise RecipeError for GPU-only options. A dry run on the CPU may plan them."""
-    for key, asked in ON_GPUS_ALONE.items():
-        if asked(recipe):
+    for key, is_set in ON_GPUS_ALONE.items():
+        if is_set(recipe):
             raise RecipeError(f"{key} = true is not accepted on the CPU; it needs GPUs. Set it to false.")
     if recipe.checkpoint.enable and recipe.checkpoint.async_mode == "async_with_pinned_mem":
         raise RecipeError(
