@@ -187,7 +187,10 @@ def _choice(
         and a.fqn in muon
         and named[a.fqn] in inside
         # FSDP2 also stores whole experts, in equal numbers on all ranks.
-        and (_is_matrix(recipe, a) or (not stacks_stay and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn]))))
+        and (
+            _is_matrix(recipe, a)
+            or (not stacks_stay and (cuts_experts(a.shape[0]) or _is_gathered(recipe, named[a.fqn])))
+        )
     }
     if not names and whole and by_default and not recipe.placement.rule:
         raise ValueError("Muon takes no matrix of the model's layers; use 'shard0'")
