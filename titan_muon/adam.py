@@ -371,7 +371,8 @@ class GradientCare:
         if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
             self._numbers = torch.tensor([start + index for index in grads], device=report.device)
         # A norm over all gradients has its own error.
-        report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
+        faulty = broken if skipped is None else broken & ~skipped
+        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
 
 

@@ -71,12 +71,9 @@ class Agreement:
             return
         # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
-            if ranks not in self._groups:
-                self._groups[ranks] = self._new_group(ranks, device)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
-            if ranks not in self._exclusive:
-                self._exclusive[ranks] = self._new_group(ranks, device)
+        for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
+            for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+                made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
@@ -308,7 +305,7 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
     """The timeout of the default process group, for new groups on a type of device."""
-    for kind in dict.fromkeys((device, "cpu", "cuda")):
+    for kind in dict.fromkeys((device, "cpu", _device().type)):
         try:
             options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
@@ -334,4 +331,5 @@ def _world() -> dist.ProcessGroup:
 
 def _device() -> torch.device:
     """Device for collectives of the default process group."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # A private name of PyTorch: the CPU if the group has a backend for it, else its accelerator.
+    return torch.device(dist.distributed_c10d._get_object_coll_device())
