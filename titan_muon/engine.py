@@ -93,12 +93,6 @@ class Engine:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
         """The fault of each parameter before a step, and whether storage of parameters or momentum has moved."""
-        with trace_range("check"):
-            return self._faults(groups, state)
-
-    def _faults(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Fault], bool]:
         rank = self.rank
         current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []

@@ -36,6 +36,7 @@ from .state.momentum import copy_average, followed, moved, with_states
 from .state.rule_states import MatrixStates, with_rule_states
 from .state.saved import check_saved_groups, completed, saved_averages, saved_states
 from .step.gradients import Step, check_first_gradients
+from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -236,7 +237,8 @@ class Muon(SkipsSteps, Optimizer):
         self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
-        faults, moved = engine.faults(self.param_groups, self.state)
+        with trace_range("check"):
+            faults, moved = engine.faults(self.param_groups, self.state)
         # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
         # faults on every rank, and all ranks raise in the next step.
         alone = self._agreed.peers is None

@@ -21,15 +21,6 @@ class ModelOrder:
         self._sign = -1 if overlap == "backward" else 1
         self._pieces, self._eligible = pieces, eligible
 
-    def rounds(self, tasks: Sequence[Task], count: int) -> list[list[Task]]:
-        """Tasks in at most `count` rounds of consecutive matrices."""
-        total, seen = sum(task.bytes for task in tasks), 0
-        result: list[list[Task]] = [[] for _ in range(count)]
-        for task in sorted(tasks, key=lambda task: (self._sign * task.matrix, task.group)):
-            result[count * (2 * seen + task.bytes) // (2 * total)].append(task)
-            seen += task.bytes
-        return [round_tasks for round_tasks in result if round_tasks]
-
     def exchanged(self, rounds: Sequence[Sequence[Task]], owners: OwnerOf) -> tuple[list[list[Task]], OwnerOf]:
         """The same rounds, with tasks of equal cost exchanged between rounds and owners to be nearly in order."""
         # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.

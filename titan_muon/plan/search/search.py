@@ -210,8 +210,7 @@ class _Search:
         return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
-        tasks, groups = self._problem.tasks, self._problem.groups
-        return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
+        return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
         """Simulate these rounds for each number of buffer sets. Returns the best simulation."""
