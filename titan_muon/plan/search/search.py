@@ -14,7 +14,7 @@ from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.types import Bucket
-from .model_order import ModelOrder
+from .model_order import in_model_order
 from .owners import STRATEGIES, OwnerOf, Task, among
 from .problem import Problem
 from .rounds import Cut, Dealer, Order, rounds, together
@@ -105,7 +105,6 @@ class _Search:
         self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
         self._local = list(problem.costs.local(problem.local).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.eligible)
         self._simulations: list[Simulation] = []
         self._simulated: dict[Strategy, Simulation] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -205,7 +204,8 @@ class _Search:
             else:
                 grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
                 if self._overlap != "none":
-                    grouped, owners = self._model_order.exchanged(grouped, owners)
+                    pieces, eligible = self._problem.costs.pieces, self._problem.eligible
+                    grouped, owners = in_model_order(grouped, owners, self._overlap, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
 
