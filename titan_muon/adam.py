@@ -68,7 +68,7 @@ class ElementBatch:
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
-        """In the order of `self.tensors(names)`."""
+        """Replace tensors, in the order of `self.tensors(names)`."""
         count = len(self.parts)
         parts = (replace(part, **dict(zip(names, tensors[i::count], strict=True))) for i, part in enumerate(self.parts))
         return replace(self, parts=tuple(parts))
@@ -196,7 +196,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             yield from (ElementBatch(group, tuple(batch)) for batch in batches)
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """Each with at most BATCH_BYTES in the fields `bounded`."""
+        """Parts with at most BATCH_BYTES each in the fields `bounded`."""
         for fqn, parameter in zip(_names(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
@@ -256,7 +256,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but averages keep this optimizer's dtype and device."""
+        """Load like torch, but averages keep this optimizer's dtype and device."""
         self.synchronize()
         current = {parameter: dict(state) for parameter, state in self.state.items()}
         # torch.optim.AdamW would move all averages to the device at once.

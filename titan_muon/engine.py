@@ -112,11 +112,20 @@ class Engine:
             faults = list(feature.faults(faults))
         return faults, moved
 
-    def raise_pending(self, faults: Sequence[Fault] = ()) -> None:
-        """Raise ValueError for the last report and `faults`, equal on all ranks, and warn of allowed faults."""
+    def raise_pending(self, faults: Sequence[Fault] = (), *, alone: bool = False) -> None:
+        """Raise ValueError for the last report and `faults`, and warn of faults that the options allow.
+
+        Args:
+            faults: of Muon's parameters, equal on all ranks as the report.
+            alone: whether this rank reads without the others, also its own faults since the report. The next step
+                then raises on all ranks.
+        """
         rank = self.rank
         reported = rank.report.read()
-        rank.report.clear()
+        if alone:
+            faults = rank.report.late()
+        else:
+            rank.report.clear()
         reported = [max(pair) for pair in zip_longest(reported, faults, fillvalue=Fault.NONE)]
         if not any(reported):
             return
@@ -126,7 +135,7 @@ class Engine:
         rank.heal(own)
         allowed = [fault for feature in self.features for fault in feature.allowed]
         names = rank.report.names[: len(own)]
-        check_faults(names, own, allowed, rank.report.details(reported))
+        check_faults(names, own, allowed, "" if alone else rank.report.details(reported))
         rank.report.tell_carried(reported)
         if broken := names_with(names, own, Fault.NOT_FINITE):
             warnings.warn(f"{broken}: not finite; the update of those matrices was zero in a step", stacklevel=5)

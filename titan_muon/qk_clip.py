@@ -37,23 +37,23 @@ class HeadRows:
 
 
 def query_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """Of a query projection, (heads * head_dim, ...)."""
+    """Rows of a query projection, (heads * head_dim, ...)."""
     return (HeadRows(head_dim, "query"),)
 
 
 def key_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """Of a key projection, (key heads * head_dim, ...)."""
+    """Rows of a key projection, (key heads * head_dim, ...)."""
     return (HeadRows(head_dim, "key"),)
 
 
 def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
-    """Of a fused projection: for each key head `queries` query heads, then the key and the value."""
+    """Rows of a fused projection: for each key head `queries` query heads, then the key and the value."""
     heads = tuple(HeadRows(head_dim, "query", head) for head in range(queries))
     return (*heads, HeadRows(head_dim, "key"), HeadRows(head_dim, "none"))
 
 
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
-    """Of latent attention's query projection: for each head a part without positions, then the rotary part.
+    """Rows of latent attention's query projection: for each head a part without positions, then the rotary part.
 
     The rotary part takes the whole factor, because all heads share the rotary part of the key.
     """
@@ -61,7 +61,7 @@ def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
 
 
 def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
-    """Of latent attention's projection to keys and values: for each head the key, then the value."""
+    """Rows of latent attention's projection to keys and values: for each head the key, then the value."""
     return (HeadRows(nope_dim, "key"), HeadRows(value_dim, "none"))
 
 

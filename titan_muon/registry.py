@@ -31,7 +31,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """Raises ValueError for an unknown name or several entry points."""
+        """The value of a name. Raises ValueError for an unknown name or several entry points."""
         if name in self._values:
             return self._values[name]
         entries = tuple(entry_points(group=self.group, name=name))
@@ -94,7 +94,7 @@ for _pattern in ("all_gather", "all_to_all", "all_gather_reduce_scatter"):
 
 
 def exchange_entry(name: str) -> ExchangeEntry:
-    """Raises OptionError for an unknown name."""
+    """The exchange of a name. Raises OptionError for an unknown name."""
     try:
         return exchanges.get(name)
     except ValueError as error:
@@ -102,13 +102,13 @@ def exchange_entry(name: str) -> ExchangeEntry:
 
 
 rules: Registry[Callable[[MuonOptions], Any]] = Registry("rule", "titan_muon.rules")
-"""From the options of Muon to a `step.rule.Rule`."""
+"""Functions from the options of Muon to a `step.rule.Rule`."""
 
 Parallelize = Callable[..., Any]
 """TorchTitan's parallelize_fn: (model, *, parallel_dims, training, parallelism, ...) -> model."""
 
 placements: Registry[Callable[[Parallelize, Any], Parallelize]] = Registry("placement.muon", "titan_muon.placements")
-"""From a parallelize_fn and the recipe to a changed parallelize_fn."""
+"""Functions from a parallelize_fn and the recipe to a changed parallelize_fn."""
 placements.register("shard0", lambda parallelize, recipe: parallelize)
 
 

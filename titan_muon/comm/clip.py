@@ -79,10 +79,8 @@ def clip_grad_norm_(
 class NormCheck:
     """A flag on the device for the next step: whether the gradient norm is not finite (`broken`, () bool).
 
-    Args:
-        norm: () norm, equal on all ranks.
-        names: names of this rank's parameters; without them `check` does nothing, and the caller reports.
-        local_norms: (len(names),) norms of this rank's gradients.
+    `norm`: () norm, equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient
+    norms; without names `check` does nothing, and the caller reports.
     """
 
     def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
@@ -144,7 +142,7 @@ class SkipsSteps:
         return None if self._last_norm is None else self._last_norm.broken
 
     def check_norm(self, *, skips: bool) -> None:
-        """Report the norm of the last step, see `NormCheck.check`."""
+        """See `NormCheck.check`."""
         last, self._last_norm = self._last_norm, None
         if last is not None:
             last.check(skips=skips)
@@ -186,7 +184,7 @@ class GradientClip:
         )
         self._zero = torch.zeros((), dtype=torch.float32, device=device)
         self.local_norms = torch.zeros(len(self.parameters), dtype=torch.float64, device=device)
-        """(len(parameters),) float64: norms of this rank's gradients in the last call, before scaling."""
+        """(len(parameters),) float64: of this rank's gradients in the last call, before scaling."""
 
     @torch.no_grad()
     def __call__(self) -> Tensor:
@@ -206,7 +204,7 @@ class GradientClip:
         """(2,) float64: the norms over all ranks of all gradients and of the clipped gradients."""
         present = [gradient for gradient in gradients if gradient is not None and gradient.numel() > 0]
         norms = iter(torch._foreach_norm(present, self.norm_type, torch.float32) if present else ())
-        # A rank without a gradient still joins the all-reduce, because the other ranks would hang.
+        # A rank without a gradient still joins the all-reduce.
         local_norms = torch.stack(
             [self._zero if gradient is None or gradient.numel() == 0 else next(norms) for gradient in gradients]
         ).double()
@@ -236,7 +234,7 @@ def replica_count(parameter: Tensor, stage_ranks: int) -> int:
     for axis, placement in enumerate(parameter.placements):
         if placement.is_replicate():
             replicas *= mesh.size(axis)
-    # A mesh smaller than the stage is repeated over further ranks of the stage, except the mesh of an owned parameter.
+    # A smaller mesh is repeated over further ranks of the stage, except the mesh of an owned parameter.
     return replicas if without_groups(parameter) else replicas * stage_ranks // mesh.size()
 
 

@@ -58,9 +58,8 @@ def features_of(
 def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
     """Features of one step alone. Raises OptionError for options without support for a gradient scale.
 
-    Args:
-        optimizer: torch.amp.GradScaler sets `found_inf` on it during a step.
-        skipped: () bool on the device: whether the step changes nothing; None for a normal step.
+    `optimizer`: torch.amp.GradScaler sets `found_inf` on it. `skipped`: () bool on the device: whether the step changes
+    nothing; None for a normal step.
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None:
@@ -76,7 +75,7 @@ def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | N
 
 
 def needs_exclusive_groups(options: MuonOptions) -> bool:
-    """Whether gathers and returns need their own process groups, see [Note: gathers in backward]."""
+    """See [Note: gathers in backward]."""
     return options.overlap == "backward"
 
 

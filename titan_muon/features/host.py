@@ -29,7 +29,7 @@ Key = tuple[Name, int, int]
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Tensors fetched from the host by a stage. `changed` tensors also return."""
+    """Tensors that a stage fetches. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -43,7 +43,7 @@ HOST_TENSORS: Mapping[Offload, Mapping[Stage, HostTensors]] = {
 
 @dataclass(frozen=True)
 class StageUse:
-    """The rows that a stage of one bucket uses."""
+    """The rows that a stage of a bucket uses."""
 
     stage: Stage
     rows: tuple[Rectangle, ...]
@@ -117,7 +117,7 @@ class OnHost:
 
     def end(self) -> None:
         self.window.end()
-        # The user may read parameters on the host at any time after the step.
+        # The user may read parameters on the host after the step.
         if "param" in self._names:
             self.window.synchronize()
 
@@ -126,7 +126,7 @@ class OnHost:
 
 
 class HostOffload(Feature):
-    """Fetches the tensors of a stage to the device before the stage, and sends changed tensors back."""
+    """Fetches the tensors of a stage before it, and sends changed tensors back."""
 
     def __init__(self, offload: Offload) -> None:
         self._offload = offload
@@ -166,11 +166,11 @@ class HostOffload(Feature):
         self.source.end()
 
     def told(self, faults: Sequence[Fault]) -> None:
-        """Wait for the momentum on the host, because the engine may repair it next."""
+        """The engine may repair the momentum on the host next."""
         self.source.synchronize()
 
     def flush(self, *, discard: bool = False) -> None:
-        """With `discard`, wait until every transfer to the host is complete."""
+        """With `discard`, wait for every transfer to the host."""
         if discard:
             self.source.synchronize()
 
@@ -186,6 +186,6 @@ def stage_uses(rank: RankStages) -> Iterator[StageUse]:
 
 def rows_of(calls: Iterable[Advance | Apply]) -> tuple[Rectangle, ...]:
     """The row ranges of these calls. Rectangles side by side share one range."""
-    # Whole rows are contiguous. A copy of non-contiguous memory from the host would block.
+    # Whole rows, because a copy of non-contiguous memory from the host would block.
     parts = [part for call in calls for part in call.parts]
     return tuple({(part.parameter, part.start): part.rows for part in parts}.values())

@@ -66,14 +66,14 @@ class Skips(Feature):
         return replace(run, batches=tuple(batches))
 
     def _numbers(self, numbers: Iterator[int] | Sequence[int]) -> Tensor:
-        """Indices as a tensor on the device, without a wait of the host."""
+        """A tensor on the device, without a wait of the host."""
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
         if self._rank.device.type != "cpu":
             tensor = tensor.pin_memory().to(self._rank.device, non_blocking=True)
         return tensor
 
     def before(self, step: Step) -> None:
-        """Find the matrices to skip, by a collective of the ranks that share matrices."""
+        """Find the matrices to skip. Collective over the ranks that share matrices."""
         rank, flags = self._rank, self._flags.zero_()
         if Fault.NO_GRADIENT in self.allowed:
             missing = {i for i, p in enumerate(rank.params) if p.on_mesh and step.grads[i] is None} - step.excluded
@@ -118,10 +118,8 @@ class Skips(Feature):
 class MaskedBatch(Batch):
     """A batch whose skipped matrices are zero, so that rules keep their states.
 
-    Attributes:
-        inner: the batch with all matrices.
-        numbers: (count,) indices of the matrices in the plan, on the device.
-        flags: by matrix of the plan, positive to skip.
+    `inner`: with all matrices. `numbers`: (count,) indices in the plan. `flags`: by matrix of the plan, positive to
+    skip.
     """
 
     inner: Batch

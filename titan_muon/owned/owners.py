@@ -56,7 +56,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
+    """The loads. A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():
@@ -69,7 +69,7 @@ def owned_items(
 def _item(
     fqn: str, parameter: Tensor, owner: Owner, split: Sequence[Split], flops: FlopCount | None, *, whole: bool
 ) -> OwnedItem:
-    """With all pieces if `whole`; without `flops` only bytes."""
+    """The load, with all pieces if `whole`; without `flops` only bytes."""
     inner = Inner.of(parameter)
     held = parameter.shape if whole else inner.size(parameter.shape)
     size = held.numel() * parameter.element_size()
@@ -135,7 +135,7 @@ TensorParallel = Literal["peers", "whole"]
 """Storage of a matrix cut by tensor parallelism: a piece on each rank ("peers"), or all pieces on one ("whole")."""
 
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-"""Of activation checkpointing and torch.compile."""
+"""Name prefixes of activation checkpointing and torch.compile."""
 
 
 class Owners:
@@ -208,7 +208,7 @@ class Owners:
         self.ownership = assign_owners(items, self.comm.shard_size * self.comm.peer_size)
 
     def owners(self, fqn: str) -> tuple[int, ...]:
-        """As in `ownership`, in the order of dim 0."""
+        """Owners as in `ownership`, in the order of dim 0."""
         return self.ownership.owners[[item.fqn for item in self.ownership.items].index(fqn)]
 
     def places(self, fqn: str) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
@@ -235,7 +235,7 @@ class Owners:
 
 
 Places = Mapping[nn.Parameter, Sequence[tuple[str, ParamModuleInfo]]]
-"""Several for a tied parameter."""
+"""Names and modules; several for a tied parameter."""
 
 
 def _places(model: nn.Module) -> Places:

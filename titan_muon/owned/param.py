@@ -37,7 +37,7 @@ class Inner:
         return torch.Size(sum(stop - start for start, stop in dim) for dim in self._region(shape, coordinate))
 
     def piece(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """For a mesh of a single axis with `Shard`."""
+        """A rank's piece, for a mesh of a single axis with `Shard`."""
         runs = [[*dim, (0, 0)][0] for dim in self._region(shape, (rank,))]
         return tuple(slice(start, stop) for start, stop in runs)
 
@@ -76,9 +76,9 @@ def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 OWNER_AXIS = "owner"
 HOLDER_AXIS = "holder"
-"""Instead of OWNER_AXIS for a holder, because DTensor treats meshes of equal ranks and names as equal."""
+"""Replaces OWNER_AXIS for a holder, because DTensor treats meshes of equal ranks and names as equal."""
 DATA_AXES = ("replicate", "shard")
-"""Default names."""
+"""Default axis names."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def holders(tensor: DTensor) -> tuple[int, ...]:
 
 
 def peer_elements(tensor: DTensor) -> dict[int, int]:
-    """Sent by each holder to its tensor-parallel peers in a pass, by global rank."""
+    """Elements that each holder sends to its tensor-parallel peers in a pass, by global rank."""
     mesh = tensor.device_mesh
     if not isinstance(mesh, OwnerMesh) or mesh.holders is None or mesh.inner is None:
         return {}
@@ -253,7 +253,7 @@ def peer_elements(tensor: DTensor) -> dict[int, int]:
 
 
 def held_elements(tensor: DTensor) -> dict[int, int]:
-    """Of an owned tensor, by global rank."""
+    """Elements of an owned tensor, by global rank."""
     layout = layout_of("", tensor)
     regions = (region(layout, layout.mesh.coordinate(place)) for place in range(len(layout.mesh.ranks)))
     sizes = (prod(sum(stop - start for start, stop in dim) for dim in dims) for dims in regions)

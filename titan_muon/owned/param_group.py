@@ -212,7 +212,7 @@ class OwnedParamGroup:
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """In buffer order."""
+    """All parts, in buffer order."""
     return [part for param in params for part in param.parts]
 
 

@@ -27,7 +27,7 @@ def make_plan(
     machine: MachineRates | None = None,
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of an optimizer step. Deterministic: equal arguments give equal plans on every rank.
+    """The plan of a step. Equal arguments give equal plans on every rank.
 
     `machine`: by default a GPU machine by `options.machine`. Raises OptionError for an unknown exchange, contradicting
     options, and too small a `buffer_bytes`.

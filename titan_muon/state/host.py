@@ -17,7 +17,7 @@ TRANSFERS_AT_ONCE = 2
 """Transfers in device memory: one in use while the next arrives or the last leaves."""
 
 ALIGNMENT = 64
-"""In bytes of a slot, for different dtypes and vectorized kernels."""
+"""Bytes, for different dtypes and vectorized kernels."""
 
 # [Note: transfers and slots]
 # - A transfer holds host tensors that are used together, for example the momentum of a bucket. Transfers alternate
@@ -113,7 +113,7 @@ class Window:
 
 
 def slot_bytes(tensor: Tensor) -> int:
-    """With alignment."""
+    """Bytes with alignment."""
     return -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS
 from ..tensors.dtensor import local
@@ -25,6 +28,20 @@ class SavedAverage:
     key: Any
     param: Tensor
     average: Tensor
+
+
+@contextmanager
+def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state dict that the optimizer's load hooks return. Inside the context torch runs the hooks not again."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    for hook in hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield state_dict
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks
 
 
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ class Batch:
         return frobenius_norms(self.whole, DTYPES[self.method.dtype])
 
     def orthogonalize(self, norms: Tensor) -> None:
-        """Replace each matrix U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
+        """Replace U S Vᵀ by approximately U Vᵀ. `norms`: (count,) Frobenius norms."""
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole)
 
 

@@ -22,9 +22,9 @@ from .update import Tensors, lr_scale
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit for several tensors in a call on a CPU: the L1 cache."""
+"""Limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
-"""The limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
+"""Limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
@@ -33,7 +33,7 @@ def call_bytes(device: str) -> int:
 
 
 def chunk_bytes(device: str) -> int:
-    """Limit on the wide elements of one tensor in a call. Larger tensors are cut into rows."""
+    """Limit for one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -50,12 +50,11 @@ class Rectangle(NamedTuple):
     matrix: int = -1
 
     def of(self, stored: Tensor | None) -> Tensor:
-        """The rectangle of a tensor with the storage layout of the parameter."""
         assert stored is not None, "a gradient is released after its last piece is packed"
         return stored if self.place is None else stored[self.place]
 
     def of_average(self, storage: Storage) -> Tensor:
-        """The rectangle of the momentum, which may hold only a row range of the parameter."""
+        """The momentum may hold only a row range of the parameter."""
         if storage.average.size(0) == storage.param.size(0):
             return self.of(storage.average)
         rows, cols = self.place if isinstance(self.place, tuple) else (self.place, slice(None))
@@ -64,7 +63,7 @@ class Rectangle(NamedTuple):
         return storage.average[slice(rows.start - first, rows.stop - first, rows.step), cols]
 
     def in_rows(self, count: int, most: int) -> Iterator[tuple[Rectangle, slice]]:
-        """The rectangle of `count` rows in parts of at most `most` rows, each with its rows in the rectangle."""
+        """Parts of at most `most` rows, each with its rows in the rectangle."""
         if count <= most:
             yield self, slice(None)
             return
@@ -113,7 +112,6 @@ class Advance:
         rule.advance(averages, grads, self.packed, self.group)
 
     def split(self, kind: Callable[[Rectangle], K]) -> dict[K, Advance]:
-        """A call for the parts of each kind."""
         kinds = [kind(part) for part in self.parts]
         return {value: self._select([k == value for k in kinds]) for value in dict.fromkeys(kinds)}
 
@@ -146,7 +144,6 @@ class Apply:
             self.chunk.update(params, self.updates, apply, self.group[STEP])
 
     def with_current_group(self) -> Apply:
-        """The call with a copy of the current hyperparameters."""
         # Clone tensors, because a scheduler changes a tensor learning rate in place.
         kept = {name: value for name, value in self.group.items() if name not in ("params", "param_names")}
         copied = {name: value.clone() if isinstance(value, Tensor) else value for name, value in kept.items()}
@@ -168,7 +165,7 @@ def without_parameters(calls: Iterable[Apply], parameters: Collection[int]) -> I
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensor copies in one foreach call."""
+    """Copies in one foreach call."""
 
     targets: tuple[Tensor, ...]
     sources: tuple[Tensor, ...]
@@ -186,7 +183,7 @@ class Copies:
 class StoredPiece(NamedTuple):
     """A piece of a matrix on this rank: rectangles `spans` of the parameter, and a tensor `view`.
 
-    `out_in`: outputs and inputs of the whole matrix. `draws`: see [Note: draws].
+    `out_in`: of the whole matrix. `draws`: see [Note: draws].
     """
 
     matrix: int
@@ -234,10 +231,7 @@ def applies(
     *,
     stochastic: bool,
 ) -> tuple[Apply, ...]:
-    """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
-
-    All calls share the `scratch_bytes` of `scratch`. `stochastic`: round bfloat16 parameters stochastically.
-    """
+    """The calls of pieces of orthogonalized matrices, with a common `scratch`. `stochastic`: rounding of bfloat16."""
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
     for piece in pieces:
@@ -258,7 +252,7 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Scratch bytes for any Apply."""
+    """Bytes of `scratch` for any Apply."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 

@@ -50,7 +50,7 @@ MARGIN = 1.5
 """Factor on the largest possible norm of an update, for rounding in bfloat16."""
 
 Stage = Callable[[int, Step], None]
-"""One stage of the bucket with this index in the program."""
+"""A stage of the bucket with this index in the program."""
 
 
 class Stages(NamedTuple):
@@ -117,7 +117,7 @@ class Calls(NamedTuple):
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Iterations by parameter, and methods by work of the plan."""
+    """Iterations by parameter, and methods by work."""
 
     iterations: tuple[Iteration, ...]
     methods: tuple[Method, ...]
@@ -160,7 +160,7 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        # Also local matrices, so that every layout gives the same bits.
+        # So that every layout gives the same bits.
         dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
         workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
@@ -179,7 +179,7 @@ class RankStages:
         options: MuonOptions,
         states: Mapping[int, Mapping[str, Tensor]] | None,
     ) -> RankStages:
-        """The stages of the same program for replaced storage or hyperparameters."""
+        """The stages for replaced storage or hyperparameters."""
         return RankStages(
             self.plan,
             self.program,
@@ -199,7 +199,7 @@ class RankStages:
 
     @property
     def step_bytes(self) -> int:
-        """Bytes of buffers and workspace that each step allocates and frees; 0 with `keep_buffers`."""
+        """Bytes that each step allocates and frees."""
         return 0 if self.options.keep_buffers else self.buffers.memory.nbytes + self._workspace.nbytes
 
     @property
@@ -207,7 +207,7 @@ class RankStages:
         return tuple(batch_run.batch for run in self.runs for batch_run in run.batches)
 
     def parameters_of(self, bucket: int) -> frozenset[int]:
-        """The parameters with a shard on this rank in the bucket."""
+        """Parameters with a shard on this rank."""
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
 
     def _numel(self, matrices: Sequence[int]) -> int:
@@ -280,7 +280,7 @@ class RankStages:
         )
 
     def _last_packed(self) -> list[tuple[int, ...]]:
-        """By bucket, the parameters whose last shard the bucket packs."""
+        """Parameters whose last shard a bucket packs, by bucket."""
         last: dict[int, int] = {}
         for bucket in dict.fromkeys(bucket for _, bucket in self.program.acts):
             last.update(dict.fromkeys(sorted(self.parameters_of(bucket)), bucket))
@@ -290,7 +290,6 @@ class RankStages:
         return [tuple(parameters) for parameters in by_bucket]
 
     def begin(self, step: Step) -> None:
-        """Allocate the step's memory, and report the gradient sizes of replicas."""
         self.buffers.memory.take()
         self._workspace.take()
         # A failed step may have left a ScaledRule.
@@ -299,7 +298,7 @@ class RankStages:
         self.orthogonalized = 0
 
     def end(self) -> None:
-        """Free the workspace. Raises RuntimeError if the number of matrices differs from the plan."""
+        """End a step. Raises RuntimeError if the number of matrices differs from the plan."""
         self._workspace.free()
         planned = sum(len(run.matrices) for run in self.program.buckets)
         if self.orthogonalized != planned:
@@ -347,7 +346,7 @@ class RankStages:
                 self.calls.advance(advance, advance.averages, advance.grads(step), self.rule)
 
     def with_gradients(self, advance: Advance, step: Step) -> Iterable[Advance]:
-        """Calls for the parts with a gradient, by gradient dtype. Fills the other parts with NaN."""
+        """Calls by gradient dtype. Fills parts without a gradient with NaN."""
         if step.uniform:
             return (advance,)
         by_dtype = advance.split(lambda part: step.dtype(part.parameter))
@@ -405,12 +404,12 @@ class RankStages:
                 self.params[index].param.grad = None
 
     def heal(self, faults: Sequence[Fault]) -> None:
-        """Replace non-finite momentum of faulty parameters by zero, because later updates would stay zero."""
+        """Zero non-finite momentum of faulty parameters, because later updates would stay zero."""
         for fault, storage in zip(faults, self.storage, strict=True):
             if fault in (Fault.NOT_FINITE, Fault.NO_GRADIENT):
                 storage.average.nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _stacked(states: Sequence[Tensor]) -> Tensor:
-    """States of equal shape as one tensor; a view of a single state, which may be as large as a matrix."""
+    """A view of a single state, which may be as large as a matrix."""
     return torch.stack(list(states)) if len(states) > 1 else states[0][None]

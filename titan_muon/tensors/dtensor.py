@@ -101,7 +101,7 @@ def _mesh_device(tensor: DTensor) -> torch.device:
 
 
 def held_indices(tensor: Tensor) -> tuple[Tensor, ...]:
-    """By dim, the global indices of the elements on this rank, in storage order, as CPU tensors."""
+    """Global indices of this rank's elements by dim, in storage order, as CPU tensors."""
     if not isinstance(tensor, DTensor):
         return tuple(torch.arange(size, device="cpu") for size in tensor.shape)
     coordinate = tensor.device_mesh.get_coordinate()

@@ -1,7 +1,6 @@
 """Device-dependent choices of the integration.
 
-A recipe can override each choice, so that tests on the CPU run the GPU's code. Kernels choose on their own
-(`titan_muon/orthogonalize/dispatch.py`, `model/attention.py`, `model/logits.py`).
+A recipe can override each choice, so that tests on the CPU run the GPU's code.
 """
 
 import time
@@ -15,7 +14,6 @@ import torch
 _planned: ContextVar[str | None] = ContextVar("planned device", default=None)
 
 LOSS_CHUNKS = 8
-"""TorchTitan's number on a GPU."""
 
 
 def on_accelerator() -> bool:

@@ -1,13 +1,12 @@
 """A feature that is off is not there: its file is not imported, and a step runs without it."""
 
 import ast
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import titan_muon.features
+from tests.dist.harness import run_program
 
 FILES = sorted(
     path.stem for path in Path(titan_muon.features.__file__).parent.glob("*.py") if path.name != "__init__.py"
@@ -37,13 +36,9 @@ def loaded(kept: str | None, options: str = "", found_inf: str = "None") -> str:
     """The feature files that two steps import while all but `kept` are removed."""
     removed = [f"titan_muon.features.{name}" for name in FILES if name != kept]
     code = STEPS.format(removed=removed, options=options, found_inf=found_inf)
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout.strip()
-
-
-def test_there_are_six_features() -> None:
-    assert FILES == ["early", "eight_bit", "host", "late", "scaling", "skip", "slices"]
+    status, shown = run_program("-c", code)
+    assert status == 0, shown
+    return shown.splitlines()[-1]
 
 
 def test_a_step_with_every_feature_off_runs_without_their_files() -> None:

@@ -21,10 +21,7 @@ from .totals import Totals
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a rank in a step: Newton-Schulz, memory passes, waits for collectives, and the busiest link.
-
-    Excludes the communication hidden in the model's passes. `host`: to launch the step.
-    """
+    """Seconds of a rank in a step, without communication hidden in the model's passes. `host`: to launch the step."""
 
     rank: int
     orthogonalize: float
@@ -47,10 +44,8 @@ class Timeline:
         least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
         exposed: saved if communication took no time.
         hidden: most seconds of a rank's gathers in the previous backward ("backward"), or from the end of the step
-        until
-            the next forward has all results ("forward"). None without overlap.
-        tail: from the last Newton-Schulz of any rank to the end of the step. Upper bound of the gain by waiting for
-            returns in the next forward.
+            until the next forward has all results ("forward").
+        tail: from the last Newton-Schulz of any rank to the end: upper bound of the gain by returns in forward.
     """
 
     machine: str
@@ -71,7 +66,7 @@ class Timeline:
 
     @property
     def host(self) -> float:
-        """Seconds of the busiest host: a lower bound of the step, unless the host is ahead of the device."""
+        """A lower bound of the step, unless the host is ahead of the device."""
         return max(rank.host for rank in self.ranks)
 
 
@@ -155,7 +150,7 @@ def simulate(
 
 
 def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden = NOTHING) -> C:
-    """Play the turns of a step on a clock. Arguments as for `simulate`."""
+    """Play the turns of a step. Arguments as for `simulate`."""
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
@@ -179,9 +174,9 @@ def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_se
 class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
-    # The host enqueues without waiting. Compute continues when the awaited collective ends on its slowest rank.
-    # Collectives of a group are serialized, because a communicator has a single stream. Collectives of different groups
-    # run concurrently but share a rank's links, occupied only by the rank's own traffic.
+    # Compute continues when the awaited collective ends on its slowest rank. Collectives of a group are serialized,
+    # because a communicator has a single stream. Collectives of different groups run concurrently but share a rank's
+    # links, occupied only by the rank's own traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
@@ -208,8 +203,8 @@ class Clock:
         for index in times.group:
             now[index] = max(now[index], over)
         for team, seconds in times.teams:
-            # Slices of a matrix start together, at the last of their owners, and end together, before whole matrices
-            # (`batches`). `owned` below includes their seconds.
+            # Slices of a matrix start at the last of their owners, and end together. `owned` below includes their
+            # seconds.
             start = max(now[index] for index in team)
             for index in team:
                 now[index] = start + seconds
@@ -243,7 +238,6 @@ class Clock:
 
 
 def _with_free_links(times: BucketTimes) -> BucketTimes:
-    """A bucket with collectives of no duration, but still a synchronization of ranks."""
     # Use 1e-30, not 0: zero bytes would mean "no collective", and ranks would not synchronize.
     phases = tuple(tuple(seconds * 1e-30 for seconds in phase) for phase in times.phases)
     return replace(times, phases=phases, latency=0.0)
@@ -265,7 +259,7 @@ def _links(
     wire_bytes: int,
     machine: MachineRates,
 ) -> list[float]:
-    """Seconds of each rank's busiest link in a step, without gathers of `gathered` and returns of `late` buckets."""
+    """Each rank's busiest link, without gathers of `gathered` and returns of `late` buckets."""
     sums = {rank: [0] * len(Flow._fields) for rank in ranks}
     for bucket, before, behind in zip(totals, gathered, late, strict=True):
         for rank, rank_totals in bucket.items():

@@ -109,14 +109,14 @@ class AllToAll(Pattern):
 
 
 class Duplicated(AllToAll):
-    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: Newton-Schulz and
-    gather once per rank, but a shorter return."""
+    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: more work and
+    traffic, but a shorter return."""
 
     name = "duplicated"
     automatic = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """As an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
+        """Routes of an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
         geometry, routes = pieces.geometry(matrix), super().routes(matrix, pieces)
         if pieces.matrices[matrix].index not in geometry.cut_by_peers:
             return routes

@@ -1,7 +1,7 @@
 """Hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
 
-# With few matrices, an owner that sends results to 128 replicas is the busiest rank, and ranks without a matrix send
-# nothing. Here each replica group, the ranks with equal pieces of different replicas, all-gathers the results.
+# With few matrices, an owner that sends results to 128 replicas is the busiest rank. Here each replica group, the ranks
+# with equal pieces of different replicas, all-gathers the results.
 
 from __future__ import annotations
 

@@ -43,15 +43,14 @@ class Cut(Enum):
 class Dealer:
     """Deals tasks to rounds by the queues of their owners."""
 
-    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round and
-    # another rank none.
+    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
         for task in tasks:
             self._share[task.group] += task.bytes / len(groups[task.group])
         self._most = max(self._share, default=0.0)
-        # Groups with few bytes come first, in a single round, because each call costs its latency at any size.
+        # Groups with few bytes come first, in a single round, because of each call's latency.
         share = self._share
         self._ascending = sorted(tasks, key=lambda t: (share[t.group], t.group, t.bytes, t.matrix))
         self._descending = sorted(tasks, key=lambda t: (share[t.group], t.group, -t.bytes, t.matrix))

@@ -41,7 +41,7 @@ def check_state(options: MuonOptions) -> None:
 def with_state_ranks(
     parameters: Sequence[Parameter], options: MuonOptions, work_of: WorkOf, kept: Mapping[str, Ranks]
 ) -> list[Parameter]:
-    """The parameters with state ranks, balanced by FLOPs and elements; `kept`: present state ranks by name.
+    """Parameters with state ranks, balanced by FLOPs and elements; `kept`: present ranks by name, which cannot move.
 
     Raises OptionError like `check_state`.
     """
@@ -54,7 +54,6 @@ def with_state_ranks(
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
     result = list(parameters)
-    # First, because present state ranks cannot move.
     for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
         parameter = parameters[number]
         ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
@@ -108,7 +107,7 @@ def is_whole(parameter: Parameter) -> bool:
 
 
 def units_of(parameter: Parameter) -> int:
-    """Number of separable parts along dim 0: its length if no matrix crosses an index of dim 0, else 1."""
+    """Number of separable parts along dim 0: its length if no matrix crosses an index, else 1."""
     height = _unit_rows(parameter)
     for matrix in parameter.stack.matrices:
         if matrix.rows[0].start // height != (matrix.rows[-1].stop - 1) // height:
@@ -130,7 +129,7 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """By rank, the elements of momentum of each of its parameters, by number."""
+    """Elements of momentum by rank and parameter number."""
     geometries = Geometries(plan.parameters)
     elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):

@@ -40,7 +40,7 @@ def read_in_mode(parameters: Sequence[Parameter], options: MuonOptions) -> tuple
 
 
 def uses_peers(options: MuonOptions) -> bool:
-    """Whether whole tensor-parallel groups orthogonalize the matrices cut by tensor parallelism."""
+    """Whether whole tensor-parallel groups orthogonalize cut matrices."""
     return options.tensor_parallel in ("distributed", "duplicated")
 
 

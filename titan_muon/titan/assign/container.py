@@ -47,7 +47,6 @@ class HybridOptimizers(OfParts, OptimizersContainer):
         # of __init__ follow at the end.
         self.model_parts = model_parts
         try:
-            # A stage may have no matrix, and other stages must not wait for it.
             self.parts = Agreement().together(
                 lambda: parts_of(
                     model_parts,
@@ -131,7 +130,7 @@ def optimizer_config(recipe: Recipe, model: Mapping[str, Seen] | None = None) ->
     """
     section = recipe.optimizer
     chosen = adamw_implementation(section.implementation)
-    # Set both flags: torch chooses by device for an absent flag.
+    # torch chooses by device for an absent flag.
     flags = {name: name == chosen for name in ("foreach", "fused")}
     tables = {"muon": _muon_table(recipe), "adamw": asdict(recipe.adamw) | flags}
     return HybridOptimizers.Config(

@@ -26,7 +26,6 @@ from titan_muon.tensors.matrices import stack_of
 LONG_TAIL = 0.1
 """Report the exposed return above this share of the step."""
 OWNERS_SHOWN = 16
-"""Lines of the owners' table without --full."""
 
 
 def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], world_size: int) -> Iterable[str]:
@@ -38,7 +37,6 @@ def optimizer_lines(assigned: Sequence[Assignment], splits: Sequence[Split], wor
         share = 100 * sum(prod(a.shape) for a in tensors) / total
         count = f"{len(tensors):,} tensors"
         if optimizer == "muon":
-            # Independent of the pipeline rank.
             every = splits_with(splits, assigned)
             count = f"{sum(len(stack_of(a.fqn, a.shape, every).matrices) for a in tensors):,} matrices"
         yield f"{optimizer}: {count}, {share:.1f} % of parameters"
@@ -63,7 +61,6 @@ def weight_lines(assigned: Sequence[Assignment], dtypes: Iterable[torch.dtype], 
 
 def stage_ranks(world_size: int, stages: int, stage: int) -> range:
     """Ranks of pipeline stage `stage` of `stages`."""
-    # The pipeline is the outermost axis of TorchTitan's meshes.
     size = world_size // stages
     return range(stage * size, (stage + 1) * size)
 
@@ -210,7 +207,6 @@ def owner_loads(
     matrices, held = Counter[int](), Counter[int]()
     for parameter in owned:
         for rank, elements in held_elements(parameter).items():
-            # Experts of a stack count as matrices.
             matrices[rank] += 1 if parameter.ndim < 3 else -(-elements * len(parameter) // parameter.numel())
             held[rank] += elements * parameter.element_size()
     # From the plan: ranks without owned parameters may orthogonalize sharded experts.

@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_muon.titan.device import arrives_late
 
 LISTED = 5
-"""Limit on the parameters per rank in an error text."""
 
 
 class NormWatch:
@@ -33,7 +32,6 @@ class NormWatch:
 
     @property
     def is_late(self) -> bool:
-        """Whether a norm is known only in the next step."""
         return self._on_device
 
     def watch(self, step: int, norm: Tensor, local_norms: Tensor) -> None:

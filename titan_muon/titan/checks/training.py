@@ -32,7 +32,7 @@ class TrainingChecks:
         optimizers: optimizers with counted steps.
         parts: this rank's model parts.
         device: device of the training.
-        data_rank: this rank's place among data-parallel ranks.
+        data_rank: place among data-parallel ranks.
         token_group: ranks with different tokens; None for a single rank.
         tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
     """
@@ -88,7 +88,6 @@ class TrainingChecks:
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
     def add_inputs(self, inputs: Tensor) -> None:
-        """Add a batch of a reported step: token ids, int64 on the CPU."""
         self._inputs.add(inputs)
 
     def after_clip(self, step: int, norm: Tensor, local_norms: Tensor, *, counted: bool) -> list[str]:

@@ -34,7 +34,6 @@ def build_once(path: Path, *, load: Callable[[], T | None], build: Callable[[], 
         return loaded
     # A lock instead of a barrier works without torch.distributed and with a folder per node, and ends with its process.
     with _locked(path):
-        # Another process may have built the file in the meantime.
         loaded = load()
         if loaded is None:
             build()

@@ -22,7 +22,7 @@ _SECONDS_BETWEEN_MESSAGES = 10.0
 
 
 class DocumentTokenizer(Protocol):
-    """Tokenizer of a corpus. Tokenizers with other tokens for any text have another `fingerprint`."""
+    """Tokenizer of a corpus; `fingerprint` identifies the tokens of any text."""
 
     @property
     def fingerprint(self) -> str: ...
@@ -101,7 +101,6 @@ def _load(path: Path, name: str, vocab_size: int) -> Corpus | None:
         logger.warning("The corpus cached at %s is damaged (%s) and is built again", path, problem)
         return None
     if _stamp(tokens_path) != _checked_stamp(path):
-        # With a read-only cache, every process checks.
         with suppress(OSError), atomic(path.with_suffix(CHECKED)) as temporary:
             temporary.write_text(_stamp(tokens_path), encoding="utf-8")
     return Corpus(tokens, starts, text_bytes, name)

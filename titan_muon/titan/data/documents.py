@@ -19,10 +19,9 @@ from titan_muon.titan.data.cache import atomic, build_once, digest
 from titan_muon.titan.recipe import RecipeError
 from titan_muon.titan.recipe.sections import Data
 
-# Part of the index's name and of the digest: increment when the index, the digest or the split changes.
+# Part of the index's name and of the digest: increment when either or the split changes.
 _FORMAT = "2"
 MOST_REPLACED = 0.1
-"""A file with more characters outside of UTF-8 causes a warning."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +92,7 @@ class TextFile:
 
 
 class _Index(NamedTuple):
-    """Hashes of all documents.
-
-    Attributes:
-        digest: 32 hexadecimal digits of all names and contents.
-        keys: hash of each document's content, in reading order: uint64.
-    """
+    """Hashes of all documents: 32 hexadecimal digits over all names and contents, and each content's (uint64)."""
 
     digest: str
     keys: np.ndarray
@@ -121,7 +115,7 @@ class Documents:
     def all(self) -> tuple[TextFile, ...]:
         """Non-empty files, sorted by name. Raises RecipeError without files."""
         found = _python_files() if self.data.source == "python" else _matched_files(self.data.files)
-        # The order decides every batch, and the order of a folder listing depends on the file system.
+        # A folder's listing depends on the file system, and the order decides every batch.
         files = (TextFile(name, path, path.stat().st_size, self.data.text_key) for name, path in sorted(found.items()))
         kept = tuple(file for file in files if file.size > 0)
         if not kept:
@@ -187,8 +181,8 @@ class Documents:
     @cached_property
     def _split(self) -> tuple[np.ndarray, np.ndarray]:
         fraction, keys = self.data.validation_fraction, self._index.keys
-        # Split by content: added, removed or renamed documents move no other document, so that a run on more text does
-        # not train on the held-out documents of an earlier run.
+        # By content: other documents do not move a document, so a run on more text does not train on earlier held-out
+        # text.
         order = np.argsort(keys, kind="stable")
         held_out = 0
         if fraction > 0:
@@ -198,7 +192,6 @@ class Documents:
                     f"there is 1 ({self.all[0].path}). Split it into several files, or set "
                     "data.validation_fraction = 0 and validator.enable = false."
                 )
-            # With few documents, move the nearest one if all are on one side.
             held_out = min(max(int(np.count_nonzero(keys < fraction * 2.0**64)), 1), len(keys) - 1)
         return np.sort(order[held_out:]), order[:held_out]
 
@@ -224,7 +217,6 @@ def _python_files() -> dict[str, Path]:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: dict[str, Path] = {}
     for folder, folders, files in os.walk(root):
-        # Installed packages differ between machines.
         folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages", "__pycache__")]
         for file in files:
             path = Path(folder, file)

@@ -59,8 +59,7 @@ class PackedDataLoader(BaseDataLoader):
         documents, corpus = config.corpus.documents, config.corpus.open(tokenizer)
         data, side = documents.data, documents.validation if config.validation else documents.training
         self._blocks = TokenBlocks(corpus, side, seq_len, seed=None if config.validation else data.seed)
-        # Ranks read a single stream in turns of `local_batch_size`, so a run resumes at the next block on any number of
-        # ranks and with any batch size.
+        # Ranks read a single stream in turns, so a run resumes at the next block on any number of ranks.
         self._batch = local_batch_size
         self._first = dp_rank * local_batch_size
         self._stride = dp_world_size * local_batch_size
@@ -71,18 +70,16 @@ class PackedDataLoader(BaseDataLoader):
         self._end: int | None = None
         if config.validation or not config.infinite:
             self._end = self.available if config.sequences == -1 else min(config.sequences, self.available)
-        # Every rank takes equally many batches, so that no rank waits in a collective for ever. Filler blocks pad the
-        # last batches, so that no layout drops a block.
+        # Equally many batches on every rank, so that none waits in a collective for ever. Filler blocks pad the last
+        # batches.
         whole = math.lcm(self._stride, config.multiple)
         self.batches = None if self._end is None else -(-self._end // whole) * (whole // self._stride)
-        # Independent of ranks and batch size, which may change when a run continues.
         self.fingerprint = digest(corpus.digest, str(data.validation_fraction), str(data.seed), str(seq_len))
         if self.available < 1:
             raise RecipeError(_too_short(config.validation, self._blocks))
 
     def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """({"input", "positions"}, labels), each int64 (local_batch_size, seq_len); pinned with CUDA."""
-        # Every validation reads the same batches, so that losses are comparable.
         if self._rewinds:
             self._read = 0
         while self.batches is None or self._read < self.batches * self._stride:
@@ -93,12 +90,10 @@ class PackedDataLoader(BaseDataLoader):
 
     @property
     def blocks(self) -> int:
-        """Blocks read by all ranks together."""
         return self._read
 
     @property
     def position(self) -> int:
-        """Number of this rank's next block."""
         return self._read + self._first
 
     def state_dict(self) -> dict[str, Any]:
@@ -133,7 +128,7 @@ class PackedDataLoader(BaseDataLoader):
 
 
 def tokenizer_config(data: Data) -> BaseTokenizer.Config:
-    """Configuration of TorchTitan's tokenizer. Reads no file."""
+    """TorchTitan's tokenizer configuration. Reads no file."""
     if data.tokenizer == "bytes":
         return ByteTokenizer.Config()
     if data.tokenizer == "bpe":

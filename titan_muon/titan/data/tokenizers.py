@@ -122,7 +122,6 @@ class PretrainedTokenizer(HuggingFaceTokenizer):
 
     def document(self, text: str) -> list[int]:
         """Ids of the text between both marks; a tokenizer with a single mark uses it at both ends."""
-        # `encode` omits missing marks.
         ids = self.encode(text, add_bos=True, add_eos=True)
         before = [self.eos_id] if self.bos_id is None else []
         after = [self.bos_id] if self.eos_id is None else []

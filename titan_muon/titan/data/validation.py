@@ -35,7 +35,7 @@ class HeldOutValidator(Validator):
         at_once = self.dp_world_size * self.local_batch_size
         batch = at_once if config.global_batch_size == -1 else config.global_batch_size
         sequences = -1 if config.steps == -1 else config.steps * batch
-        # TorchTitan's validator counts batches per rank, so convert.
+        # Batches per rank, as TorchTitan's validator counts.
         self.config.steps = -(-sequences // at_once)
         if isinstance(self.dl_config, PackedDataLoader.Config):
             # A pipeline reads microbatches and would drop an incomplete last batch.
@@ -44,7 +44,7 @@ class HeldOutValidator(Validator):
 
     def _batches(self, sequences: int) -> int:
         """Batches per rank for `sequences`, or fewer if the held-out text is shorter."""
-        # Build the loader of a validation once before training, so that errors come early.
+        # Build a validation's loader before training, so that errors come early.
         loader = self.dl_config.build(
             dp_world_size=self.dp_world_size,
             dp_rank=self.dp_rank,

@@ -45,10 +45,10 @@ class MetaModel:
     """A recipe's model, or a pipeline stage, on `world_size` ranks.
 
     Attributes:
-        ranks: ranks of this stage; all ranks without pipeline parallelism.
+        ranks: of this stage.
         parameters: trained parameters by name, with the shards of the first rank, the largest.
         assigned: optimizer of each parameter, in the same order.
-        whole: optimizer of each parameter of the whole model.
+        whole: the same for the whole model.
         groups: parameter groups by optimizer.
         plan: None without Muon parameters.
         logit_bytes: QK-clip's all-reduce per step.
@@ -72,7 +72,7 @@ def smallest_world(recipe: Recipe) -> int:
     shard = max(degrees.data_parallel_shard_degree, 1)
     inner = degrees.context_parallel_degree * degrees.tensor_parallel_degree
     if degrees.data_parallel_shard_degree == -1:
-        # Expert parallelism divides the ranks of FSDP, context and tensor parallelism.
+        # Expert parallelism divides the ranks of FSDP, CP and TP.
         while (shard * inner) % degrees.expert_parallel_degree:
             shard += 1
     return degrees.data_parallel_replicate_degree * shard * inner * degrees.pipeline_parallel_degree
@@ -98,11 +98,10 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
     """
     check_layout(recipe, world_size)
     stages = recipe.parallelism.pipeline_parallel_degree
-    # Use training's own configuration, so that the dry run refuses the same recipes.
+    # The same configuration, so that training and dry run refuse the same recipes.
     config = trainer_config(recipe, Run(folder=recipe.dump_folder), world_size)
     ranks = stage_ranks(world_size, stages, stage)
     kind = this_device() if device is None else device
-    # Newton-Schulz rates of the device balance the owners.
     with _fake_world(world_size, ranks[0]), planning_for(kind):
         parts, size = _sharded_parts(config, world_size)
         parameters: dict[str, Tensor] = {
@@ -126,7 +125,7 @@ def build_meta_model(recipe: Recipe, world_size: int, device: str | None = None,
 
 @contextmanager
 def _fake_world(world_size: int, rank: int) -> Iterator[None]:
-    # The fake backend acts for all ranks. The first rank of the stage has the largest shard of every uneven parameter.
+    # The first rank of the stage has the largest shard of every uneven parameter.
     assert not dist.is_initialized(), "a dry run is a process of its own"
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -140,7 +139,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     """Model parts of this process's stage, and the size of the whole model."""
     spec = config.model_spec
     assert spec is not None, "the recipe names a model"
-    # The same order as in TorchTitan's trainer: creation needs the dtype and the degrees.
+    # In the order of TorchTitan's trainer: creation needs the dtype and the degrees.
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
     spec.model.update_from_config(config=config)
@@ -159,7 +158,7 @@ def _sharded_parts(config: MuonTrainer.Config, world_size: int) -> tuple[list[nn
     if not parallel_dims.pp_enabled:
         sharded: Any = spec.parallelize_fn(model, **options)
         if getattr(sharded, "enable_weight_tying", False):
-            # As TorchTitan does before initialization: under spmd_types, sharding splits a tied parameter into two.
+            # As TorchTitan does: under spmd_types, sharding splits a tied parameter into two.
             sharded.tok_embeddings.weight = sharded.lm_head.weight
         return [sharded], size
     assert spec.pipelining_fn is not None, "TorchTitan's decoders can be cut"

@@ -50,10 +50,9 @@ def report(
         verbose: print the recipe with all defaults.
         html: file for a page with the timeline.
 
-    Raises:
-        RecipeError: like training, or for a file that cannot be written.
+    Raises RecipeError like training, or for a file that cannot be written.
     """
-    # Compute everything before printing, so that a refused recipe shows only its error.
+    # First, so that a refused recipe shows only its error.
     parts = dry_run(recipe, world_size, device)
     world, kind = parts[0].meta.world_size, parts[0].kind
     if verbose:

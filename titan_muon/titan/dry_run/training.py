@@ -24,7 +24,7 @@ LOGIT_BYTES = 10
 RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0, "memory_budget": 0.5}
 """Share of forward's products that backward recomputes. Selective checkpointing keeps every second product."""
 ROW_PARALLEL = (".wo.weight", ".w2.weight", ".o_proj.weight", ".down_proj.weight")
-"""Linear layers with outputs that tensor parallelism does not shard before their reduction."""
+"""Linear layers with unsharded outputs under tensor parallelism, before the reduction."""
 
 
 class ModelSize(NamedTuple):
@@ -48,7 +48,7 @@ class PassMemory:
     Attributes:
         activations: kept for backward, and the recomputed ones of a layer.
         logits: logits and their gradient.
-        gathered: unsharded parameters of this layer, the next layer and the head.
+        gathered: unsharded parameters of two layers and the head.
     """
 
     activations: int
@@ -65,7 +65,7 @@ class Training:
     """Estimate of forward and backward in a step on a rank.
 
     Attributes:
-        passes: forward and backward passes per step.
+        passes: per step.
         tokens: per step over all ranks.
         compute: seconds of matrix products.
         fsdp: seconds of FSDP's collectives, overlapped with `compute`.
@@ -123,7 +123,7 @@ class _Degrees:
 def training_of(
     recipe: Recipe, world: int, size: ModelSize, stage: Sequence[Assignment], machine: MachineRates
 ) -> Training:
-    """Estimate for a pipeline stage with these parameters.
+    """Estimate for a pipeline stage.
 
     FLOPs are TorchTitan's count. Activations are the inputs and outputs of linear layers that checkpointing keeps; a
     test compares them with a rehearsal (docs/rehearsal.md).
@@ -195,7 +195,7 @@ def _layers(stage: Sequence[Assignment]) -> list[list[Assignment]]:
 
 
 def _width(layer: Sequence[Assignment]) -> int:
-    """Width of the residual stream: the side that most matrices share."""
+    """Width of the residual stream: the most common side."""
     sides = [side for a in layer for side in set(a.shape[-2:])]
     return max(set(sides), key=lambda side: (sides.count(side), -side))
 
@@ -232,7 +232,7 @@ def _link(machine: MachineRates, ranks: int) -> Link:
 def _fsdp_seconds(
     recipe: Recipe, degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, passes: int
 ) -> float:
-    """Seconds of gathers for forward and backward, and of gradient reductions."""
+    """Seconds of gathers and of gradient reductions."""
     gathered = TORCH_DTYPE_MAP[recipe.training.mixed_precision_param].itemsize
     reduced = TORCH_DTYPE_MAP[recipe.training.mixed_precision_reduce].itemsize
     again = 1 if recipe.parallelism.fsdp_reshard_after_forward == "never" else 2
@@ -251,7 +251,7 @@ def _fsdp_seconds(
 
 
 def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int) -> float:
-    """Seconds of sequence parallelism per layer: two gathers and two reductions of hidden states, in each direction."""
+    """Seconds of sequence parallelism: two gathers and two reductions per layer, in each direction."""
     ranks, link = degrees.tensor, _link(machine, degrees.tensor)
     sent = sum(8 * 2 * tokens * _width(layer) for layer in _layers(stage)) * (ranks - 1) / ranks
     return sent / link.bandwidth
@@ -260,7 +260,7 @@ def _tensor_seconds(degrees: _Degrees, stage: Sequence[Assignment], machine: Mac
 def _expert_seconds(
     degrees: _Degrees, stage: Sequence[Assignment], machine: MachineRates, tokens: int, size: ModelSize
 ) -> float:
-    """Seconds of the all-to-alls of routed tokens, in forward and backward."""
+    """Seconds of the all-to-alls of routed tokens."""
     ranks, link = degrees.experts, _link(machine, degrees.experts)
     sent = 0.0
     for layer in _layers(stage):

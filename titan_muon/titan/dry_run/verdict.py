@@ -1,4 +1,4 @@
-"""The verdict of a dry run: whether memory suffices, and the cost of Muon over AdamW in a training step."""
+"""The verdict of a dry run: whether memory suffices, and Muon's cost over AdamW."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Verdict:
     Attributes:
         training: forward and backward.
         muon: seconds of Muon's step, of the device or the host, whichever takes longer.
-        others: seconds of AdamW for the parameters outside of Muon.
+        others: seconds of AdamW outside of Muon's parameters.
         adamw: seconds of AdamW for all parameters.
         memory: between steps, and buffers of the step.
         communicators: bytes of CUDA and NCCL.
@@ -102,7 +102,7 @@ def verdict_of(
 
 
 def _communicator_bytes(meta: MetaModel, recipe: Recipe, machine: MachineRates) -> int:
-    """Bytes of CUDA and NCCL: a communicator per mesh axis and Muon group, more for all-to-alls."""
+    """Bytes of CUDA and NCCL, more for all-to-alls."""
     if meta.world_size == 1:
         return machine.communicators.context
     degrees = recipe.parallelism

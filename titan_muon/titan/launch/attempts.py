@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LOOKS = 0.02
 
 def lasting_store(timeout: timedelta) -> dist.Store | None:
     """Store of torchrun's agent, which outlives this process; None under another launcher."""
-    # The variable says that MASTER_PORT is the agent's port, not a port for rank 0.
+    # MASTER_PORT is the agent's port.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         return None
     store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
@@ -30,8 +30,8 @@ def store_of_attempt(lasting: dist.Store, rank: int, world_size: int, timeout: t
     return dist.PrefixStore(f"attempt-{number}", lasting)
 
 
-# TORCHELASTIC_RESTART_COUNT does not count restarts because of another node. So rank 0 numbers the attempt. All
-# processes of an attempt end before the next attempt, so a late process belongs to the newest.
+# Rank 0 numbers the attempt, because TORCHELASTIC_RESTART_COUNT ignores restarts because of another node. A late
+# process belongs to the newest attempt: an attempt's processes end before the next.
 
 
 def _gather_ranks(meeting: dist.Store, world_size: int, timeout: timedelta) -> int:

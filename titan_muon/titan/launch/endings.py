@@ -1,7 +1,7 @@
 """Final endings of a job, a refusal or a divergence, in torchrun's error files.
 
-torchrun prints an error file's message in the summary, and restarts all processes under `--max-restarts`. Imports no
-torch, so that a process of a later attempt ends at once.
+torchrun prints an error file's message, and restarts all processes under `--max-restarts`. No torch import, so that a
+process of a later attempt ends at once.
 """
 
 import json
@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 ENDED = "titan_muon_ended"
-"""Key of a final ending in an error file: message and exit code."""
 
 
 def record_end(message: str, code: int, *, first: bool) -> None:

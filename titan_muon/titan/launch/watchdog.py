@@ -22,8 +22,8 @@ import torch.distributed as dist
 from titan_muon.titan.fault import RunFault
 from titan_muon.titan.recipe import RecipeError
 
-# Heartbeat every timeout / 40, at most 2.5 s; a rank is silent after 6 missed beats, so late ranks are known before 98
-# % of the time-out. Not more often, because all ranks of a cluster use a single store.
+# A rank is silent after 6 missed heartbeats, so late ranks are known before 98 % of the time-out. At most a heartbeat
+# per 2.5 s, because all ranks of a cluster use a single store.
 INTERVAL_SHARE, LONGEST_INTERVAL = 1 / 40, 2.5
 BEATS_TO_BE_SILENT = 6
 NAMING_SHARE = 0.8
@@ -36,15 +36,7 @@ FAILED = "failed"
 
 @dataclass(frozen=True)
 class Sign:
-    """State of a rank.
-
-    Attributes:
-        host: host name.
-        pid: process id.
-        stage: number of advances, two per step.
-        beat: number of heartbeats.
-        ended: whether the rank has finished.
-    """
+    """State of a rank. `stage`: number of advances, two per step. `beat`: number of heartbeats."""
 
     host: str
     pid: int
@@ -64,14 +56,8 @@ class Sign:
 class Watchdog:
     """Context in which this rank reports progress and looks for late ranks.
 
-    After an internal error the threads keep watch, because this process or others may hang.
-
-    Args:
-        store: store of all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        first_timeout: time-out of collectives until the end of the first step, in seconds.
-        timeout: time-out of collectives after the first step, in seconds.
+    After an internal error the threads keep watch, because this process or others may hang. Time-outs of collectives
+    are in seconds, `first_timeout` until the end of the first step.
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, *, first_timeout: float, timeout: float) -> None:
@@ -121,12 +107,11 @@ class Watchdog:
         self._moved = time.monotonic()
 
     def finish(self) -> None:
-        """Report the end of training: from now on a lost store is no fault, because its process may end first."""
+        """Report the end of training: from now on a lost store is no fault."""
         self._done = True
 
     @property
     def timeout(self) -> float:
-        """Current time-out of collectives, in seconds."""
         return self._first_timeout if self._stage < 2 else self._timeout
 
     @property
@@ -168,7 +153,6 @@ class Watchdog:
         checkpoint. Otherwise the store belongs to a rank, and collectives would wait in vain.
         """
         under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-        # Ranks lose the store in turn at the end of training.
         if self._closed.wait(GRACE_SECONDS) or self._done or self._failing:
             return
         if under_torchrun:
@@ -204,7 +188,7 @@ class Watchdog:
                 os._exit(1)
 
     def _name_first_failure(self, error: BaseException) -> None:
-        """Report this rank's failure to the store. Print the first failed rank, if the error is a consequence."""
+        """Report this rank's failure. Print the first failed rank, if the error is a consequence."""
         try:
             first = self._store.compare_set(FAILED, "", str(self._rank)).decode()
         except RuntimeError:
@@ -234,8 +218,8 @@ class Watchdog:
     def _outlives_failure(self) -> bool:
         if self._failing or not self._store.check([FAILED]):
             return False
-        # A rank without a wait for peers would take the launcher's SIGTERM for a stop request after the step, and the
-        # launcher would wait for half a minute.
+        # Otherwise this rank would take the launcher's SIGTERM for a stop request, and the launcher would wait half a
+        # minute.
         self._peer_failed = min(self._peer_failed, time.monotonic())
         return time.monotonic() - self._peer_failed > GRACE_SECONDS
 
@@ -252,14 +236,13 @@ class Watchdog:
         signs = {rank: Sign.decode(self._store.get(_key(rank)).decode()) for rank in beats}
         silent = [sign for rank, sign in signs.items() if sign.beat == beats[rank]]
         for sign in silent:
-            # A stopped process does not receive SIGTERM, and the launcher would wait for half a minute.
+            # A stopped process ignores SIGTERM, and the launcher would wait half a minute.
             if sign.host == socket.gethostname() and is_sibling(sign.pid):
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(sign.pid, signal.SIGKILL)
         return bool(silent)
 
     def _look(self) -> tuple[dict[int, Sign], set[int]]:
-        """Signs of all known ranks, and the silent ranks."""
         before = self._signs()
         for _ in range(BEATS_TO_BE_SILENT):
             self._closed.wait(self._interval)

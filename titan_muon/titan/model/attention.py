@@ -33,8 +33,7 @@ class DenseMaskAttention(FlexAttention):
     `share_dense_mask` converts FlexAttention's BlockMask to the DenseMask of all layers.
     """
 
-    # A subclass, because TorchTitan gives only a FlexAttention the mask of packed documents, and context parallelism
-    # with gathered keys and values and a sharded mask.
+    # A subclass, because TorchTitan gives document masks and context parallelism only to FlexAttention.
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlexAttention.Config):
@@ -74,7 +73,7 @@ class DenseMaskAttention(FlexAttention):
 
 
 def share_dense_mask(model: nn.Module) -> None:
-    """Compute the DenseMask once per forward of `model`, for all DenseMaskAttention layers."""
+    """Compute the DenseMask once per forward of `model`."""
     # As an argument of the forward, no other batch can get the mask.
     if any(isinstance(module, DenseMaskAttention) for module in model.modules()):
         model.register_forward_pre_hook(_densify, with_kwargs=True)
@@ -93,7 +92,7 @@ def use_attention(model_config: Decoder.Config, choice: str, on_cpu: bool) -> No
     """Set the inner attention of every layer to `choice`, a value of `model.attention`.
 
     `auto`: `dense` on the CPU, otherwise `flex`. Raises RecipeError for an unknown choice, and for `flex` and `varlen`
-    on the CPU, where PyTorch has no backward for them.
+    on the CPU, where they have no backward.
     """
     if choice == "auto":
         choice = "dense" if on_cpu else "flex"

@@ -1,8 +1,8 @@
-"""Inner attentions that record each head's largest logit.
+"""Inner attentions that record each head's largest logit, without computing logits twice.
 
 `flex` returns the largest logit, and so does `dense` on GPUs and with different sizes of queries and values (latent
 attention). `varlen`, and `dense` otherwise, return the kernel's log-sum-exp: an upper bound, larger by at most the
-logarithm of the number of visible keys. Masked pairs do not count. Logits are never computed twice.
+logarithm of the number of visible keys. Masked pairs do not count.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,7 @@ class LogitObserver:
 
     def keep_in(self, logits_max: torch.Tensor) -> None:
         """Set the buffer of the maxima: (heads,), float32. The buffer's owner resets it to -inf."""
-        # A buffer, because a pipeline stage first runs on uninitialized memory to infer shapes, and PyTorch restores
-        # only buffers. Not persistent: checkpoints do not need the maxima.
+        # A buffer, because a pipeline stage first runs on uninitialized memory, and PyTorch restores only buffers.
         self.register_buffer("logits_max", logits_max, persistent=False)
 
     def keep(self, logits: torch.Tensor) -> None:
@@ -65,7 +64,6 @@ class ObservedDenseAttention(LogitObserver, DenseMaskAttention):
             out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=bias, scale=scale)
             self.keep(lse)
             return out
-        # Plain attention with the logits in memory, like PyTorch's math backend.
         if enable_gqa:
             k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -145,4 +143,3 @@ OBSERVED = {
     FlexAttention.Config: ObservedFlexAttention.Config,
     VarlenAttention.Config: ObservedVarlenAttention.Config,
 }
-"""Recording variant by inner attention."""

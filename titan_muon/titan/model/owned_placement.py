@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import Seen, see
-from titan_muon.assignment.rules import Assignment, assign, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -51,7 +51,6 @@ def owned(parallelize_fn: Parallelize, recipe: Recipe) -> Parallelize:
 
 
 def _shard(recipe: Recipe, apply: Callable[..., None], model: nn.Module, dp_mesh: DeviceMesh, **options: Any) -> None:
-    # The arguments of TorchTitan's apply_fsdp_to_decoder.
     if options["dp_mesh_dims"] is not None:
         raise RecipeError(
             f"placement.muon = 'owned' needs parallelism.spmd_backend = 'partial_dtensor', not "
@@ -74,7 +73,6 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _owner_mesh(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
-    """FSDP2's mesh, or a flattened mesh if an owner serves all replicas."""
     replicas = recipe.placement.replicas
     if replicas is None:
         # An owner given by rank is a place on the FSDP axis. Pipeline stages have separate groups.
@@ -156,8 +154,7 @@ def _cuts_experts(dp_mesh: DeviceMesh, options: dict[str, Any]) -> Callable[[int
 
 def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
     """Newton-Schulz FLOPs on a type of device, by shape."""
-    # Use the run's algorithm, because another cost would unbalance the owners: the Gram iteration is cheaper for wide
-    # matrices.
+    # The run's algorithm: another cost would unbalance the owners.
     muon = recipe.muon
     steps = iteration(muon.ns_coefficients, muon.ns_steps, muon.eps).steps
     machine = planning_machine(recipe.machine, device)
@@ -167,8 +164,6 @@ def _flops(recipe: Recipe, device: str) -> Callable[[int, int], int]:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Owner rules of owned parameters, parameters of other optimizers, and splits."""
-
     owners: Mapping[nn.Parameter, Owner]
     elementwise: Collection[nn.Parameter]
     split: Sequence[Split]
@@ -177,13 +172,13 @@ class _Choice:
 def _choice(
     recipe: Recipe, model: nn.Module, layers: Iterable[nn.Module], cuts_experts: Callable[[int], bool]
 ) -> _Choice:
-    # Parameters outside of the layers stay sharded, because `own` gathers layer by layer.
+    # `own` gathers layer by layer, so other parameters stay sharded.
     inside = {parameter for layer in layers for parameter in layer.parameters()}
     named = {canonical_fqn(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     config = optimizer_config(recipe)
     # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     kept = _unread_stacks(recipe) is not None

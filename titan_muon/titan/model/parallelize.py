@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 registry.placements.register("owned", owned)
 
 MASK_BLOCK = 128
-"""Block size of FlexAttention's mask in tokens, torch's default."""
 
 
 def with_placement(spec: "ModelSpec", recipe: Recipe) -> "ModelSpec":

@@ -96,7 +96,7 @@ def wrap_pipelining(pipelining_fn: Callable[..., Any], recipe: Recipe) -> Callab
 def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.device | None = None) -> None:
     """Give a pipeline stage the initial values of `whole`, the model on the meta device.
 
-    Draws the whole model in order and drops the values of other stages. Initializers must draw for meta tensors on the
+    Draws the whole model in order and drops other stages' values. Initializers must draw for meta tensors on the
     default device, as `models.common`'s do.
     """
     device = next(part.parameters()).device
@@ -106,10 +106,8 @@ def init_within(whole: nn.Module, part: Any, seed: int, *, buffer_device: torch.
             complete.get_submodule(name).update(module)
         else:
             setattr(complete, name, module)
-    # TorchTitan seeds each stage differently, so initial values would depend on the pipeline degree. The stage's seed
-    # continues afterwards.
+    # TorchTitan seeds each stage differently. Draw with the recipe's seed, then continue with the stage's.
     with forked_rng(device), device:
         torch.manual_seed(seed)
         complete.init_weights(buffer_device=buffer_device)
-    # The partial holds the whole model's modules.
     del part.init_weights

@@ -115,5 +115,5 @@ def qk_clip_lines(section: sections.QKClip, sent: int, world_size: int) -> Itera
 
 
 def reduced_bytes(model: Decoder.Config) -> int:
-    """Bytes of QK-clip's collective per step: float32 for each head of each layer."""
+    """Bytes of QK-clip's collective per step: float32 per head."""
     return sum(layer.attention.n_heads for layer in model.layers) * torch.float32.itemsize

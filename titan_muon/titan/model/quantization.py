@@ -36,7 +36,6 @@ def check_float8(section: Float8, capability: tuple[int, int] | None, *, amd: bo
     asked = [key for key in ("linear", "experts") if getattr(section, key)]
     if not asked:
         return
-    # TorchTitan's check is later and does not name the key.
     key = f"float8.{asked[0]}"
     if not torchao:
         raise RecipeError(f"{key} = true needs the package torchao (0.9 or newer); install it, or set {key} = false")

@@ -78,7 +78,6 @@ class Monitor:
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the weights; called before the optimizers' step."""
         self._before = {name: local(p).detach().clone() for name, p in self._trained()}
         self._decayed = {matrix.name: matrix.decayed() for matrix in self._sampled}
 
@@ -139,7 +138,6 @@ class Monitor:
         return record
 
     def _add_momentum(self, into: Tensor, momentum: Tensor, number: int, share: float) -> None:
-        """Add the square of a parameter's momentum to its entry, or of a stack's matrices to their entries."""
         own, start = local(momentum).detach(), self._offsets[number]
         if own.numel() == 0:
             return
@@ -187,7 +185,6 @@ def _role(assignment: Assignment) -> str:
 
 
 def _offsets(assignments: Sequence[Assignment]) -> list[int]:
-    """First index of each parameter in the list of all matrices, and the list's length."""
     offsets = [0]
     for assignment in assignments:
         offsets.append(offsets[-1] + (assignment.shape[0] if len(assignment.shape) == 3 else 1))

@@ -10,7 +10,6 @@ from titan_muon.titan.recipe.schema import refuse, values
 from titan_muon.titan.recipe.sections import AdamW, Recipe, Rule
 from titan_muon.titan.recipe.toml import RecipeError, value_text
 
-# Read from the fields, like the ranges of Muon and of docs/options.md.
 CONSTRAINTS: Mapping[str, Constraint] = dict(constraints(Recipe)) | {
     f"{table}.{key}": constraint
     for table, kind in get_type_hints(Recipe).items()
@@ -108,7 +107,7 @@ RELATIONS = (
         "1 or more, because training.global_batch_size = -1",
         lambda recipe: recipe.training.local_batch_size != -1 or recipe.training.global_batch_size != -1,
     ),
-    # Parts of the dataset end at different times per rank, and the first rank would wait for ever.
+    # A dataset's parts end at different times, and the first rank would wait for ever.
     Relation(
         "validator.steps",
         '1 or more, because data.source = "hf"',
@@ -165,7 +164,6 @@ RELATIONS = (
     # A replayed graph calls no hooks.
     _overlaps("training.disable_cuda_graphs = false", lambda recipe: recipe.training.disable_cuda_graphs),
     _held_by_bfloat16("adamw"),
-    # `python` and `files` are memory-mapped and need no workers.
     Relation(
         "data.num_workers",
         '0 only, unless data.source = "hf"',
@@ -270,7 +268,7 @@ def scheduled_steps(recipe: Recipe) -> int:
 
 
 def check(recipe: Recipe, sources: Mapping[str, str], file: str) -> None:
-    """Raise RecipeError for the first violation of a constraint or a relation.
+    """Raise RecipeError for the first violation.
 
     `sources`: file or command line by key; `file`: source of the other keys.
     """

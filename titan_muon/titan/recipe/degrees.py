@@ -86,7 +86,7 @@ def batch_problem(recipe: Recipe, world_size: int) -> str | None:
         problem = f"training.global_batch_size = {whole} is not accepted on {world_size} ranks; it takes"
         if training.local_batch_size == -1:
             return f"{problem} a multiple of the {ranks} data-parallel ranks."
-        # Offer the same batch first, because another batch gives another curve.
+        # The same batch first, because another batch gives another curve.
         keep = f" training.local_batch_size = {whole // ranks} (or -1) keeps it." if whole % ranks == 0 else ""
         product = f"training.local_batch_size x data-parallel ranks = {local} x {ranks} = {local * ranks}"
         return f"{problem} -1, or a multiple of {product}.{keep}"
@@ -104,7 +104,6 @@ def local_batch_size(recipe: Recipe, world_size: int) -> int:
     training = recipe.training
     if training.local_batch_size != -1:
         return training.local_batch_size
-    # A plan may have more ranks than the batch has sequences.
     return max(1, training.global_batch_size // data_ranks(recipe, world_size))
 
 

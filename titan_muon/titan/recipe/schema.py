@@ -137,8 +137,7 @@ def _convert_union(args: tuple[Any, ...], value: Any, key: str, source: str, acc
         try:
             return convert(kind, value, key, source)
         except RecipeError:
-            # `X | None`: the error of X may name an inner element. With several types, a single type's error would
-            # mislead.
+            # The error of X may name an inner element. With several types, a single type's error would mislead.
             if len(kinds) == 1:
                 raise
     raise refuse(source, key, value, accepted)

@@ -58,10 +58,10 @@ class Model:
     """Size of the family, by name in that module."""
 
     vocab_size: Annotated[int | None, COUNT] = None
-    """Rows of embedding and head; absent: the tokenizer's for `bytes` and `bpe`, the flavor's for `hf`."""
+    """Rows of embedding and head; absent: the tokenizer's, or the flavor's for `hf`."""
 
     hf_assets_path: str | None = None
-    """Folder of the model's Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
+    """Folder of Hugging Face files; last_save_in_hf writes the shards of its safetensors index."""
 
     attention: Literal["auto", "flex", "varlen", "dense"] = "auto"
     """Inner attention. `auto`: `flex` on GPUs, `dense` (SDPA with a document mask) on the CPU."""
@@ -75,13 +75,13 @@ class Data:
     """`python`: the standard library's source code. `files`: `data.files`. `hf`: TorchTitan's loader."""
 
     files: Annotated[tuple[str, ...], each(TEXT)] = ()
-    """Glob patterns for source `files`, from the working directory: text, `.jsonl` and `.parquet` files."""
+    """For source `files`: glob patterns of text, `.jsonl` and `.parquet` files."""
 
     text_key: Annotated[str, TEXT] = "text"
     """Field with the text in `.jsonl` and `.parquet` rows."""
 
     dataset: Annotated[str, TEXT] = "c4"
-    """TorchTitan's name of the dataset, for source `hf`."""
+    """For source `hf`: TorchTitan's name of the dataset."""
 
     dataset_path: str | None = None
     """For source `hf`: local folder or hub name instead of the dataset's path."""
@@ -94,16 +94,16 @@ class Data:
     """Vocabulary of `bpe`, special tokens included."""
 
     tokenizer_path: str | None = None
-    """Folder with `tokenizer.json`, for tokenizer `hf`."""
+    """For tokenizer `hf`: folder with `tokenizer.json`."""
 
     validation_fraction: Annotated[float, FRACTION] = 0.02
-    """Share of documents held out for validation, chosen by content, equal for every seed."""
+    """Share of documents held out, by content, equal for every seed."""
 
     seed: Annotated[int, NOT_NEGATIVE] = 0
     """Seed of the documents' order."""
 
     num_workers: Annotated[int, NOT_NEGATIVE] = 0
-    """Loader processes per rank, for source `hf`; 0 loads between steps."""
+    """For source `hf`: loader processes per rank; 0 loads between steps."""
 
     prefetch_factor: Annotated[int | None, COUNT] = None
     """Batches that a worker prefetches; absent: 2."""
@@ -112,7 +112,7 @@ class Data:
     """Keep workers between epochs."""
 
     pin_memory: bool = False
-    """Pin batches of source `hf`, so that copies to the GPU do not block the host."""
+    """For source `hf`: pin batches, so that copies to the GPU do not block the host."""
 
     cache: Annotated[str, LOCAL_FOLDER] = ".cache/titan_muon"
     """Folder of tokenized text and trained tokenizers."""
@@ -178,7 +178,7 @@ class Monitor:
     """Steps between measured steps; 0 measures nothing and costs nothing."""
 
     matrices: Annotated[int, COUNT] = 2
-    """Matrices with measured singular values; every rank gathers each of them twice."""
+    """Matrices with measured singular values; every rank gathers each twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,10 +202,10 @@ class ActivationCheckpoint:
     """With `memory_budget`: 0 keeps as little as `full`, 1 keeps all; the compiler chooses in between."""
 
     visualize_memory_budget_pareto: bool = False
-    """With `memory_budget`: plot time against memory for all budgets in the run's memory_budget_pareto; slow."""
+    """With `memory_budget`: plot time against memory in the run's memory_budget_pareto; slow."""
 
     force_recompute_mm_shapes_by_fqns: tuple[str, ...] = ("moe.router.gate",)
-    """With `selective`: recompute matrix products with the shapes of these modules."""
+    """With `selective`: recompute products with the shapes of these modules."""
 
     preserve_rng_state: bool = True
     """Recompute with the same random numbers."""
@@ -230,13 +230,13 @@ class Float8:
     """Grouped products of experts."""
 
     recipe_name: Literal["rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """Scales of linear layers: per row, or also with weight gradients in higher precision."""
+    """Scales per row, or also weight gradients in higher precision."""
 
     filter_fqns: Annotated[tuple[str, ...], each(TEXT)] = ("lm_head", "router.gate")
     """Excluded linear layers, by parts of their names; `auto_filter_small_kn` excludes slow sizes."""
 
     emulate: bool = False
-    """Emulate float8 products of linear layers, without float8 hardware."""
+    """Emulate linear layers, without float8 hardware."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +257,7 @@ class AdamW:
     """Decoupled weight decay, scaled by the learning rate."""
 
     state_dtype: StateDtype = "parameter"
-    """Dtype of both averages: the parameter's, or `bfloat16`, for betas up to 0.99; computed in float32."""
+    """Dtype of both averages; `bfloat16` for betas up to 0.99, computed in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,7 +271,7 @@ class Optimizer:
     """Implementation of AdamW. `auto`: `fused` on GPUs and `foreach` on the CPU."""
 
     offload: Literal["none", "state"] = "none"
-    """`state`: keep all optimizer states in pinned host memory; a step copies a part at a time to the device."""
+    """`state`: all optimizer states in pinned host memory; a step copies a part at a time to the device."""
 
     # "adamw" means all but Muon, so that other packages' optimizers are clipped by default.
     clip: Literal["adamw", "all", "none"] = "adamw"

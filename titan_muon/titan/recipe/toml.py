@@ -39,7 +39,6 @@ def read_file(path: Path) -> dict[str, Entry]:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> dict[str, Entry]:
-    # Resolved: relative paths may spell the same file differently.
     named = " -> ".join(map(str, (*chain, path)))
     if path.resolve() in [link.resolve() for link in chain]:
         raise RecipeError(f"{path}: the chain of bases is a cycle: {named}. Take one `base` out of it.")

@@ -25,10 +25,10 @@ class Training:
     """Batch, length and precision of the run."""
 
     local_batch_size: Annotated[int, at_least(1, but=-1)] = 8
-    """Sequences per data-parallel rank in a forward and backward; -1: a rank's share of global_batch_size."""
+    """Sequences per data-parallel rank in a pass; -1: a rank's share of global_batch_size."""
 
     global_batch_size: Annotated[int, at_least(1, but=-1)] = -1
-    """Sequences per optimizer step over all ranks, with gradient accumulation; -1: a local batch per rank."""
+    """Sequences per step over all ranks, with gradient accumulation; -1: a local batch per rank."""
 
     seq_len: Annotated[int, COUNT] = 2048
     """Tokens per sequence."""
@@ -43,7 +43,7 @@ class Training:
     """Dtype of parameters, gradients and optimizer states."""
 
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of parameters in forward and backward under FSDP."""
+    """FSDP's dtype of parameters in forward and backward."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Dtype of FSDP's gradient reduction."""
@@ -53,13 +53,13 @@ class Training:
 
     # TorchTitan's default fails with expert parallelism on GPUs.
     disable_cuda_graphs: bool = True
-    """No CUDA graphs in forward and backward (they exclude expert parallelism's standard all-to-all)."""
+    """No CUDA graphs (they exclude expert parallelism's standard all-to-all)."""
 
     gc_freq: Annotated[int, COUNT] = 50
     """Steps between garbage collections."""
 
     gc_debug: bool = False
-    """Collect garbage in every step and report reference cycles of tensors; slow."""
+    """Collect garbage in every step and report cycles of tensors; slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Parallelism:
     """Replicas of the sharded model (HSDP)."""
 
     data_parallel_shard_degree: Annotated[int, at_least(1, but=-1)] = -1
-    """Ranks per replica of the parameters (FSDP); -1: all ranks left by the other degrees."""
+    """Ranks per replica (FSDP); -1: all remaining ranks."""
 
     tensor_parallel_degree: Annotated[int, COUNT] = 1
     """Ranks that split each layer's matrix products (TP)."""
@@ -98,7 +98,7 @@ class Parallelism:
     """File with a custom schedule, for pipeline_parallel_schedule = PipelineScheduleMulti."""
 
     pipeline_parallel_layers_per_stage: Annotated[int | None, COUNT] = None
-    """Layers per stage; absent: a stage per rank, or two under schedules with several."""
+    """Layers per stage; absent: one stage per rank, or two under schedules with several."""
 
     pipeline_parallel_first_stage_less_layers: Annotated[int, NOT_NEGATIVE] = 1
     """Weight of the embedding in the split, in layers."""
@@ -116,7 +116,7 @@ class Parallelism:
     """Whether FSDP frees gathered parameters after forward."""
 
     enable_fsdp_symm_mem: bool = False
-    """FSDP communicates through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer."""
+    """FSDP through symmetric memory; NVIDIA GPUs of compute capability 9.0 or newer."""
 
     spmd_backend: Literal["auto", "partial_dtensor", "spmd_types"] = "auto"
     """TorchTitan's SPMD backend. `auto`: `partial_dtensor` before torch 2.14, then `spmd_types`."""
@@ -153,7 +153,7 @@ class Validator:
     """Steps between validations."""
 
     steps: Annotated[int, at_least(1, but=-1)] = 10
-    """Global batches of held-out text per validation, equal on every layout; -1: all of the text."""
+    """Global batches per validation, equal on every layout; -1: all of the text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,16 +189,16 @@ class Checkpoint:
     """Synchronous or asynchronous writing."""
 
     last_save_model_only: bool = False
-    """Write only the model at the last step: smaller, but the run cannot continue."""
+    """Write only the model at the last step; the run cannot continue."""
 
     last_save_in_hf: bool = False
-    """Write the model at the last step as Hugging Face safetensors; needs last_save_model_only."""
+    """Write the last step as Hugging Face safetensors; needs last_save_model_only."""
 
     export_dtype: Literal["float16", "bfloat16", "float32"] = "float32"
     """Dtype of a model-only checkpoint."""
 
     initial_load_path: Annotated[str | None, PATH_FROM_ROOT] = None
-    """Absolute path of a checkpoint to start a new run from."""
+    """Absolute path of a checkpoint for the start of a new run."""
 
     initial_load_model_only: bool = True
     """Load only the model from initial_load_path."""
@@ -224,7 +224,7 @@ class Metrics:
     """Write TensorBoard events."""
 
     save_tb_folder: Annotated[str, INSIDE_RUN] = "tb"
-    """Folder of TensorBoard events inside the run's folder."""
+    """Folder inside the run's folder."""
 
     enable_wandb: bool = False
     """Write to Weights & Biases."""
@@ -267,7 +267,7 @@ class Comm:
     """Entries of NCCL's flight recorder; 0: off."""
 
     save_traces_folder: Annotated[str, INSIDE_DUMP] = "comm_traces"
-    """Folder inside dump_folder for the flight recorder's files, written when a collective hangs."""
+    """Folder inside dump_folder for the recorder's files, written when a collective hangs."""
 
     save_traces_file_prefix: Annotated[str, TEXT] = "rank_"
     """Prefix of these files; the rank follows."""
@@ -293,7 +293,7 @@ class Debug:
     """Route tokens round robin, for speed measurements only."""
 
     check_replicas: Annotated[int, NOT_NEGATIVE] = 100
-    """Steps between comparisons of replicated weights and states; 0 compares before each save only."""
+    """Steps between comparisons of replicas; 0 compares before each save only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,4 +334,4 @@ class Profiler:
     """Folder inside the run's folder."""
 
     memory_snapshot_max_entries: Annotated[int, COUNT] = 1_000_000
-    """Limit on the allocations in a snapshot, the latest."""
+    """Latest allocations in a snapshot."""

@@ -44,7 +44,7 @@ def checkpoint_path(folder: Path, step: int) -> Path:
 
 
 def saved_steps(folder: Path) -> list[int]:
-    """Steps of the checkpoints in a run's checkpoint folder, newest first, whole or not."""
+    """Steps of a run's checkpoints, whole or not, newest first."""
     if not folder.is_dir():
         return []
     names = (STEP_FOLDER.fullmatch(path.name) for path in folder.iterdir() if path.is_dir())
@@ -130,10 +130,9 @@ class RunCheckpoints(CheckpointManager):
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
         resume: str | None = None
-        """Whole checkpoint to continue from; None for a new run."""
+        """Checkpoint to continue from; None for a new run."""
 
         schedule: Mapping[str, Any] = field(default_factory=dict)
-        """Keys and values of `[lr_scheduler]`."""
 
     def __init__(self, config: Config, **kwargs: Any) -> None:
         self.resume = config.resume
@@ -196,7 +195,6 @@ class RunCheckpoints(CheckpointManager):
             raise RunFault(message[0])
 
     def _bytes_needed(self) -> int:
-        """Bytes of the newest checkpoint, or of the weights and states on all ranks."""
         folder = Path(self.folder)
         newest = self._newest_whole()
         if newest is not None:
@@ -211,12 +209,11 @@ class RunCheckpoints(CheckpointManager):
         return next((step for step in saved_steps(folder) if flaw(checkpoint_path(folder, step)) is None), None)
 
     def _not_saved(self, step: int, error: CheckpointException) -> RunFault:
-        """The error of a failed save, on every rank."""
         rank, (cause, _) = min(error.failures.items())
         reason = f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
         folder, newest = Path(self.folder), self._newest_whole()
         needed, free = self._bytes_needed(), free_bytes(folder)
-        # A full disk may cause any error of the writer, such as a wrong position in the file.
+        # A full disk may cause any error of the writer.
         if free < needed or is_disk_full(error):
             return RunFault(f"{full_disk(folder, step, needed, free, newest)} ({reason})")
         left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
@@ -273,14 +270,13 @@ class RunCheckpoints(CheckpointManager):
         if self.protected_until is not None:
             kept.update([step for step in steps if step <= self.protected_until][:1])
         stale = [checkpoint_path(folder, step) for step in steps if step not in kept]
-        # Remove a checkpoint that was set aside once all kept checkpoints are newer.
         asides = ((path, ASIDE_FOLDER.fullmatch(path.name)) for path in folder.iterdir())
         stale += [path for path, name in asides if name is not None and int(name[1]) < min(kept)]
         for path in stale:
             self.purge_queue.put(str(path))
 
     def _load(self, step: int = -1) -> bool:
-        # The run loads before training, to refuse a bad checkpoint early; TorchTitan's training loop loads again.
+        # Loaded before training, to refuse a bad checkpoint early; TorchTitan's loop loads again.
         if self._loaded:
             return False
         self._loaded = True
@@ -294,8 +290,7 @@ class RunCheckpoints(CheckpointManager):
                 self._continue_from(self.resume)
         except CheckpointException as error:
             raise RecipeError(_explain(source, error)) from error
-        # TorchTitan's schedules leave the loaded rates in the groups: the first step of an extended run would use the
-        # rate after the old end, 0.
+        # TorchTitan leaves the loaded rates in the groups: an extended run would take a step at the old end's rate, 0.
         for scheduler in self.states["lr_scheduler"]:
             for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
@@ -325,7 +320,7 @@ class RunCheckpoints(CheckpointManager):
 
 
 def check_optimizers(optimizers: HybridOptimizers, saved: Collection[str]) -> None:
-    """Raise RecipeError for the first parameter with another optimizer in the checkpoint with keys `saved`."""
+    """Raise RecipeError for the first parameter that another optimizer trained; `saved`: keys of the checkpoint."""
     takers = {assignment.fqn: assignment.optimizer for assignment in optimizers.assignments}
     for key in optimizers.state_dict():
         fqn, _, state = key.removeprefix("state.").rpartition(".")
@@ -363,7 +358,6 @@ def missing_values(optimizers: HybridOptimizers, missing: Collection[str]) -> It
 def check_data_ranks(loader: BaseDataLoader, saved: Collection[str]) -> None:
     """Raise RecipeError if another number of data-parallel ranks saved the state of TorchTitan's loader."""
     ranks = sum(DATA_RANK.fullmatch(key) is not None for key in saved)
-    # Positions in the documents depend on the number of ranks.
     if isinstance(loader, ParallelAwareDataloader) and ranks != loader.dp_world_size:
         raise RecipeError(
             f"data.source = 'hf': the checkpoint was reading on {ranks} data-parallel ranks, and this run has "

@@ -28,10 +28,8 @@ NOISE = (
     "Synchronizing and adjusting timeout",
     "Sleeping 2 seconds",
 )
-"""Beginnings of TorchTitan's redundant messages."""
 
 NOISY_WARNINGS = (
-    # torchrun sets this variable and TorchTitan changes the value.
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",
     "Error running lspci",
     # Without an index the model is a single file, as intended.
@@ -81,7 +79,7 @@ class _Useful(logging.Filter):
             return False
         if record.levelno != logging.WARNING or not dist.is_initialized():
             return rank == 0 or record.levelno > logging.WARNING
-        # A slow link or faulty GPU warns on its own rank only. Most other warnings are equal on all ranks.
+        # A slow link or faulty GPU warns on its own rank.
         if not _is_first(f"warnings/{hashlib.sha256(text.encode()).hexdigest()}"):
             return rank == 0
         if rank != 0:
@@ -90,15 +88,13 @@ class _Useful(logging.Filter):
 
 
 class _Formatter(logging.Formatter):
-    """The message, with the level from WARNING on."""
-
     def format(self, record: logging.LogRecord) -> str:
         text = super().format(record)
         return f"{record.levelname.lower()}: {text}" if record.levelno >= logging.WARNING else text
 
 
 def set_up_logging() -> None:
-    """Send the log to the console. TorchTitan logs to the root logger."""
+    """Send the log to the console."""
     # MoE routers request float32 autocast, which the CPU neither has nor needs.
     warnings.filterwarnings("ignore", message="In CPU autocast", category=UserWarning)
     # CPU models draw initial values without DTensor's generator (models/common.py).

@@ -88,11 +88,10 @@ def run(recipe: Recipe, overrides: tuple[str, ...] = ()) -> int:
         code = 1
         say_fault(error)
     except Exception:
-        # The exit may wait for collectives or threads without peers, and the launcher waits for the exit.
+        # The exit may wait for collectives without peers, and the launcher waits for the exit.
         signal.alarm(SECONDS_TO_EXIT)
         raise
-    # Not in a `finally`: after another error, ranks may still be in a collective, and destroying the group could wait
-    # for them.
+    # Not in a `finally`: after another error, destroying the group could wait for ranks in a collective.
     dist.destroy_process_group()
     # Otherwise the interpreter visits every object of PyTorch at exit, for seconds.
     gc.freeze()
@@ -125,7 +124,7 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     # Host messages use gloo: NCCL takes device tensors, and reading them waits for the whole queue.
     timeout = timedelta(seconds=recipe.comm.init_timeout_seconds)
     group = dist.new_group(backend="gloo", timeout=timeout) if world > 1 else None
-    # First, because ranks with other recipes may not meet in later collectives.
+    # First: ranks with other recipes may not meet in later collectives.
     check_start(start_facts(recipe), group)
     check_degrees(recipe, world)
     if compat.install():
@@ -138,7 +137,7 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
     with FolderLock() as lock, watch as watchdog:
         run = agree(recipe, group, lock, overrides, interrupted_run(lasting))
         if dist.get_rank() == 0:
-            # Before the first step, so that an attempt that ends early leaves its folder to the next.
+            # Before the first step, so that an early end leaves the folder to the next attempt.
             remember_run(lasting, run.folder)
         trainer = _prepare(recipe, run, group)
         if dist.get_rank() == 0:
@@ -146,8 +145,9 @@ def train(recipe: Recipe, overrides: tuple[str, ...] = (), lasting: dist.Store |
         # Groups of Muon and TorchTitan would keep PyTorch's 30 minutes.
         compat.set_timeouts(timeout)
         try:
-            with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
-                trainer.train(stop)
+            if trainer.step < trainer.config.training.steps:
+                with StopSignals(group, announce=dist.get_rank() == 0, on_progress=watchdog.advance) as stop:
+                    trainer.train(stop)
             watchdog.finish()
         finally:
             trainer.close()
@@ -158,7 +158,7 @@ def _raise_file_limit() -> None:
     """Raise this process's limit on open files.
 
     Each gloo group of all ranks has a socket per rank, and the usual limit is 1,024. The stop signal and asynchronous
-    checkpoints need a group each, because both run collectives at the same time, from two threads.
+    checkpoints need a group each, because both run collectives at the same time.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Not higher: some programs visit every possible file at their start.
@@ -174,6 +174,7 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
         trainer = trainer_config(recipe, run, dist.get_world_size()).build()
         assert trainer is not None, "a configuration builds its trainer"
         trainer.checkpointer.load()
+        _refuse_late_export(trainer, recipe)
     # TorchTitan raises these for bad configurations, without a key.
     except (ValueError, NotImplementedError) as error:
         if trainer is not None:
@@ -203,10 +204,19 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
     return trainer
 
 
+def _refuse_late_export(trainer: MuonTrainer, recipe: Recipe) -> None:
+    """Raise RecipeError if a finished run should be exported, because only a step that trains is."""
+    steps = trainer.config.training.steps
+    if recipe.checkpoint.last_save_in_hf and trainer.step >= steps:
+        raise RecipeError(
+            f"checkpoint.last_save_in_hf = true: step {trainer.step} of {steps} is done, and only a run that trains "
+            "exports. Continue from an earlier checkpoint (checkpoint.load_step), or raise training.steps."
+        )
+
+
 def _traced(error: Exception, run: Run) -> str:
-    """Text of an error with the traceback's file in the run's folder."""
     file, where = Path(run.folder) / TRACEBACK_FILE, traceback.extract_tb(error.__traceback__)[-1]
-    # Only the first rank writes: most errors of building are the same on all ranks.
+    # The first rank only: most errors of building are the same on all ranks.
     with suppress(OSError), file.open("x", encoding="utf-8") as stream:
         stream.write("".join(traceback.format_exception(error)))
     return f"{where.filename}:{where.lineno}; traceback in {file}"
@@ -219,9 +229,10 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if run.checkpoint is not None:
         say(f"continuing after step {trainer.step}, from {run.checkpoint}")
     if trainer.step >= steps:
-        say(f"nothing to do: step {trainer.step} of {steps} is done; raise training.steps to go on")
-        if recipe.checkpoint.last_save_in_hf:
-            say("warning: nothing is exported (checkpoint.last_save_in_hf): an export is saved with the last step")
+        say(
+            f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
+            f"python scripts/evaluate.py {run.source} gives the held-out loss, scripts/sample.py writes text"
+        )
     else:
         world = dist.get_world_size()
         ranks = "1 rank" if world == 1 else f"{world} ranks"
@@ -229,7 +240,7 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
 
 
 def _batch(trainer: MuonTrainer) -> str:
-    """Batch size as text, because runs with different batch sizes cannot be compared step by step."""
+    """Batch size as text: runs with different batch sizes cannot be compared step by step."""
     training, dims, passes = trainer.config.training, trainer.parallel_dims, trainer.gradient_accumulation_steps
     sequences = training.local_batch_size * dims.dp_replicate * dims.dp_shard * passes
     accumulated = f", in {passes} passes" if passes > 1 else ""
@@ -238,7 +249,7 @@ def _batch(trainer: MuonTrainer) -> str:
 
 @dataclass(frozen=True)
 class StageText:
-    """Report on the optimizers of a pipeline rank, for the console (`lines`) and the file (`full`)."""
+    """Report on a pipeline rank's optimizers, for the console (`lines`) and the file (`full`)."""
 
     lines: str
     full: str
@@ -272,7 +283,6 @@ def _in_words(trainer: MuonTrainer, recipe: Recipe, ranks: range) -> StageText:
 
 
 def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -> list[str]:
-    """Lines on parameters with another optimizer than in the continued run, or in the run before."""
     earlier = earlier_optimizers(run, recipe)
     if earlier is None:
         return []

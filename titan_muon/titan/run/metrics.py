@@ -72,19 +72,18 @@ class JsonLines(BaseLogger):
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars and the recipe as text and hyperparameters.
+    """Writes metrics as scalars, and the recipe as text and hyperparameters.
 
-    Losses are also written with tokens and with seconds in place of the step, as `loss_by_tokens/...` and
-    `loss_by_seconds/...`. The points of an earlier run are hidden from `first_step` on.
+    Also writes losses by tokens and by seconds, as `loss_by_tokens/...` and `loss_by_seconds/...`. Hides the points of
+    an earlier run from `first_step` on.
     """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
-        # A continued run repeats the steps after the checkpoint. Without `purge_step` TensorBoard would show both
-        # curves.
+        # A continued run repeats the steps after the checkpoint.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
         self.first_step = first_step
-        # `SummaryWriter.add_hparams` would write into a run of its own, without the losses. Without the summary of the
-        # experiment TensorBoard shows the hyperparameters of all runs, those that differ first.
+        # `SummaryWriter.add_hparams` would write into another run, without losses. Without the experiment's summary
+        # TensorBoard shows the hyperparameters of all runs, different ones first.
         _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
         self.writer._get_file_writer().add_summary(begin, first_step - 1)
         self._add_text("recipe", recipe)
@@ -94,10 +93,10 @@ class TensorBoard(BaseLogger):
         self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
 
     def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
-        """Write `texts` by tag, and again the losses of the records before `first_step`."""
+        """Write `texts` by tag, and the losses of the records before `first_step` again."""
         for tag, text in texts.items():
             self._add_text(tag, text)
-        # TensorBoard hides all points whose step is `first_step` or more, so tokens and seconds of earlier steps too.
+        # TensorBoard hides all points from step `first_step` on, so tokens and seconds of earlier steps too.
         for record in earlier:
             self._log_losses(record)
         self.writer.flush()
@@ -115,7 +114,7 @@ class TensorBoard(BaseLogger):
                     self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
 
     def conclude(self) -> None:
-        """Mark the run as a success, in the table of hyperparameters."""
+        """Mark the run as a success in the table of hyperparameters."""
         self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
@@ -145,7 +144,7 @@ class WandB(BaseLogger):
         self.inner.wandb.run.summary.update(dict(texts))
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
-        # Tokens and seconds are among the metrics, and W&B's charts take any metric as their x axis.
+        # W&B's charts take any metric as x axis, such as tokens and seconds.
         self.inner.log(dict(tagged(metrics)), step)
 
     def conclude(self) -> None:
@@ -199,16 +198,9 @@ class RunMetrics(MetricsProcessor):
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):
         total_steps: int
-        """Steps of the run, to estimate the end."""
-
         first_step: int = 1
-        """First step of this process."""
-
         seconds_before: float = 0.0
-        """Seconds of the run before this process."""
-
         recipe: str = ""
-        """The resolved recipe as TOML, for TensorBoard and W&B."""
 
     config: Config
     ntokens_since_last_log: int
@@ -256,13 +248,12 @@ class RunMetrics(MetricsProcessor):
         return loggers
 
     def describe(self, texts: Mapping[str, str], folder: str) -> None:
-        """Show texts about the run by tag on TensorBoard and W&B; called on every rank when `folder` has its files."""
+        """Show texts about the run by tag; called on every rank when `folder` has its files."""
         lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
         for board in self._boards:
             board.describe(texts, map(json.loads, lines))
 
     def should_log(self, step: int) -> bool:
-        """True for the first step, every `log_freq`-th step and the last step."""
         return step in (1, self.config.total_steps) or step % self.config.log_freq == 0
 
     @contextmanager
@@ -281,7 +272,6 @@ class RunMetrics(MetricsProcessor):
         return torch.tensor(gib * GIB, dtype=torch.float64)
 
     def start(self, step: int) -> None:
-        """Restart the counts of tokens and time after `step`."""
         self._last_step = step
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()
@@ -296,7 +286,7 @@ class RunMetrics(MetricsProcessor):
         grad_norm: float,
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
-        # TorchTitan's other numbers are learning rates by class, not by group, and tokens of this process only.
+        # TorchTitan's other numbers are learning rates by class, and tokens of this process only.
         self.report_step(global_avg_loss, grad_norm)
 
     def log_step(self, report: StepReport) -> None:
@@ -349,11 +339,9 @@ class RunMetrics(MetricsProcessor):
         print(f"ended after step {step}: loss {self.last_loss:.4f}{held_out}, {took}; {folder}", flush=True)
 
     def log_divergence(self, step: int, reason: str) -> None:
-        """Record a divergence; called on every rank."""
         self.logger.log({"diverged": reason}, step)
 
     def log_monitor(self, step: int, record: Mapping[str, Any]) -> None:
-        """Record a step's measurements; called on every rank."""
         self.logger.log({"monitor": record}, step)
 
     def log_validation(self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None) -> None:

@@ -62,8 +62,7 @@ def agree(
     """The run opened by rank 0, on every rank of `group` (all ranks, gloo; None for a single process).
 
     Rank 0 locks the run's folder with `lock`. `overrides`: keys set on the command line. `interrupted`: folder of an
-    earlier attempt of this job. Raises the errors of `open_run` on every rank, and RecipeError for a folder in use by
-    another job.
+    earlier attempt of this job. Raises as `open_run` on every rank, and RecipeError for a folder in use by another job.
     """
     flaws: dict[Path, str] = {}
     while True:
@@ -117,9 +116,7 @@ def open_run(
     """The run requested by `checkpoint.load`. Creates the folder of a new run, and changes nothing else.
 
     `overrides`: keys of the command line, for the name. `flaws`: damaged checkpoints. `folder`: instead of a new
-    folder.
-
-    Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
+    folder. Raises RecipeError if no run can continue from the folder or step of `checkpoint.load`.
     """
     runs = Path(recipe.dump_folder).resolve() / recipe.name
     start = _source(recipe, runs, flaws)
@@ -132,10 +129,10 @@ def open_run(
     source, step = start
     checkpoints = source / recipe.checkpoint.folder
     checkpoint = checkpoint_path(checkpoints, step)
-    # Without the trainer's state, steps start from 0: a new run in a new folder.
+    # Without the trainer's state, steps start from 0.
     if "train_state" in recipe.checkpoint.exclude_from_loading:
         return Run(str(new_folder()), str(source), str(checkpoint))
-    # A run from an earlier step gets a new folder, so that later results are not overwritten.
+    # A new folder, so that later results are not overwritten.
     later = (checkpoint_path(checkpoints, other) for other in _later(checkpoints, step))
     goes_back = any(_flaw(path, flaws) is None for path in later)
     _, seconds = read_until(source / METRICS_FILE, step)
@@ -147,10 +144,11 @@ def _flaw(checkpoint: Path, flaws: Flaws) -> str | None:
 
 
 def _open_again(recipe: Recipe, overrides: tuple[str, ...], folder: str, flaws: Flaws) -> Run:
-    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`. Without a checkpoint of that
-    attempt, the run starts like `open_run`, in the same folder.
+    """The run in `folder` of an earlier attempt of this job, for any `checkpoint.load`.
+
+    Without a checkpoint, the run starts like `open_run`, in the same folder.
     """
-    # Load all states, because the checkpoint is the job's own.
+    # All states, because the checkpoint is the job's own.
     own = replace(recipe.checkpoint, load=folder, load_step=-1, exclude_from_loading=())
     if recipe.checkpoint.enable:
         with contextlib.suppress(RecipeError):
@@ -167,7 +165,6 @@ def begin(run: Run, recipe: Recipe) -> None:
     folder = Path(run.folder)
     _write_recipe(folder, to_toml(recipe), run.step)
     (folder.parent / LATEST_FILE).write_text(folder.name + "\n", encoding="utf-8")
-    # An earlier attempt may have left files of repeated steps.
     source = folder if run.source is None else Path(run.source)
     if source.joinpath(METRICS_FILE).is_file() or run.source is not None:
         # The reporter's file, and a file per rank under metrics.save_for_all_ranks.
@@ -224,7 +221,7 @@ def changes_text(run: Run, recipe: Recipe) -> str:
 
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:
-    """`optimizers.txt` of the continued run, or of the newest earlier run with the same model; None without one."""
+    """`optimizers.txt` of the continued run, or of the newest run with the same model; None without one."""
     folder = Path(run.folder)
     if run.source is not None:
         earlier = [Path(run.source)]
@@ -244,7 +241,6 @@ def _has_model(folder: Path, recipe: Recipe) -> bool:
 
 def discard(run: Run) -> None:
     """Remove the new folder of a run that could not begin; called on rank 0."""
-    # A folder with a recipe belongs to a run that has begun.
     if run.source != run.folder and not Path(run.folder, RECIPE_FILE).is_file():
         shutil.rmtree(run.folder, ignore_errors=True)
 
@@ -264,7 +260,7 @@ def _source(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | None
 def _named_run(recipe: Recipe, folder: Path, flaws: Flaws) -> tuple[Path, int]:
     load = f"checkpoint.load = {recipe.checkpoint.load!r}"
     if folder.name == LATEST_FILE and folder.is_file():
-        # `latest` holds a folder's name, because run folders have characters that shells treat specially.
+        # Run folders have characters that shells treat specially, so `latest` holds a name.
         folder = folder.with_name(folder.read_text(encoding="utf-8").strip())
     if not folder.is_dir():
         raise RecipeError(f'{load}: no such folder; it takes "none", "latest" or a run\'s folder')
@@ -287,7 +283,7 @@ def _latest_run(recipe: Recipe, runs: Path, flaws: Flaws) -> tuple[Path, int] | 
     step = recipe.checkpoint.load_step
     if step != -1:
         raise RecipeError(f"checkpoint.load_step = {step}: no run in {runs} has a checkpoint of that step")
-    # No error, because a job submitted with `latest` has a first start too.
+    # No error: a job submitted with `latest` has a first start too.
     reason = f"no run in {runs} has a whole checkpoint"
     if others:
         reason = f"no run of this experiment has a whole checkpoint. {others[0]}; name the folder to continue it"
@@ -349,7 +345,6 @@ def _new_folder(runs: Path, recipe: Recipe, overrides: tuple[str, ...]) -> Path:
 
 def run_folders(runs: Path) -> list[Path]:
     """Folders of a recipe's runs, newest first."""
-    # Sorted by time, not by the differences.
     folders = (path for path in runs.glob("*") if path.is_dir())
     return sorted(folders, key=lambda path: path.name.partition("_")[0], reverse=True)
 

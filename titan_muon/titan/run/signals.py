@@ -1,7 +1,6 @@
 """Ctrl-C and SIGTERM end a run after the current step, at the same step on every rank.
 
-Signals reach the ranks at different times. So every rank starts an all-reduce of a stop flag at the beginning of a
-step and reads the result at the end, hidden behind the step.
+Every rank starts an all-reduce of a stop flag at the beginning of a step and reads the result at the end.
 """
 
 import os
@@ -77,7 +76,7 @@ class StopSignals:
             self._work = dist.all_reduce(self._flag, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def stop_after_step(self) -> bool:
-        """Whether any rank had a stop request when this step began; equal on all ranks."""
+        """Whether any rank had a stop request when this step began."""
         if self._work is not None:
             self._work.wait()
             self._work = None

@@ -34,7 +34,7 @@ class StepTimer:
         self._spans.append((name, start, now(self.device)))
 
     def drain(self) -> dict[str, float]:
-        """Seconds of each phase, over all steps since the last call; waits for the device's last event."""
+        """Seconds of each phase since the last call; waits for the device's last event."""
         spans, self._spans = self._spans, []
         # A stream completes events in order.
         if spans and isinstance(spans[-1][2], torch.Event):

@@ -44,13 +44,12 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 class MuonTrainer(Trainer):
     """TorchTitan's trainer with clipping by optimizer, timed phases and a stop request."""
 
-    # Overrides methods of TorchTitan's unchanged loop and step: a copy would miss special cases, such as the DTensor
-    # loss of tensor parallelism.
+    # Overrides methods of TorchTitan's loop and step. A copy would miss special cases, such as the loss of tensor
+    # parallelism.
 
     @dataclass(kw_only=True, slots=True)
     class Config(Trainer.Config):
         clip: Literal["adamw", "all", "none"] = "adamw"
-        """Gradients that `training.max_norm` clips; `adamw`: all but Muon's."""
 
         qk_clip: QKClipSection = field(default_factory=QKClipSection)
 
@@ -60,7 +59,6 @@ class MuonTrainer(Trainer):
         """Changes of the model's configuration before the model is made, in order."""
 
         check_replicas: int = 0
-        """Steps between comparisons of replicas; 0 compares before a save only."""
 
     config: Config
     optimizers: HybridOptimizers
@@ -119,7 +117,6 @@ class MuonTrainer(Trainer):
                 matrices=config.monitor.matrices,
             )
         self.compared = 0
-        """Step of the last comparison of replicas."""
 
     def _new_checks(self) -> TrainingChecks:
         dims = self.parallel_dims
@@ -136,7 +133,6 @@ class MuonTrainer(Trainer):
         )
 
     def _clip_logits(self) -> None:
-        """Register QK-clip's hooks: reduce logits before the optimizers' step, clip after the step."""
         model, section = self.model_config, self.config.qk_clip
         self.qk_clip = build_qk_clip(section, model, self.model_parts, self.parallel_dims, self.device)
         if (clip := self.qk_clip) is not None:
@@ -151,7 +147,7 @@ class MuonTrainer(Trainer):
             )
 
     def init_distributed(self) -> ParallelDims:
-        # TorchTitan would make a process group, and the run has one already.
+        # The run has a process group already.
         return ParallelDims.from_config(self.config.parallelism, dist.get_world_size())
 
     @property
@@ -213,7 +209,6 @@ class MuonTrainer(Trainer):
             )
 
     def _place(self) -> Place:
-        """This rank's place in the data before a step."""
         if not isinstance(self.dataloader, PackedDataLoader):
             return Place(UNKNOWN, UNKNOWN)
         first = (self.tokens + self.data_start) // self.config.training.seq_len
@@ -229,7 +224,6 @@ class MuonTrainer(Trainer):
         return super().should_continue_training() and not self.stopped
 
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
-        """TorchTitan's step, with this trainer's clipping, while the stop flag is reduced."""
         self.stop.begin_step()
         self.passes = 0
         self.reported = self.metrics_processor.should_log(self.step)
@@ -281,7 +275,7 @@ class MuonTrainer(Trainer):
             return super().forward_backward_step(**microbatches)
 
     def _clip_gradients(self) -> torch.Tensor:
-        """Replaces TorchTitan's clipping. Returns the norm of all gradients before clipping."""
+        """Norm of all gradients before clipping. Replaces TorchTitan's clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
             lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
@@ -296,7 +290,7 @@ class MuonTrainer(Trainer):
 
     @torch.no_grad()
     def _check_weights(self, step: int) -> None:
-        """Raise FloatingPointError on all ranks, before a save, if a weight or a gradient of Muon is not finite."""
+        """Raise FloatingPointError on all ranks, before a save, if a weight or gradient of Muon is not finite."""
         # A checkpoint with NaN would count as whole and replace good checkpoints.
         self._warn(self.checks.check_norm())
         self.optimizers.check_last_step()
@@ -312,7 +306,7 @@ class MuonTrainer(Trainer):
             )
 
     def _check_replicas(self, step: int) -> None:
-        """Raise RunFault on all ranks if replicated weights, states or hyperparameters differ between ranks."""
+        """Raise RunFault on all ranks if replicas of weights, states or hyperparameters differ."""
         if step == self.compared:
             return
         self.compared = step
@@ -334,7 +328,7 @@ class MuonTrainer(Trainer):
     def _report(self, loss: float, grad_norm: float) -> None:
         """Report a step, on every rank. `loss`: mean cross entropy over all ranks, in nats.
 
-        Raises FloatingPointError if the loss or the gradient norm is not finite.
+        Raises FloatingPointError for a non-finite loss or gradient norm.
         """
         peak = self.metrics_processor.peak_memory().to(self.device)
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -349,7 +343,6 @@ class MuonTrainer(Trainer):
             qk=None if self.qk_clip is None else asdict(self.qk_clip.report()),
         )
         self.metrics_processor.log_step(report)
-        # After the report, which records the divergence.
         if not math.isfinite(loss + grad_norm):
             raise FloatingPointError(
                 f"step {self.step}: the loss is {loss} and the norm of the gradients {grad_norm}; training cannot go "

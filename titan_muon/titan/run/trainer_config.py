@@ -1,4 +1,4 @@
-"""TorchTitan's configuration of a recipe, table by table. Needs no process group."""
+"""TorchTitan's configuration of a recipe. Needs no process group."""
 
 import dataclasses
 import sys
@@ -110,14 +110,12 @@ def comm_config(recipe: Recipe) -> CommConfig:
 
 
 def _same_keys(config: type[Any], section: Any, **others: Any) -> Any:
-    """TorchTitan's `config` with the keys of `section` and `others`."""
     # Raises TypeError for a key renamed by TorchTitan.
     return config(**(_values(section) | others))
 
 
 def _debug_config(recipe: Recipe) -> DebugConfig:
     values = _values(recipe.debug)
-    # This trainer's own.
     del values["check_replicas"]
     return DebugConfig(**values, enable_structured_logging=False)
 
@@ -147,7 +145,6 @@ def _activation_checkpoint(section: ActivationCheckpoint) -> ActivationCheckpoin
     }
     if section.mode == "none":
         return None
-    # The table has the keys of all modes.
     kind, values = kinds[section.mode], _values(section)
     known = {field.name for field in dataclasses.fields(kind)}
     values["force_recompute_mm_shapes_by_fqns"] = list(section.force_recompute_mm_shapes_by_fqns)
@@ -177,7 +174,6 @@ def _metrics_config(recipe: Recipe, run: Run) -> RunMetrics.Config:
 
 
 def _validator_config(recipe: Recipe) -> HeldOutValidator.Config:
-    # No loader without validation, which needs held-out data.
     if not recipe.validator.enable:
         return HeldOutValidator.Config(enable=False, steps=recipe.validator.steps)
     return _same_keys(
