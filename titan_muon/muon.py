@@ -104,6 +104,7 @@ class Muon(SkipsSteps, Optimizer):
         rounding: str = "stochastic",
         missing_grad: str = "error",
         nonfinite: str = "error",
+        idle: str = "move",
         release_grads: bool = False,
         keep_buffers: bool = False,
         overlap: str = "none",
