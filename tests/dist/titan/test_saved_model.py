@@ -27,7 +27,7 @@ def trained(rank: int, world_size: int, folder: Path) -> str:
 
 
 def finished(rank: int, world_size: int, folder: Path, run: str) -> list[str]:
-    """Lines of a run that continues the finished one, and the error of its export."""
+    """Lines of a run that continues the finished run, and the error of its export."""
     from titan_muon.titan import compat
 
     compat.install()

@@ -185,7 +185,7 @@ def test_two_slots_make_ranks_wait_for_the_last_owner() -> None:
 
 
 def test_a_rank_cannot_run_ahead_of_the_returns_it_needs() -> None:
-    """Rank 1's matrices come last: with one slot it waits for each of rank 0's before it, though it has no work."""
+    """Rank 1's matrices come last: with one buffer set it waits for each of rank 0's, although it has no work."""
     assert seconds(matrices_of([30, 30, 1, 1]), [bucket(i, i // 2) for i in range(4)], 1) == pytest.approx(62)
 
 
