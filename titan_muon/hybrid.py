@@ -18,7 +18,7 @@ from .assignment.doubts import doubts, split_lines
 from .assignment.groups import OPTIMIZER, ParamGroup, built, decided, trained_parameters
 from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
-from .assignment.table import parameter_table
+from .assignment.table import frozen_lines, parameter_table
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
@@ -36,6 +36,7 @@ class Parts:
     whole: tuple[Assignment, ...]
     groups: Mapping[str, Sequence[ParamGroup]]
     optimizers: Mapping[str, Optimizer]
+    frozen: tuple[str, ...] = ()
 
 
 def parts_of(
@@ -62,7 +63,9 @@ def parts_of(
         for name, groups in decision.groups.items()
     }
     assignments = tuple(a for a in decision.whole if a.fqn in parameters)
-    return Parts(assignments, decision.whole, decision.groups, optimizers)
+    named = (pair for module in modules for pair in module.named_parameters())
+    frozen = tuple(canonical_fqn(name) for name, parameter in named if not parameter.requires_grad)
+    return Parts(assignments, decision.whole, decision.groups, optimizers, frozen)
 
 
 class OfParts:
@@ -228,7 +231,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         )
-        return parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named), None, full=full)
+        return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         """Plan Muon's step now instead of at the first step, like `Muon.build`."""

@@ -290,3 +290,9 @@ def test_the_table_says_who_takes_what_and_why() -> None:
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
     assert " adamw " in rows["embed.weight"]
     assert "looked up" in rows["embed.weight"]
+
+
+def test_the_table_names_parameters_that_nobody_trains() -> None:
+    model = Decoder()
+    model.embed.weight.requires_grad_(False)
+    assert Hybrid(model, **OPTIONS).table().splitlines()[-1] == "not trained (requires_grad is False): embed.weight"
