@@ -264,11 +264,12 @@ class Muon(SkipsSteps, Optimizer):
 
     def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
-        self.check_norm(skips=self._options.nonfinite == "skip")
+        if not alone:
+            self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
             self._engine.raise_pending(alone=alone)
             if not alone:
-                # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+                # Faults from late updates, and from optimizers that step after Muon.
                 self._engine.rank.report.send_late()
                 self._engine.raise_pending()
 
