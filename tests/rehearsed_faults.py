@@ -23,7 +23,7 @@ COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "by
 
 
 def main(folder: Path) -> dict[str, list[str]]:
-    """What is said of each fault; nothing of the step without one."""
+    """Print the rehearsal's problem for each fault, and none for a sound step."""
     with fake_gpu() as gpu:
         from titan_muon.titan import compat
 

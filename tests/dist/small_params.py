@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import Placement
 from titan_muon.options import Machine
 
 SECONDS = 30.0
-"""A run that takes longer hangs."""
+"""A longer run hangs."""
 
 SHAPES = {"layers.0.weight": (16, 24), "layers.1.weight": (24, 16), "layers.2.experts": (4, 8, 12)}
 SLICED: dict[str, Any] = {
@@ -47,5 +47,5 @@ def set_gradients(params: dict[str, nn.Parameter], mesh: DeviceMesh, seed: int) 
 
 
 def named(params: dict[str, nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
-    """As an optimizer takes them."""
+    """(name, parameter) pairs for an optimizer."""
     return list(params.items())

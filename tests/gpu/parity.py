@@ -36,7 +36,7 @@ MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3,
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
 """Of float32, where gradients come from backward: ranks sum them in another order than one process does."""
-# So large on a GPU that what its libraries keep for themselves is less than the slack.
+# Large enough that GPU libraries' own memory is below the slack.
 MEMORY_SHAPES = {"cpu": (64, 128), "cuda": (4096, 4096)}
 MEMORY_MATRICES = 32
 MEMORY_SLACK = 1.1
@@ -54,10 +54,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """Options of Muon, the dtype of the reference's iteration, and the largest error by device.
+    """Options of Muon, dtype of the reference, and error limits by device.
 
-    Errors are of the update, relative, in the Frobenius norm. Devices round products in orders of their own; a piece in
-    the wrong place is an error of 1.
+    Errors are relative errors of the update in the Frobenius norm. Devices round products in other orders; a misplaced
+    piece is an error of 1.
     """
 
     name: str
@@ -77,7 +77,7 @@ FLOAT32 = Arithmetic(
 
 @dataclass(frozen=True)
 class Check:
-    """One check on one rank: the largest error, what is wrong in words, and what was measured."""
+    """Result of a check on a rank: the largest error, problems, and measurements."""
 
     name: str
     error: float
@@ -86,7 +86,7 @@ class Check:
 
 
 def cases(world: int) -> list[Case]:
-    """Every layout that this many ranks allow."""
+    """Every layout for this number of ranks."""
     found = [
         Case("FSDP", (world,), (Shard(0),), MATRICES),
         Case("TP columns", (world,), (Shard(1),), MATRICES),
@@ -167,7 +167,7 @@ def ratio(error: Tensor, size: Tensor) -> float:
 
 
 def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
-    """A step, and what it did besides: nothing, unless it opens communicators. A device sync raises."""
+    """A step and its side effects: opened communicators. A device sync raises."""
     before = communicators()
     with no_sync(device):
         optimizer.step()
@@ -176,7 +176,7 @@ def checked_step(optimizer: Muon, device: torch.device) -> list[str]:
 
 
 def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, *, has_values: bool = True) -> Check:
-    """All cases in one optimizer under one exchange, for some steps."""
+    """All cases in one optimizer under an exchange, for some steps."""
     found = cases(dist.get_world_size())
     meshes = {
         shape: device_mesh.init_device_mesh(device.type, shape) for shape in dict.fromkeys(case.mesh for case in found)
@@ -211,7 +211,7 @@ def steps(name: str, trained: Trained, device: torch.device, *, has_values: bool
 
 
 def check_owned(device: torch.device, placement: str, replicas: int) -> Check:
-    """Forward, backward and step of a small transformer whose matrices rest on their owners, against one process."""
+    """Forward, backward and step of a small transformer with owned matrices, against one process."""
     world, rank = dist.get_world_size(), dist.get_rank()
     setup = Setup(placement, replicas=replicas)
     alone, model = make(), make().to(device)
@@ -244,7 +244,7 @@ def passes(model: Net, share: int, shares: int, step: int) -> None:
 
 
 def check_memory(device: torch.device) -> Check:
-    """What building and stepping takes beyond the parameters' own state, against the plan's figure."""
+    """Memory of build and step beyond the parameters' state, against the plan."""
     world, rank = dist.get_world_size(), dist.get_rank()
     shape = MEMORY_SHAPES[device.type]
     case = Case("memory", (world,), (Shard(0),), {f"layers.{i}": shape for i in range(MEMORY_MATRICES)})

@@ -91,7 +91,7 @@ def test_layouts_are_those_that_the_ranks_allow(world: int, number: int) -> None
 
 
 def test_nccl_says_which_groups_are_open() -> None:
-    """The one private name that counting communicators needs."""
+    """The private name for counting communicators."""
     if not hasattr(dist, "ProcessGroupNCCL"):
         pytest.skip("needs a CUDA build of PyTorch")
     assert callable(dist.ProcessGroupNCCL._is_initialized)

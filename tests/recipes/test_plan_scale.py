@@ -10,7 +10,7 @@ import tyro
 from scripts.plan_scale import main, model_seconds
 from scripts.plan_scale import plan_numbers as planned
 
-# Several tests look at one plan.
+# Shared by several tests.
 plan_numbers = cache(planned)
 
 # Where matrices are fewest for the ranks, or buckets wait for each other most, and links take less time than
@@ -38,7 +38,7 @@ MODELLED = [
     ("llama3_70b", 256, 1.42, 1.04),
     ("qwen3_30b_a3b", 64, 1.06, 1.04),
     ("qwen3_30b_a3b", 1024, 1.05, 1.25),
-    # 77,354 matrices, the heads of attention among them.
+    # 77,354 matrices, including heads of attention.
     ("kimi_k2", 512, 1.00, 1.20),
 ]
 

@@ -1,4 +1,4 @@
-"""The commands that the README shows run, shortened; its recipe is accepted; its links and folders are there."""
+"""The README's commands run, shortened; its recipe, links and folders are valid."""
 
 import os
 import re

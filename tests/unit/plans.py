@@ -59,7 +59,7 @@ MACHINES = (
     Machine(node_gb=1e3, node_latency_us=0.0, tflops=1e-12),
 )
 REPLICAS = ("split", "redundant")
-# The modes of tensor parallelism, and the options that each of them takes alone.
+# The modes of tensor parallelism, and their own options.
 MODES: dict[str, dict[str, Any]] = {
     "owner": {},
     "distributed": {"replicas": "split", "split_over": 1},
@@ -181,7 +181,7 @@ def taken(full: Tensor, matrix: MatrixRows) -> Tensor:
 
 @st.composite
 def parameter_lists(draw: st.DrawFn) -> list[Parameter]:
-    """Parameters of one optimizer, each on a mesh of its own or all on one."""
+    """Parameters of an optimizer, each on its own mesh, or all on one."""
     world = draw(st.sampled_from([4, 1, 2, 3, 4, 4, 6, 6, 8, 8]))
     shared = draw(meshes(world))
     found = []
@@ -215,7 +215,7 @@ def plan_of(parameters: Sequence[Parameter], **options: object) -> Plan:
 
 @st.composite
 def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
-    """One to three matrices on a mesh that are larger than all others, with sides that 8 divides."""
+    """One to three matrices on a mesh, larger than all others, with sides in multiples of 8."""
     shapes = draw(st.lists(st.sampled_from([(24, 16), (16, 32), (16, 16)]), min_size=1, max_size=3))
     return [
         Parameter(f"large{index}", "large", draw(layouts(shape, mesh)), stack_of("large", shape))
@@ -227,10 +227,10 @@ def large(draw: st.DrawFn, mesh: Mesh) -> list[Parameter]:
 def plans(
     draw: st.DrawFn, exchanges: Sequence[str] = EXCHANGES, cut: bool = True, overlaps: Sequence[Overlap] = ("none",)
 ) -> Plan:
-    """Plans that `make_plan` makes; with `cut` half of them have their matrices in other buckets, with other owners."""
+    """Plans of `make_plan`; with `cut`, half of them have matrices in other buckets, with other owners."""
     parameters = draw(parameter_lists())
     exchange = draw(st.sampled_from(exchanges))
-    # Half of the plans are such that several ranks may share a matrix, and have some that sets the step's end.
+    # In half of the plans several ranks may share a matrix, and some matrix sets the step's end.
     slices = exchange != "all_gather" and draw(st.booleans())
     if slices:
         parameters += draw(large(parameters[0].layout.mesh))
@@ -245,7 +245,7 @@ def plans(
     )
     mode = draw(st.sampled_from(("owner", *MODES)))
     if mode == "distributed":
-        # Of any others one is likely to have a side that the ranks do not divide.
+        # Other shapes likely have a side that the ranks do not divide.
         parameters = draw(large(parameters[0].layout.mesh))
     wanted = replace(options, tensor_parallel=mode, **MODES[mode])
     smaller = (replace(one, buffer_bytes=None) for one in (wanted, options))

@@ -1,4 +1,4 @@
-"""Optimizers by name: those there are, those that packages add, and clear errors for the rest."""
+"""Optimizers by name: built in, added by packages, and clear errors for others."""
 
 import sys
 import textwrap

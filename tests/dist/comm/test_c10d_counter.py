@@ -17,9 +17,9 @@ Calls = dict[str, Callable[[], object]]
 Seen = list[tuple[str, int]]
 
 SPLITS = (([1, 1], [1, 2]), ([2, 4], [1, 4]))
-"""For each rank, elements that it receives from and sends to each rank."""
+"""Elements that each rank receives from and sends to each rank."""
 
-# The tensors are of 6 floats. Of each call: its operator, and the bytes that ranks 0 and 1 send.
+# Tensors of 6 floats. By call: the operator, and the bytes sent by ranks 0 and 1.
 EXPECTED = {
     "all_reduce": ("allreduce", 24, 24),
     "async_all_reduce": ("allreduce", 24, 24),

@@ -64,7 +64,7 @@ def betas_of_adamw(rank: int, training: Training) -> None:
 
 
 def one_step_more(rank: int, training: Training) -> None:
-    """As a rank that took a step for itself, or whose peers skipped one."""
+    """Like a rank with an extra step, or with peers that skipped a step."""
     training.optimizer.optimizers["muon"].engine.rank.report.steps += rank  # type: ignore[attr-defined]
 
 
@@ -212,7 +212,7 @@ def test_a_norm_that_is_not_finite_changes_nothing_and_is_named_by_parameter_and
 
 
 def removed(rank: int, world_size: int) -> list[str]:
-    """Errors after a gradient of Muon was removed after a backward that sent it."""
+    """Errors after the removal of a gradient that backward had sent."""
     training = Training(overlap="backward")
     if rank == 1:
         training.model.layers[1].weight.grad = None

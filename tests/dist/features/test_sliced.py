@@ -37,7 +37,7 @@ LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], tuple[Placement, ...]]]] = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What steps came to on a rank: teams of the plan, relative errors of parameters, and whether momenta are equal."""
+    """Teams of the plan on a rank, relative errors of parameters, and whether momenta are equal."""
 
     teams: list[tuple[int, ...]]
     errors: list[float]

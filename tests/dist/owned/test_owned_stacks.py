@@ -34,7 +34,7 @@ DIM, HIDDEN, LAYERS = 32, 96, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is trained: its experts, who owns them, and the degrees of its ranks."""
+    """Experts of a model, their owners, and the degrees."""
 
     experts: int
     placement: str = "owned"
@@ -164,7 +164,7 @@ def differ(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> float
 
 
 def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: Path) -> None:
-    """On more ranks than experts; and what they save, either of them loads on another number of ranks."""
+    """On more ranks than experts. Either model loads the other's checkpoint on another number of ranks."""
     owned = run_ranks(train, 4, Layout(3), str(tmp_path / "owned"))
     sharded = run_ranks(train, 4, Layout(3, "sharded"), str(tmp_path / "sharded"))
     assert [found.calls for found in owned] == [0] * 4
@@ -201,8 +201,8 @@ class Silent:
 
 @contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """One rank of a world that is not there."""
-    # On an equal mesh DTensor would give this rank what another one had there.
+    """A rank of a fake world."""
+    # On an equal mesh DTensor would reuse another rank's cache.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -229,7 +229,7 @@ def fake_step(rank: int, world_size: int, layout: Layout) -> Silent:
 
 
 def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
-    """Bytes that a rank of so many sends in forward and in backward, in the mean over all of them."""
+    """Mean bytes that a rank of a world sends in forward and in backward."""
     with fake_ranks(0, world_size):
         net = make(layout.experts)
         place(net, layout, world_size)
@@ -241,7 +241,7 @@ def fake_passes(world_size: int, layout: Layout) -> tuple[float, float]:
 
 
 def mean_sent(counter: CollectiveCounter) -> float:
-    # Of a broadcast the owner sends all, and of a reduction all others: every rank sees every one of its group.
+    # Each rank sees every call of its group: the owner sends a broadcast, and the other ranks send a reduction.
     rooted = ("broadcast", "reduce")
     shares = {call.group_size: (call.group_size - 1) / call.group_size for call in counter.calls}
     return sum(c.payload * shares[c.group_size] if c.name in rooted else c.sent for c in counter.calls)
@@ -260,7 +260,7 @@ def test_forward_and_backward_of_owned_stacks_send_no_more_than_fsdp(world_size:
 
 
 def test_a_step_of_16_experts_on_32_ranks_communicates_nothing() -> None:
-    """Each stack rests on 16 of the ranks, one expert each, and the stacks of other layers on others."""
+    """Each stack rests on 16 ranks, an expert each; stacks of other layers rest on other ranks."""
     by_rank = [fake_step(rank, 32, Layout(16)) for rank in (0, 17, 31)]
     assert [found.calls for found in by_rank] == [0, 0, 0]
     held_by = by_rank[0].held_by
@@ -311,7 +311,7 @@ def test_more_experts_than_ranks_are_divided_in_runs() -> None:
 
 
 class Gated(nn.Module):
-    """Gate and up as one parameter [2, F, D], as TorchTitan's main has them."""
+    """Gate and up as a parameter [2, F, D], as on TorchTitan's main branch."""
 
     def __init__(self) -> None:
         super().__init__()

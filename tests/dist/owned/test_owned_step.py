@@ -43,7 +43,7 @@ def with_experts(model: Net, mesh: DeviceMesh) -> dict[str, nn.Parameter]:
 
 
 def set_gradients(params: dict[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Give owned parameters equal gradients on every rank that holds them. Returns them whole."""
+    """Give owned parameters equal gradients on every rank that holds them. Returns whole gradients."""
     whole = {}
     for index, (name, parameter) in enumerate(params.items()):
         full = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(100 * step + index))
@@ -138,7 +138,7 @@ def test_a_step_is_silent_where_one_rank_holds_what_tensor_parallelism_cuts(worl
 
 
 def passes(rank: int, world_size: int, setup: Setup) -> tuple[int, int, int]:
-    """Bytes that this rank sends in forward and backward of the second step, and what Owners says of them."""
+    """Bytes sent by this rank in forward and backward of the second step, and Owners' count."""
     model = make(dim=64, hidden=192)
     owners = place(model, setup, data_mesh(world_size, setup, model))
     loss_of(model, rank, world_size, 0).backward()
@@ -164,7 +164,7 @@ def test_forward_and_backward_move_no_more_than_fsdp(world_size: int, reshard: b
 
 
 def sent_to_peers(rank: int, world_size: int) -> tuple[int, int, int]:
-    """Bytes that a rank sends its peers in forward and in backward, and elements that the dry run says it sends."""
+    """Bytes sent to peers in forward and in backward, and the elements of the dry run."""
     model = make()
     setup = Setup("owned", reshard=False, tensor=2, tensor_parallel="whole")
     owners = place(model, setup, data_mesh(world_size, setup, model))

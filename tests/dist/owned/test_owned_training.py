@@ -27,7 +27,7 @@ def checkpointed(model: Net) -> None:
 
 
 class Recomputed(Block):
-    """Computes its second half again in backward, within itself."""
+    """Recomputes its second half in backward, in its own forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(super().forward, x, use_reentrant=False)
@@ -68,7 +68,7 @@ def frozen(model: Net) -> None:
 
 
 def unused(model: Net) -> None:
-    """One matrix that no rank uses: its gradient is zero."""
+    """A matrix without use on any rank: the gradient is zero."""
     model.layers[1].wq.forward = lambda x: x
 
 
@@ -213,7 +213,7 @@ def disturbed_losses(rank: int, world_size: int, kind: str) -> tuple[list[float]
     mesh = data_mesh(world_size, Setup("owned"), model)
     owners = Owners(model, mesh=mesh, params=matrices(model))
     for layer in model.layers:
-        # FSDP2 itself goes on with stale weights after an evaluation if it does not reshard, so it is not there.
+        # FSDP2 is not compared: without a reshard it continues with stale weights after an evaluation.
         own(layer, owners=owners, reshard_after_forward=False)
     optimizer = torch.optim.SGD(matrices(model), lr=0.2)
     losses = []
@@ -246,7 +246,7 @@ def fail_in_backward(*_: object) -> None:
 
 @dataclass(frozen=True)
 class Failure:
-    """A backward that raises when it comes to a module, before or after the forward of the pass that is compared."""
+    """A backward that raises at a module, before or after the forward of the compared pass."""
 
     place: str
     after_forward: bool = False
@@ -263,7 +263,7 @@ FAILURES = [
 
 
 def gradients_after_failure(rank: int, world_size: int, failure: Failure | None) -> list[list[float]]:
-    """Gradients of one pass, after one that raised in its backward on every rank, or after none; and what is left."""
+    """Gradients of a pass after a failed backward on every rank, or after none; and leftovers."""
     model = make()
     owners = Owners(model, mesh=data_mesh(world_size, Setup("owned"), model), params=matrices(model))
     for layer in model.layers:
@@ -299,7 +299,7 @@ def test_a_backward_that_raised_leaves_nothing_for_the_next() -> None:
 
 
 def stale(rank: int, world_size: int) -> str:
-    """What is raised for weights that change between a forward and its backward."""
+    """The error for weights that change between forward and backward."""
     model = make()
     setup = Setup("owned", reshard=False)
     place(model, setup, data_mesh(world_size, setup, model))
@@ -320,7 +320,7 @@ def test_weights_that_changed_while_unsharded_are_an_error_on_their_owner() -> N
 
 
 def frozen_later(rank: int, world_size: int) -> list[bool]:
-    """Whether a matrix gets a gradient on its owner: before it is frozen, while it is, and after."""
+    """Whether the owner gets a gradient before, during and after a freeze."""
     model = make()
     setup = Setup("owned")
     owners = place(model, setup, data_mesh(world_size, setup, model))

@@ -46,7 +46,7 @@ CASES = {
     8: {
         "two of four": Case((2, 4), HSDP),
         "four of two": Case((4, 2), HSDP),
-        # Their lines are of two axes, of which no mesh has a process group.
+        # Their replica groups have two axes, and no mesh has a process group of both.
         "four of two on two axes": Case((2, 2, 2), (Replicate(), Shard(0), Replicate())),
         "two of two by columns": Case((2, 2, 2), (Replicate(), Shard(0), Shard(1))),
         "two of two by rows": Case((2, 2, 2), (Replicate(), _StridedShard(0, split_factor=2), Shard(0))),
@@ -97,8 +97,8 @@ def full(seed: int) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Found:
-    """What differs from results of owners to all copies, what was counted and planned of the last step, and bytes of
-    what copies share that are kept between steps."""
+    """Differences from an exchange with all replicas, counted and planned traffic of the last step, and bytes of
+    shared buffers kept between steps."""
 
     exchanges: tuple[set[str], set[str]]
     differs: list[str]

@@ -26,7 +26,7 @@ def test_the_example_is_short() -> None:
 
 
 def reference(value: Tensor, grads: list[Tensor]) -> Tensor:
-    """One matrix, trained in one process by the definition of the rule."""
+    """A matrix trained in one process by the definition of the rule."""
     momentum, smoothed = torch.zeros_like(value), torch.zeros_like(value)
     for grad in grads:
         momentum.lerp_(grad, 0.05)

@@ -1,4 +1,4 @@
-"""Whatever is chosen about exchange, owners, buckets, dtypes and meshes, the update stays the reference's."""
+"""With any exchange, owners, buckets, dtypes and meshes the update equals the reference's."""
 
 from typing import Any
 
@@ -138,7 +138,7 @@ def check_bf16(rank: int, world_size: int, state_dtype: str) -> tuple[torch.dtyp
 
 
 def test_a_float32_momentum_of_bf16_gradients_keeps_its_digits() -> None:
-    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1, and a state dict keeps it."""
+    """In bfloat16 the average of ones stalls at 0.96; in float32 it reaches 1. A state dict keeps the average."""
     for dtype, error in run_ranks(check_bf16, 4, "float32"):
         assert dtype == torch.float32
         assert error < 1e-5

@@ -1,4 +1,4 @@
-"""Stochastic rounding over ranks: copies stay equal, and rows that are cut get what they get in one process."""
+"""Stochastic rounding over ranks: replicas stay equal, and sharded rows have the bits of one process."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[flo
         dim = placement if not isinstance(placement, Shard) else Shard(placement.dim % value.ndim)
         return distribute_tensor(value.clone(), mesh, [dim], src_data_rank=None)
 
-    # Under one name in one optimizer each, since the name is part of what is drawn.
+    # Each alone in an optimizer under one name, because the draw depends on the name.
     found = {}
     alone, nearest = (
         trained(

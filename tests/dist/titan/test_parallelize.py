@@ -160,7 +160,7 @@ def _reference(layout: Layout):
 
 
 def _parallel(layout: Layout, world_size: int):
-    """The layout's loss, summed over its ranks, and the model itself, gradients in place."""
+    """The layout's loss, summed over ranks, and the model with gradients."""
     from torchtitan.distributed import ParallelDims
     from torchtitan.distributed import utils as dist_utils
     from torchtitan.distributed.context_parallel import prepare_context_parallel_input

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Callable[[str], list[float]]:
-    """Losses of a model on one rank, trained when they are first asked for."""
+    """Losses of a model on one rank, trained on first use."""
     return cache(lambda model: train_on(folder, 1, model, {"training.steps": STEPS}, model.replace("/", "_")))
 
 
@@ -62,7 +62,7 @@ def test_stages_follow_one_rank(layout: str, folder: Path, one_rank: Callable[[s
 
 
 def told(folder: Path, name: str) -> str:
-    """What a run says of its optimizers."""
+    """A run's lines about its optimizers."""
     (file,) = (folder / "runs" / name).glob("*/optimizers.txt")
     return file.read_text()
 

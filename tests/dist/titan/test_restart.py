@@ -15,7 +15,7 @@ import pytest
 from tests import tiny
 from tests.dist.titan.test_train_py import TORCHRUN, run_folder, start
 
-# Bfloat16 products are slow on CPUs that lack them, and no matter here.
+# Bfloat16 products are slow on many CPUs.
 FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=2", "--muon.ns_dtype=float32")
 
 
@@ -26,7 +26,7 @@ def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
 
 
 def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Popen[str]], TextIO]:
-    """A torchrun of two ranks, or one of one rank on each of two nodes, and what all of them print."""
+    """Output of torchrun with two ranks, or with one rank on each of two nodes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         meeting = f"--rdzv-endpoint=localhost:{free.getsockname()[1]}"
@@ -39,7 +39,7 @@ def start_nodes(nodes: int, file: Path, *words: str) -> tuple[list[subprocess.Po
 
 
 def read_until(lines: Iterable[str], pattern: str) -> str:
-    """What is printed, up to the first line that matches."""
+    """Output up to the first line that matches."""
     before = ""
     for line in lines:
         before += line
@@ -67,8 +67,8 @@ def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp
     assert list(tiny.records(folder, "loss")) == list(range(1, 7))
 
 
-# What a busy machine adds, most of it to torchrun's own exit: all is over after 6 s on an idle machine, and after 8 s
-# with eight other processes on two cores.
+# Slack for a busy machine, mostly for torchrun's exit: an idle machine takes 6 s, and two cores with eight other
+# processes 8 s.
 BUSY_SECONDS = 3
 TIMEOUT_SECONDS = 5
 

@@ -1,4 +1,4 @@
-"""A run that is continued must equal the one that was not interrupted, and validation must not touch training."""
+"""A continued run equals an uninterrupted run, and validation does not change training."""
 
 import contextlib
 import gzip

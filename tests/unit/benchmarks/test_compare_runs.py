@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPTS = Path(__file__).parents[3] / "scripts"
-# Where Python finds the neighbours of a script that it runs.
+# Python finds the neighbours of a script here.
 sys.path.insert(0, str(SCRIPTS))
 
 import compare_runs  # noqa: E402
@@ -75,7 +75,7 @@ def cells(table: str) -> dict[str, list[str]]:
 
 
 def failure(capsys, *arguments) -> str:
-    """The one line on stderr of a call that must exit with 2."""
+    """The only line on stderr of a call that exits with 2."""
     assert compare_runs.main([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""

@@ -32,7 +32,7 @@ CALLS = (
     Collective("allgather_base", (0, 1), 64),
     Collective("alltoall_base", (0, 1), None, sends=SENDS, receives=RECEIVES),
 )
-# What rank 1 passes to the same collectives.
+# Arguments of rank 1 for the same collectives.
 PEER_CALLS = (CALLS[0], Collective("alltoall_base", (0, 1), None, sends=(40, 16), receives=(24, 16)))
 RIGHT = Seen(
     rank=0,
@@ -234,7 +234,7 @@ def test_a_fault_is_caught(fault: str, said: str) -> None:
 
 @needs_cuda_build
 def test_an_owner_of_other_matrices_than_the_first_computes_on_the_device(tmp_path: Path) -> None:
-    """There DTensor makes the local tensor of the first matrix on the CPU, whatever its mesh is of."""
+    """DTensor makes the local tensor of the first matrix on the CPU, for any mesh."""
     words = ["--placement.muon", "owned", "--data.tokenizer", "bytes", "--world-size", "8", "--rank", "3"]
     file = tmp_path / "seen.json"
     subprocess.run(

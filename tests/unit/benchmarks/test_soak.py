@@ -1,4 +1,4 @@
-"""The soak test on a small case, and what it calls a problem."""
+"""The soak test on a small case, and its problems."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which rounds forward can hide, and that no stream reads weights before their update."""
+"""Rounds that forward can hide; no stream reads weights before their update."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,7 +42,7 @@ def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterat
 
 
 def train(run: Run) -> None:
-    """Steps, of two passes each, behind which something else is computed in what may be their memory."""
+    """Steps of two passes each, with other work in reused memory."""
     for step in range(3):
         run.step(step)
         torch.ones(64).add_(1)
@@ -79,7 +79,7 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
 def test_buffers_are_given_back_when_the_update_is_done(
     ordered: tuple[Run, StreamOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a module that is prefetched, for which the stream that they are memory of would not wait yet."""
+    """For a prefetched module, whose memory's stream would not wait yet."""
     run, order = ordered
     with order:
         train(run)
@@ -90,7 +90,7 @@ def test_buffers_are_given_back_when_the_update_is_done(
 
 
 class Reading:
-    """The stream on which a group's weights are read, which notes that it waits for updates."""
+    """The stream that reads a group's weights, with a record of its waits for updates."""
 
     def __init__(self, group: GatheredGroup, stream: Any, waited: list[Tensor]) -> None:
         self.group, self.stream, self.waited = group, stream, waited

@@ -32,7 +32,7 @@ from titan_muon.orthogonalize.standard import normalized, start_norm
 
 STEPS = {name: 5 if len(table) == 1 else len(table) for name, table in COEFFICIENTS.items()}
 SHAPES = {"wide": (2, 24, 60), "tall": (2, 60, 24), "square": (2, 32, 32), "row": (3, 1, 40), "one": (1, 20, 48)}
-# Every algorithm in every dtype that it is safe in.
+# Every algorithm in every safe dtype.
 METHODS = [Method("standard", dtype) for dtype in DTYPES] + [Method("gram", d) for d in ("float16", "float32")]
 # Five steps make the rounding of an element (2^-9, 2^-12, 2^-25) some times as much; most where a first step is steep,
 # at the singular value 1 of a row.
@@ -134,7 +134,7 @@ def test_the_input_is_never_written_to_and_the_result_is_new(shape: str, dtype: 
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_result_may_be_written_over_its_input(dtype: torch.dtype, method: Method, count: int) -> None:
-    """Its memory is worked in meanwhile, where the dtypes are of one size, and the result is the same."""
+    """Equal dtypes work in the input's memory, with the same result."""
     computed = iteration("keller_jordan", count, 1e-7)
     broken = replace(method, restarts=restarts(count) if method.algorithm == "gram" else ())
     for shape in SHAPES.values():

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """A Team whose ranks are threads; it counts what each sends to the others as rings do."""
+    """A Team of threads that counts the traffic of rings."""
 
     def __init__(self, board: list[Tensor], barrier: Barrier, place: int) -> None:
         self.place, self._board, self._barrier = place, board, barrier
@@ -54,7 +54,7 @@ class Threads:
 
 
 def on_each(size: int, run: Callable[[Threads], T]) -> tuple[list[T], list[Threads]]:
-    """What each rank of a team comes to."""
+    """Results of all ranks of a team."""
     board, barrier = [torch.empty(0)] * size, Barrier(size)
     teams = [Threads(board, barrier, place) for place in range(size)]
     with ThreadPoolExecutor(size) as pool:
@@ -104,7 +104,7 @@ def test_slices_are_as_exact_as_the_default_choice_for_the_whole(
     dispatch = Dispatch(device=device, cpu_bfloat16=True)
     whole = orthogonalize(stack.float(), computed, dispatch.choose(*shape, computed.steps))[0]
     found = run_sliced(stack[0].float(), computed, dispatch.choose(*shape, computed.steps, slices))
-    # What is added in another order is rounded otherwise, by chance up or down.
+    # Sums in another order round differently, by chance up or down.
     assert relative_error(found, expected) < 1.08 * relative_error(whole, expected)
 
 

@@ -36,7 +36,7 @@ def owned_model(world_size: int, reshard: bool | None = None) -> Iterator[tuple[
 
 
 def operations(net: Net) -> tuple[Counter[str], Counter[str]]:
-    """What a backend runs in a forward and in its backward, by kind."""
+    """Operations of a backend in a forward and its backward, by kind."""
     with CollectiveCounter() as forward:
         loss = loss_of(net, 0, 8, 0)
     with CollectiveCounter() as backward:

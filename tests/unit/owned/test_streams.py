@@ -1,4 +1,4 @@
-"""What owned parameters do on which stream, and that no stream uses what another is not done with."""
+"""Streams of owned parameters, and their order."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_stream_uses_what_another_is_not_done_with(model: tuple[Net, Owners],
 def test_gradients_are_copied_and_sent_beside_the_computation(
     model: tuple[Net, Owners], stream_order: StreamOrder
 ) -> None:
-    """By the streams that FSDP2 has, in their priorities; the next module's backward waits for none of it."""
+    """On FSDP2's streams, with their priorities; the next module's backward waits for none of these operations."""
     net, owners = model
     behind: list[bool] = []
 
@@ -133,7 +133,7 @@ def test_the_parts_of_stacks_are_ordered_as_whole_matrices_are(
 
 @pytest.fixture
 def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A model that tensor parallelism cuts, of which one rank holds each matrix, on rank 0 of FSDP 2 x TP 2."""
+    """A tensor-parallel model with a rank for each whole matrix, on rank 0 of FSDP 2 x TP 2."""
     # On an equal mesh DTensor would take the groups of another test.
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
@@ -148,7 +148,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
 
 
 def test_pieces_for_tensor_parallel_peers_are_ordered_too(cut: tuple[Net, Owners], stream_order: StreamOrder) -> None:
-    """They leave on the stream that gathers, and their gradients come back on the one that reduces."""
+    """Pieces leave on the gather stream, and gradients return on the reduce stream."""
     net, owners = cut
     with stream_order:
         for step in range(2):

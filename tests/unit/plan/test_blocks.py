@@ -1,4 +1,4 @@
-"""What tensor parallelism cuts, as matrices of their own: a block is what the ranks at one place of its axis store."""
+"""Blocks of tensor parallelism as matrices: a block is the storage of ranks at one place of the axis."""
 
 from collections import Counter
 from dataclasses import replace
@@ -34,7 +34,7 @@ SQUARE = Mesh((2, 2), (0, 1, 2, 3))
 
 
 def matrix(shape: tuple[int, ...], *placements: Placement, heights: tuple[int, ...] = ()) -> Parameter:
-    """A parameter on (fsdp, tp) as one matrix, or as matrices of these heights."""
+    """A parameter on (fsdp, tp) as a matrix, or as matrices of these heights."""
     layout = Layout(shape, SQUARE, placements, tensor_parallel=1)
     rows, found = prod(shape[:-1]), list[MatrixRows]()
     for index, height in enumerate(heights or (rows,)):

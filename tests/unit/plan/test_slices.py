@@ -1,4 +1,4 @@
-"""Matrices that several ranks orthogonalize together: which are cut, for whom, and what that costs."""
+"""Matrices with several owners: choice, owners and cost."""
 
 from collections import Counter
 from dataclasses import replace
@@ -135,7 +135,7 @@ def test_slices_are_refused_where_each_matrix_has_one_owner_or_none(options: dic
 
 @pytest.mark.parametrize(("beside", "cut"), [(0, True), (25, False)])
 def test_automatic_slices_have_to_save_3_percent_of_the_step(beside: int, cut: bool) -> None:
-    """A matrix that one rank of two has alone, after `beside` matrices on each."""
+    """A matrix that only one of two ranks has, after `beside` matrices on each."""
     matrices = parameters(2 * beside + 1, 2)
     assert teams(plan_of(matrices, machine=SLICING, split_over=2)), "a gain of 2 % is one"
     plan = plan_of(matrices, machine=SLICING, split_over="auto")
@@ -180,7 +180,7 @@ def test_slices_take_their_share_of_the_flops_and_the_links_of_the_node() -> Non
 
 
 def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -> None:
-    """Rank 1 has 1 s of work at home; what rank 0 has besides its slice follows."""
+    """Rank 1 has 1 s of local work; rank 0's other work follows."""
     none = (0.0, 0.0)
     owned = (OwnerTime(0, 1.5, 0, 0), OwnerTime(0, 1.0, 0, 0))
     one = BucketTimes((0, 1), none, owned, none, none, (none, none), 0.0, teams=(((0, 1), 1.0),))
@@ -189,7 +189,7 @@ def test_the_slices_of_a_matrix_begin_when_the_last_of_their_owners_is_there() -
 
 
 def test_owners_of_slices_take_them_first_and_in_one_order() -> None:
-    """In another order they would wait for each other forever; behind whole matrices, longer."""
+    """In another order they would wait for each other forever; after whole matrices, longer."""
     whole = Matrix(0, 0, 8, 8, 1)
     first, second = (replace(whole, work=1, slice=Slice(place, 2, True)) for place in (1, 0))
     matrices = [whole, first, second, whole]

@@ -1,4 +1,4 @@
-"""A plan's numbers are what its programs do; equal plans, and only those, have equal digests."""
+"""A plan's numbers are those of its programs; only equal plans have equal digests."""
 
 import json
 import math
@@ -48,7 +48,7 @@ def matrix(index: int, rows: int, cols: int, mesh: Mesh = FLAT, *placements: Pla
 
 
 def counted(plan: Plan, rank: int) -> RankCost:
-    """The cost of a rank from its own program and the buffers that the exchange allocates for it."""
+    """Cost of a rank from its program and the exchange's buffers."""
     program = make_program(plan, rank)
     sent, received = (
         map(sum, zip(*(traffic(run, rank) for run in program.buckets), strict=True)) if program.buckets else (0, 0)
@@ -102,7 +102,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
 
 
 def traffic(run: BucketProgram, rank: int) -> tuple[int, int]:
-    """Elements that a rank sends to others and receives from them in a run."""
+    """Elements that a rank sends and receives in a run."""
     if run.bucket.exchange in ("all_to_all", "duplicated", "hierarchical"):
         assert run.returning is not None
         there, back = run.gathering, run.returning
@@ -272,7 +272,7 @@ def bumped(value: tuple[Any, ...], i: int) -> Iterator[tuple[Any, ...]]:
 
 
 def replace_unchecked(value: Any, name: str, other: Any) -> Any:
-    """dataclasses.replace without the checks of __post_init__, which would refuse most of these."""
+    """dataclasses.replace without __post_init__, which would refuse most changes."""
     new = object.__new__(type(value))
     for field in fields(value):
         object.__setattr__(new, field.name, other if field.name == name else getattr(value, field.name))

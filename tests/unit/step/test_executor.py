@@ -1,4 +1,4 @@
-"""What a step makes anew: nothing but views of gradients; and what it does when something was replaced since."""
+"""A step allocates only views of gradients; replaced storage is noticed."""
 
 from collections import Counter
 from typing import Any
@@ -40,7 +40,7 @@ class Operators(TorchDispatchMode):
 
 
 def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -> Counter[str]:
-    """Those of a step."""
+    """Operators of a step."""
     muon = Muon(named(layers, dtype).items(), **options)
     muon.step()
     with Operators() as found:
@@ -52,11 +52,11 @@ def operators(layers: int, dtype: torch.dtype = torch.float32, **options: Any) -
 def test_a_step_makes_no_more_operators_for_more_matrices(options: dict[str, Any]) -> None:
     """But the views of gradients that are stacks, and what a list of another dtype is converted to."""
     few, many = operators(2, **options), operators(4, **options)
-    # Four matrices a stack: a shape's batch takes them all, in one call each of what Newton-Schulz needs.
+    # Four matrices per stack: a batch of a shape takes all stacks, with one call per operator.
     growing = {name for name in many if many[name] > few[name]}
     allowed = {"aten.view.default", "aten.slice.Tensor", "aten.empty_like.default"}
     if options.get("nonfinite") == "skip":
-        # Each tensor gets its old value back if it is skipped. Only then can a skipped matrix keep its momentum.
+        # A skipped matrix keeps its momentum only if its old values are restored.
         allowed.add("aten.where.self_out")
     assert growing <= allowed, many - few
     assert many["aten.nan_to_num_.default"] == 0

@@ -148,7 +148,7 @@ def heads(match: str, height: int) -> Split:
 
 
 def pattern(parts: tuple[int, ...], stack: str = "", *, joined: bool = False) -> Split:
-    """Parts that repeat down each matrix of a stack, and with `joined` those at the same place as one matrix."""
+    """Parts that repeat down each matrix of a stack; with `joined`, parts at the same place are one matrix."""
     matrices = "p | (r h) d" if joined else "r p | h d"
     return Split(match="*", dims=f"{stack} (r p h) d -> {stack} {matrices}", lengths={"p": parts, "h": 1})
 

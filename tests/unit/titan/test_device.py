@@ -1,4 +1,4 @@
-"""What depends on the device is decided in one file, and a recipe can decide otherwise on any device."""
+"""Device-dependent choices are in one file, and a recipe can override them on any device."""
 
 import ast
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ ALLOWED = {TITAN / "device.py", TITAN / "compat.py", TITAN / "model" / "logits.p
 
 
 def branches(path: Path) -> Iterator[str]:
-    """Where a file asks which device there is, or compares one with a name."""
+    """Places in a file that ask for a device, or compare a device with a name."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr == "is_available":
             yield f"{path.name}:{node.lineno}"

@@ -1,4 +1,4 @@
-"""What one attempt of a job leaves for the next one and for torchrun's summary."""
+"""Records of an attempt for the next attempt and torchrun's summary."""
 
 import json
 import subprocess

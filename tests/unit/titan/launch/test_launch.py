@@ -72,7 +72,7 @@ def test_an_attempt_does_not_read_what_an_earlier_one_wrote() -> None:
 
 
 def test_an_attempt_that_was_cut_off_does_not_mislead_the_next() -> None:
-    """Ranks that arrived without their rank 0, and were killed, must not be counted."""
+    """Killed ranks that arrived without their rank 0 do not count."""
     lasting = dist.HashStore()
     dist.PrefixStore("titan_muon/attempts", lasting).add("arrivals", 1)
     stores = attempt(lasting, 2)
@@ -126,7 +126,7 @@ def test_late_ranks_are_named(signs: dict[int, Sign], silent: set[int], expected
 def test_a_silent_rank_is_named_once_and_ended(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of three ranks that share a store one stops: one line must name it, and only its process be ended."""
+    """One of three ranks with a common store stops: one line names the rank, and only its process ends."""
     killed: list[int] = []
     monkeypatch.setattr(watchdog_module.os, "kill", lambda pid, number: killed.append(pid))
     store = dist.HashStore()
@@ -151,7 +151,7 @@ def test_a_silent_rank_is_named_once_and_ended(
 def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
     failed: type[Exception] | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It waits for no peer, so no collective fails on it, and SIGTERM only asks it to end after the step."""
+    """The rank waits for no peer, so no collective fails, and SIGTERM only requests an end after the step."""
     ended: list[str] = []
 
     def end(code: int) -> None:
@@ -188,7 +188,7 @@ def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: p
 
 
 def test_a_late_rank_that_lives_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """It looks for late ranks itself, from another stage than those who wait for it."""
+    """The late rank also looks for late ranks, at another stage than the waiting ranks."""
     store = dist.HashStore()
     with Watchdog(store, 0, 2, first_timeout=1, timeout=1) as ahead, Watchdog(store, 1, 2, first_timeout=1, timeout=1):
         ahead.advance()

@@ -77,7 +77,7 @@ def test_dense_attention_keeps_the_largest_logits_and_computes_the_same(
 
 
 def test_flex_attention_keeps_what_its_kernel_tells() -> None:
-    """The kernel that tells it runs on GPUs alone; here stands in what it tells."""
+    """The kernel runs on GPUs only; the test replaces its output."""
     q, k, v = qkv(2, 8)
     inner = observer(ObservedFlexAttention.Config().build())
     asked = []

@@ -32,7 +32,7 @@ def tokens() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backend: str | None = None) -> Any:
-    """The tiny model of a family that keeps its logits, and its QKClip."""
+    """The tiny model of a family with kept logits, and its QKClip."""
     section = sections.QKClip(mode="clip", threshold=threshold)
     spec = model_spec(family, "tiny", vocab_size=VOCAB, on_cpu=True)
     spec.model.layers = spec.model.layers[:2]
@@ -59,7 +59,7 @@ def build(family: str, threshold: float = 100.0, checkpoint: str = "none", backe
 
 
 def train(model: Any) -> None:
-    """Forward and backward of one batch."""
+    """Forward and backward of a batch."""
     drawn, positions = tokens()
     model(drawn, positions=positions, attention_masks=model.get_attention_masks(positions)).square().mean().backward()
 
@@ -83,7 +83,7 @@ def exact_logits(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def full_queries(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Latent attention with one query projection, as Moonlight has it."""
+    """Latent attention with one query projection, like Moonlight's."""
     module = models._family("deepseek_v3")
     monkeypatch.setitem(module.FLAVORS, "tiny", replace(module.FLAVORS["tiny"], q_rank=0))
     return "deepseek_v3"

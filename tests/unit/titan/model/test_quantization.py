@@ -1,4 +1,4 @@
-"""Float8: what a recipe asks for reaches TorchTitan's converters, and what hardware lacks is refused with its key."""
+"""Float8: recipe keys reach TorchTitan's converters, and missing hardware is an error with the key."""
 
 import sys
 import types

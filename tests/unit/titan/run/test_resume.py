@@ -1,4 +1,4 @@
-"""A run that is continued trains with its recipe's hyperparameters, not the checkpoint's, and says what changed."""
+"""A continued run trains with the recipe's hyperparameters, not the checkpoint's, and lists changes."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace

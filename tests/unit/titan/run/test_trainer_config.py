@@ -1,4 +1,4 @@
-"""What a recipe asks for reaches TorchTitan's configuration under the same name, or is refused with its key."""
+"""A recipe's keys reach TorchTitan's configuration under the same names, or are refused with the key."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
