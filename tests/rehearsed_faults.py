@@ -18,7 +18,7 @@ from benchmarks.rehearsal.fake_gpu import DeviceSync, fake_gpu
 from tests import tiny
 
 WORLD = 8
-# FSDP takes spmd_types for one world of a process alone.
+# A process can use FSDP with spmd_types in one world only.
 COMMON = {"parallelism__spmd_backend": "partial_dtensor", "data__tokenizer": "bytes"}
 
 

@@ -18,7 +18,7 @@ SLICED: dict[str, Any] = {
     "split_over": 4,
     "machine": Machine(tflops=1e-6, tflops_float32=1e-6, node_gb=1e3, node_latency_us=0.0, launch_us=0.0),
 }
-"""Options with which several ranks orthogonalize a matrix together: they compute slowly and talk fast."""
+"""Options with slow compute and fast links, so that several ranks share a matrix."""
 INITIAL = 0
 """Seed of the parameters' values."""
 

@@ -1,4 +1,4 @@
-"""QK-clip on any layout is QK-clip on whole weights, with logits that each rank saw of its own tokens and heads."""
+"""QK-clip on any layout equals QK-clip on whole weights, with each rank's logits of its own tokens and heads."""
 
 from collections.abc import Callable
 from functools import cache
@@ -108,14 +108,14 @@ NEEDS = {"pp": pytest.mark.skipif(not has_torch(*PIPELINE_TORCH), reason="pipeli
 
 
 def trained(rank: int, world_size: int, path: str, overrides: list[str]) -> list[dict[int, Any]]:
-    """Losses, and what was reported of attention logits, by step."""
+    """Losses and reported attention logits, by step."""
     folder = train(path, overrides)
     dist.barrier()
     return [tiny.records(folder, key) for key in ("loss", "qk")]
 
 
 def run(folder: Path, world_size: int, family: str, *overrides: str) -> list[dict[int, Any]]:
-    """A short run in which heads are clipped in every step."""
+    """A short run with clipped heads in every step."""
     file = folder / "tiny.toml"
     if not file.exists():
         tiny.write_recipe(folder)

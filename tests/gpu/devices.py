@@ -1,4 +1,4 @@
-"""The devices that a test of tests/gpu runs on: the CPU, GPUs that are not there, and GPUs."""
+"""Devices of tests/gpu: the CPU, fake GPUs, and GPUs."""
 
 from __future__ import annotations
 

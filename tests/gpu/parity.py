@@ -35,7 +35,7 @@ EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 MATRICES = {"wide": (24, 40), "tall": (40, 24), "uneven": (13, 18), "short": (3, 16)}
 EXPERTS = {"experts": (8, 12, 20), "few": (3, 10, 14)}
 PASSES_TOLERANCE = 0.02
-"""Of float32, where gradients come from backward: ranks sum them in another order than one process does."""
+"""For float32 gradients of backward: ranks sum in another order than one process."""
 # Large enough that GPU libraries' own memory is below the slack.
 MEMORY_SHAPES = {"cpu": (64, 128), "cuda": (4096, 4096)}
 MEMORY_MATRICES = 32
@@ -44,7 +44,7 @@ MEMORY_SLACK = 1.1
 
 @dataclass(frozen=True)
 class Case:
-    """A mesh of all ranks, or of some of them, and how matrices or stacks of experts are placed on it."""
+    """A mesh of all or some ranks, and the placement of matrices or expert stacks."""
 
     name: str
     mesh: tuple[int, ...]
@@ -162,7 +162,7 @@ class Trained:
 
 
 def ratio(error: Tensor, size: Tensor) -> float:
-    """Their ratio; 0 where a rank has nothing of a tensor."""
+    """Ratio of two tensors' norms; 0 for an empty part."""
     return float(error / size) if float(size) > 0 else float(error)
 
 
@@ -186,7 +186,7 @@ def check_exchange(exchange: str, arithmetic: Arithmetic, device: torch.device, 
 
 
 def check_pipeline(device: torch.device) -> Check:
-    """Two stages: each half of the ranks has parameters of its own, and both build one Muon at the same time."""
+    """Two stages: each half of the ranks has its own parameters, and both build a Muon at the same time."""
     half = dist.get_world_size() // 2
     stages = [DeviceMesh(device.type, list(ranks)) for ranks in (range(half), range(half, 2 * half))]
     stage = int(dist.get_rank() >= half)
@@ -254,7 +254,7 @@ def check_memory(device: torch.device) -> Check:
         params[name] = nn.Parameter(_rows(full, mesh))
         params[name].grad = _rows(full, mesh)
     optimizer, _, kept = allocated(lambda: Muon(list(params.items()), lr=0.02), device)
-    # The first step also makes what libraries keep for themselves.
+    # The first step also allocates the libraries' own memory.
     optimizer.step()
     _, new, _ = allocated(optimizer.step, device)
     momentum = sum(optimizer.state[p]["momentum_buffer"].to_local().nbytes for p in params.values())
@@ -270,7 +270,7 @@ def _rows(shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
 
 
 def checks(device: torch.device) -> list[Check]:
-    """Everything, on the ranks that there are. A check that raises on a rank ends the job there."""
+    """Every check on these ranks. A check that raises on a rank ends the job."""
     world = dist.get_world_size()
     found = [check_exchange(exchange, FLOAT32, device) for exchange in EXCHANGES]
     found.append(check_exchange("all_to_all", REFERENCE, device))

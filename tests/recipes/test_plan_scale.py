@@ -1,4 +1,4 @@
-"""The balance of published models at scale: bars that the planner holds, on the layouts that TorchTitan makes."""
+"""The balance of published models at scale, on TorchTitan's layouts: limits for the planner."""
 
 import json
 from functools import cache
@@ -98,7 +98,7 @@ def test_a_token_passes_the_parameters_that_it_activates(model: str, billions: f
 
 
 def test_the_next_forward_could_hide_little_of_a_training_step() -> None:
-    """Why no return is held over into it."""
+    """So no return is deferred into it."""
     numbers = plan_numbers("llama3_8b", 64)
     assert 0 < numbers.tail_ms <= numbers.waits_ms + numbers.passes_ms
     assert numbers.tail_ratio == numbers.tail_ms / (numbers.model_ms + numbers.step_ms)

@@ -114,7 +114,7 @@ def test_owners_under_hsdp(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An owner in each replica repeats the work or, if asked to, shares it out; one owner in the world does neither."""
+    """An owner in each replica repeats or shares the work; one owner in the world does neither."""
     keys = {"placement.muon": "owned", "placement.replicas": replicas}
     keys |= {} if muon_replicas is None else {"muon.replicas": muon_replicas}
     degrees = {"parallelism.data_parallel_replicate_degree": "2"}
@@ -150,7 +150,7 @@ def test_an_owned_step_that_communicates_says_why(
 
 
 def test_owners_across_tensor_parallelism_have_silent_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each matrix rests once among the ranks of FSDP and TP, and the dry run says what the passes send for it."""
+    """Each matrix rests once among FSDP and TP ranks, and the dry run prints the passes' traffic."""
     words = ("--parallelism.tensor_parallel_degree", "2", "--placement.muon", "owned")
     plan = dry_run("llama_muon", 4, tmp_path, *words, "--placement.tensor_parallel", "whole")
     printed = capsys.readouterr().out
@@ -256,7 +256,7 @@ def test_a_package_may_bring_another_model(tmp_path: Path, monkeypatch: pytest.M
     plan = dry_run("llama_muon", 2, tmp_path, "--model.name", "their_llama", "--model.flavor", "small")
     assert built == [("small", 258)]
     taken = [p["fqn"] for p in plan["parameters"] if p["optimizer"] == "muon"]
-    # Of its fused projections queries, keys and values are three matrices.
+    # Queries, keys and values of a fused projection are three matrices.
     assert plan["muon_matrices"] == sum(3 if "wqkv" in fqn else 1 for fqn in taken) > len(taken)
     with pytest.raises(
         RecipeError, match=r"model\.name = 'their_lama' is unknown; did you mean 'their_llama'\? choose"
@@ -288,7 +288,7 @@ def test_momentum_that_owners_alone_keep_is_counted_on_the_fullest_rank(
 
 
 def test_memory_of_optimizer_states_follows_their_dtypes(tmp_path: Path) -> None:
-    """The momentum in its own dtype, two averages for AdamW, both exact on one rank."""
+    """Momentum in its own dtype, two averages for AdamW, both exact on one rank."""
     full = dry_run("llama_muon", 1, tmp_path)
     half = dry_run("llama_muon", 1, tmp_path, "--muon.state_dtype", "bfloat16")
     elements = dict.fromkeys(("muon", "adamw"), 0)

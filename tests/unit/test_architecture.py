@@ -1,4 +1,4 @@
-"""The house: imports run one way, one file calls the optimizer's collectives, and every file and function is short."""
+"""Architecture: one-way imports, collectives in one file, and short files and functions."""
 
 import ast
 import re
@@ -68,7 +68,7 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Every module, or name of a module, that a file imports anywhere in it, in full: titan_muon.plan.make_plan."""
+    """Every imported module, or name of a module, in full: titan_muon.plan.make_plan."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -94,7 +94,7 @@ def part(path: Path) -> str:
 
 
 def test_there_is_something_to_check() -> None:
-    """Guards the tests below against a folder that moved."""
+    """Guards the tests below against a moved folder."""
     assert {"plan", "titan", "orthogonalize", "muon", "comm", "tensors"} <= {part(path) for path in files("titan_muon")}
 
 
@@ -169,7 +169,7 @@ def test_torchtitan_is_imported_in_titan_models_and_scripts_only(path: Path) -> 
 
 
 def called(path: Path, names: set[str]) -> Iterator[str]:
-    """Uses of torch.distributed's functions of these names, and calls of methods of DTensor of these names."""
+    """Uses of torch.distributed functions and DTensor methods with these names."""
     taken = {node.asname or node.name for node in from_distributed(path)}
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Attribute) and node.attr in names and on_distributed(node.value):
@@ -204,7 +204,7 @@ def test_the_search_for_collectives_finds_them() -> None:
 
 
 def imported_files(path: Path) -> set[Path]:
-    """Our files that a file imports: at its top, inside functions, or for type checks alone."""
+    """Imported files of this repository: at the top, in functions, or for type checks."""
     # scripts/compare_runs.py is run by path, so its imports begin in its folder.
     homes = (ROOT, path.parent) if path.parent == ROOT / "scripts" else (ROOT,)
     found = (module_file(home, module) for module in imports(path) for home in homes)

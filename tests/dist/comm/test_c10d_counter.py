@@ -39,7 +39,7 @@ EXPECTED = {
     "functional_reduce_scatter": ("reduce_scatter_tensor", 12, 12),
     "functional_all_to_all": ("all_to_all_single", 8, 4),
     "functional_broadcast": ("broadcast", 24, 0),
-    # 5 x 2 floats in rows: rank 0 stores 3, rank 1 stores 2 and pads them.
+    # 5 x 2 floats in rows: rank 0 stores 3 rows, rank 1 stores 2 and pads.
     "dtensor_full_tensor": ("all_gather_into_tensor", 24, 24),
     "dtensor_sum": ("all_reduce", 4, 4),
     "dtensor_product": ("all_gather_into_tensor", 24, 24),

@@ -1,4 +1,4 @@
-"""Matrices that are not finite: the weights stay unspoiled on every rank, and every rank hears of it."""
+"""Non-finite matrices: weights stay finite on every rank, and every rank gets the error."""
 
 import math
 import warnings
@@ -66,7 +66,7 @@ def after_a_bad_step(rank: int, world_size: int, options: dict[str, Any], value:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            # A step goes on where that is allowed, and would advance the momentum that is looked at below.
+            # A step continues with "skip", and would advance the momentum.
             optimizer.check_last_step() if options.get("nonfinite") == "skip" else optimizer.step()
         except ValueError as error:
             found["error"] = str(error)
@@ -183,7 +183,7 @@ def test_every_rank_hears_of_what_one_rank_stores(placement: Placement, options:
 
 
 def left_out(rank: int, world_size: int) -> str:
-    """A parameter that is skipped for lack of a gradient has stale buffers, which must not be told."""
+    """Stale buffers of a skipped parameter must not be reported."""
     mesh = init_device_mesh("cpu", (world_size,))
     params, optimizer = build(mesh, missing_grad="skip", nonfinite="error")
     optimizer.engine.rank.buffers.memory.take()

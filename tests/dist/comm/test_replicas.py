@@ -1,4 +1,4 @@
-"""Plain tensors on every rank, as under DDP: copies are orthogonalized once, and each rank keeps what is its own."""
+"""Plain tensors on every rank, as under DDP: replicas are orthogonalized once, and unequal tensors stay separate."""
 
 import io
 import warnings
@@ -116,7 +116,7 @@ def test_ddp_trains_as_torch_does() -> None:
 
 
 def mixed(rank: int, world_size: int, **options: Any) -> tuple[list[str], int]:
-    """Each of the shapes plain, replicated and sharded: what differs from one process, and matrices done here."""
+    """Plain, replicated and sharded tensors: differences from one process, and matrices orthogonalized here."""
     mesh = init_device_mesh("cpu", (world_size,))
     shapes = {f"{kind}.{name}": shape for kind in ("plain", "copied", "cut") for name, shape in MIXED.items()}
 
@@ -210,7 +210,7 @@ CHANGES = {
 
 
 def spoil(rank: int, change: Callable[[int, Tensor], Tensor | None]) -> tuple[list[str], bytes]:
-    """Errors of a step with such a gradient and of the two after it; and the weights."""
+    """Errors of a step with a changed gradient and of the next two steps; and the weights."""
     params = {name: nn.Parameter(value) for name, value in full(EVEN, 0).items()}
     muon = Muon(list(params.items()), **OPTIONS).build()
     errors = []
@@ -255,7 +255,7 @@ def taken(seeds: Iterable[int], params: dict[str, Tensor], state: Any = None) ->
 
 
 def taken_on_ranks(rank: int, world_size: int, seed: int, saved: bytes) -> bytes:
-    """The same, as a file's contents: tensors in a queue would go with the process that put them there."""
+    """As bytes: tensors in a queue would go with their process."""
     file = io.BytesIO()
     torch.save(taken([seed], *torch.load(io.BytesIO(saved))), file)
     return file.getvalue()

@@ -198,7 +198,7 @@ def gradient_elsewhere_on_one_rank(rank: int, params: dict[str, nn.Parameter], m
 
 
 def parameter_resharded(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """As an in-place conversion of a module does it: the parameter object stays, and all it stores is new."""
+    """Like an in-place conversion of a module: the parameter object stays with new storage."""
     param = params["layers.1.weight"]
     moved = nn.Parameter(placed(full("layers.1.weight", 0), mesh, Shard(1)))
     torch.utils.swap_tensors(param, moved)
@@ -206,7 +206,7 @@ def parameter_resharded(rank: int, params: dict[str, nn.Parameter], mesh: Device
 
 
 def parameter_replaced(rank: int, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
-    """The model has a new parameter; the one that Muon knows gets no gradient any more."""
+    """The model has a new parameter; Muon's parameter gets no more gradients."""
     params["layers.1.weight"].grad = None
 
 

@@ -1,4 +1,4 @@
-"""A step does what its plan says: bytes and calls counted at c10d level, matrices and FLOPs, and memory."""
+"""A step follows its plan: bytes and calls in c10d, matrices, FLOPs, and memory."""
 
 import time
 from collections.abc import Callable
@@ -163,7 +163,7 @@ def result(world_size: int, name: str, exchange: str) -> tuple[Plan, Summary, li
 
 
 def extra_calls(run: BucketProgram) -> int:
-    """gloo gathers equal parts only; of a ragged gather each part that is not empty is a broadcast of its own."""
+    """gloo gathers equal parts only; a ragged gather is a broadcast per non-empty part."""
     splits = run.gathering.owned_splits
     if run.bucket.exchange == "all_to_all" or len(set(splits)) == 1:
         return 0

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[Sharding, dict[str, Any]]] = {
 
 
 class Run:
-    """A model on a mesh and its Muon, whose learning rate halves behind each step."""
+    """A model on a mesh and its Muon; the learning rate halves after each step."""
 
     def __init__(self, sharding: Sharding, **options: Any) -> None:
         self.sharding = sharding
@@ -406,7 +406,7 @@ def unsharded_early(run: Run) -> None:
 
 
 def by_another_method(run: Run) -> None:
-    """Of the root, which no hook comes before."""
+    """The root's method, without a hook."""
     register_fsdp_forward_method(run.net, "other")
     run.net.other(torch.zeros(4, DIM))  # type: ignore[operator]
 
@@ -496,7 +496,7 @@ def test_updates_of_what_was_not_replaced_are_not_lost() -> None:
 
 
 def forgotten(rank: int, world_size: int) -> bool:
-    """Whether a model keeps a Muon that was closed."""
+    """Whether a model keeps a closed Muon."""
     run = Run(Sharding())
     run.step(0)
     run.muon.close()

@@ -17,13 +17,13 @@ SCALE = 2.0**10
 
 
 def scaled(params: dict[str, Parameter], factor: float) -> None:
-    """Multiply this rank's part of each gradient, where it is."""
+    """Multiply this rank's part of each gradient in place."""
     for param in params.values():
         param.grad.to_local().mul_(factor)  # type: ignore[union-attr]
 
 
 def contents(params: dict[str, Parameter], muon: Muon) -> list[torch.Tensor]:
-    """Copies of what a step changes on this rank."""
+    """Copies of this rank's weights and states."""
     averages = [muon.state[param]["momentum_buffer"] for param in params.values()]
     return [tensor.to_local().detach().clone() for tensor in (*params.values(), *averages)]  # type: ignore[attr-defined]
 

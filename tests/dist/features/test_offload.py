@@ -33,7 +33,7 @@ def whole(name: str, seed: int) -> Tensor:
 
 
 class Sharded:
-    """Parameters on a mesh of one axis, with Muon for matrices and AdamW for the rest and one of the matrices."""
+    """Parameters on a mesh of one axis; AdamW has the rest and one matrix."""
 
     def __init__(self, world_size: int, layout: str, exchange: str, offload: str) -> None:
         self.mesh, self.placement = init_device_mesh("cpu", (world_size,)), PLACEMENTS[layout]
@@ -88,10 +88,8 @@ def layouts() -> Iterator[tuple[str, str]]:
 
 
 def on_and_off(rank: int, world_size: int) -> dict[str, tuple[bool, ...]]:
-    """By layout, whether bits are equal after steps, after both moved their states, and after loading each other's.
-
-    A third one has its parameters and gradients on the host as well, and moves nothing.
-    """
+    """By layout: whether bits are equal after steps, after a move of states, and after loads from each other. A
+    third optimizer also has parameters and gradients on the host, and moves nothing."""
     batched.BATCH_BYTES = 512
     found = {}
     for layout, exchange in layouts():

@@ -65,7 +65,7 @@ class Run:
     def backward(
         self, step: int, names: tuple[str, ...] = NAMES, fails: str = "", nan: str = "", armed: bool = True
     ) -> None:
-        """Backward of a step, which comes to the last of `names` first, and raises before it comes to `fails`."""
+        """Backward of a step, from the last name of `names` to the first; raises before `fails`."""
         total = torch.zeros(())
         for name in names:
             grad = self.drawn(100 * (step + 1) + NAMES.index(name)).to_local()
@@ -214,7 +214,7 @@ def faults(mesh: DeviceMesh, rank: int, **options: Any) -> tuple[bool, list[str]
 
 
 def changed(mesh: DeviceMesh, rank: int, change: Callable[[Run], object]) -> tuple[bool, str]:
-    """Whether a step of gradients that have changed since backward leaves weights as they are, and the error after."""
+    """Whether a step on gradients changed since backward leaves weights unchanged, and the error afterwards."""
     run = Run(mesh, **BACKWARD)
     weights = [param.to_local().detach().clone() for param in run.params.values()]
     run.backward(0)

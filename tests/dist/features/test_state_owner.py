@@ -198,7 +198,7 @@ def moved(muon: Muon) -> None:
 
 
 def fewer_steps(muon: Muon) -> None:
-    """Plans again, with the momentum where it is."""
+    """Plan again with the same momentum."""
     state = muon.state_dict()
     state["param_groups"][0]["ns_steps"] = 3
     muon.load_state_dict(state)
@@ -219,7 +219,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Any, Any]] = {
 
 
 def vary(rank: int, world_size: int) -> dict[str, list[str]]:
-    """For each variant what differs from steps with the momentum everywhere."""
+    """By variant, differences from steps with replicated momentum."""
     place = Placed.of("plain", world_size)
     return {name: varied(place, *variant) for name, variant in VARIANTS.items()}
 
@@ -253,8 +253,7 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def load_directly(rank: int, world_size: int) -> tuple[list[str], str, str, str]:
-    """A state dict of every copy loaded by the owners: what differs; one of the owners by every copy; and reading it;
-    and momentum of a matrix that is thawed."""
+    """Differences after loads between replicated and owner state, reads, and the momentum of a thawed matrix."""
     place = Placed.of("plain", world_size)
     owner, everyone = Training(place, "owner"), Training(place, "replicated")
     everyone.step(1)

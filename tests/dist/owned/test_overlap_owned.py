@@ -1,4 +1,4 @@
-"""Gathers in backward where parameters are owned: what travels of them does so as soon as owners have gradients."""
+"""Gathers in backward with owned parameters: travelling pieces leave as soon as owners have gradients."""
 
 from __future__ import annotations
 

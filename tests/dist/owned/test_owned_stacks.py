@@ -44,7 +44,7 @@ class Layout:
 
 
 class Mixture(nn.Module):
-    """A dense matrix, and experts that all see every token."""
+    """A dense matrix, and experts that all get every token."""
 
     def __init__(self, experts: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def make(experts: int, seed: int = 0) -> nn.Sequential:
 
 
 def place(net: nn.Sequential, layout: Layout, world_size: int) -> list[Owners]:
-    """Shard a model, or have it owned, as `layout` says."""
+    """Shard a model, or own its parameters, by `layout`."""
     shards = world_size // layout.replicas // layout.expert_parallel
     names = ("replicate", "shard", "ep")
     mesh = init_device_mesh("cpu", (layout.replicas, shards, layout.expert_parallel), mesh_dim_names=names)
@@ -186,7 +186,7 @@ def test_owned_stacks_train_as_fsdp_does_silently_and_with_its_bytes(tmp_path: P
 
 @dataclass(frozen=True)
 class Silent:
-    """A step in a world of fake ranks: its calls, for each stack the ranks that hold it, and elements of each rank."""
+    """A step in a fake world: calls, holders of each stack, and elements of each rank."""
 
     calls: int
     held_by: list[tuple[int, ...]]
@@ -284,7 +284,7 @@ def test_a_step_of_replicas_that_own_stacks_communicates_nothing() -> None:
 
 
 def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> None:
-    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of its four peers."""
+    """EP 2 x efsdp 4 with 4 experts: two on each expert-parallel rank, each whole on one of four peers."""
     for rank in (0, 3, 6):
         found = fake_step(rank, 8, Layout(4, expert_parallel=2))
         assert found.calls == 0
@@ -292,12 +292,12 @@ def test_with_expert_parallelism_experts_stay_in_the_group_of_their_rank() -> No
         assert set(found.placements) == {(Shard(0), Shard(0))}, "of the experts of a rank, one by one"
         for ranks in found.held_by:
             assert len(set(ranks)) == 4
-            # Experts 0 and 1 are the first expert-parallel rank's, whose ranks are even.
+            # Experts 0 and 1 belong to the first expert-parallel rank, with even ranks.
             assert [holder % 2 for holder in ranks] == [0, 0, 1, 1]
 
 
 def test_more_experts_than_ranks_are_divided_in_runs() -> None:
-    """5 experts that 4 ranks hold two by two are on 3 of them, and over the layers the ranks hold equally many."""
+    """5 experts in pairs on 4 ranks rest on 3 of them; over all layers the ranks hold equally many."""
     rules = (PlacementRule(match="*", placement="owned"),)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     owners = place(make(5), Layout(5, rules=rules), 4)[0]
@@ -324,7 +324,7 @@ class Gated(nn.Module):
 
 
 def gated(rank: int, world_size: int, placement: str) -> Trained:
-    """Training of layers whose w13 is owned, or cut by rows."""
+    """Training of layers with owned or row-sharded w13."""
     net = nn.Sequential(*(Gated() for _ in range(LAYERS)))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

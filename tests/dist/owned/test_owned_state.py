@@ -99,7 +99,7 @@ def load(rank: int, world_size: int, layout: str, folder: str) -> tuple[dict[str
 def test_a_checkpoint_does_not_depend_on_the_placement(
     saving: tuple[int, str], loading: tuple[int, str], tmp_path: Path
 ) -> None:
-    """Parameters and momentum come back bit for bit, and training goes on from them as it would have."""
+    """Parameters and momentum return bit for bit, and training continues unchanged."""
     (saved, *_) = run_ranks(save, *saving, str(tmp_path))
     for loaded, continued in run_ranks(load, *loading, str(tmp_path)):
         assert list(loaded) == list(saved)
@@ -138,7 +138,7 @@ def said(attempt: Callable[[], object]) -> str:
 
 
 def test_reading_nothing_by_mistake_is_refused() -> None:
-    """A rank that holds nothing is told so; it is never given an empty tensor."""
+    """A rank without the parameter gets an error, never an empty tensor."""
     by_rank = run_ranks(read_by_mistake, 2)
     for attempts in zip(*by_rank, strict=True):
         wrong = [a for a in attempts if a != "whole"]
@@ -150,7 +150,7 @@ def test_reading_nothing_by_mistake_is_refused() -> None:
 
 
 def read_whole(rank: int, world_size: int, setup: Setup) -> bool:
-    """Whether everything gathered is what the model was made of."""
+    """Whether all gathered values equal the model's initial values."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = full_state_dict(model)
@@ -164,7 +164,7 @@ def test_whole_values_are_gathered_on_every_rank(layout: str) -> None:
 
 
 def load_whole(rank: int, world_size: int, setup: Setup) -> tuple[bool, list[str]]:
-    """Whether a plain model's state dict becomes this model's, and what other state dicts are told."""
+    """Whether a plain model's state dict loads, and the errors of other state dicts."""
     model, plain = make(), make()
     place(model, setup, data_mesh(world_size, setup, model))
     state = {name: 2 * value for name, value in plain.state_dict().items()}
@@ -317,7 +317,7 @@ def test_what_cannot_be_done_is_refused(name: str, refused: list[dict[str, str]]
 
 
 def stacks(rank: int, world_size: int) -> tuple[bool, bool]:
-    """A stack that a split says how to read is owned; a copy of a module with owned parameters is one too."""
+    """A stack with a split is owned; so is a copy of a module with owned parameters."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
     block = Stacked()
     owners = Owners(

@@ -39,7 +39,7 @@ def recomputed_within(model: Net) -> None:
 
 
 class RecomputedAround(Net):
-    """Computes each layer again in backward, its hooks included."""
+    """Recomputes each layer in backward, hooks included."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.inp(x)
@@ -135,7 +135,7 @@ SETUPS = {
 
 @pytest.mark.parametrize("name", SETUPS)
 def test_two_ranks_are_equal_to_fsdp(name: str) -> None:
-    """Bit for bit: with two ranks a sum has one order."""
+    """Bit for bit: on two ranks a sum has one order."""
     assert run_ranks(both, 2, SETUPS[name], "sharded") == [0.0, 0.0]
 
 
@@ -191,7 +191,7 @@ def fail(*_: object) -> None:
 
 
 def disturb(model: Net, kind: str, rank: int, world_size: int) -> None:
-    """A forward pass without gradients: whole, or one that fails on every rank, in a layer or between two."""
+    """A forward without gradients: complete, or failing on every rank, in a layer or between two."""
     if kind == "evaluate":
         handle = None
     elif kind == "failed within a layer":
@@ -402,7 +402,7 @@ def on_their_way(rank: int, world_size: int) -> tuple[list[list[str]], list[int]
 
 
 def test_the_next_modules_parameters_travel_while_one_computes() -> None:
-    """One ahead in forward, one back in backward, and never more than two at a time."""
+    """One layer ahead in forward, one back in backward, and never more than two at once."""
     layer = 4 * (4 * 32 * 32 + 2 * 32 * 80)
     for seen, held in run_ranks(on_their_way, 2):
         assert seen == [

@@ -138,7 +138,7 @@ def test_one_rank_of_a_large_world_sends_what_its_plan_says(name: str, exchange:
 
 
 def test_a_step_makes_no_view_for_each_matrix() -> None:
-    """Of gradients that are one piece none, and a few of buffers for each collective."""
+    """No views of contiguous gradients, and a few views of buffers for each collective."""
     case = fsdp(128, 0)
     # Unfilled buffers hold arbitrary values, and a step would report them.
     with fake_world(case), mock.patch.object(FaultReport, "add_too_large"):
@@ -152,7 +152,7 @@ def test_a_step_makes_no_view_for_each_matrix() -> None:
 
 
 def test_a_parameters_storage_is_one_object_in_the_memory_of_to_local() -> None:
-    """The private attribute that is read instead of to_local(), which makes a view each time."""
+    """The private attribute used instead of to_local(), which makes a view each time."""
     with fake_world(fsdp(128, 0)):
         mesh = init_device_mesh("cpu", (128,))
         param = nn.Parameter(distribute_tensor(torch.ones(256, 8), mesh, (Shard(0),), src_data_rank=None))

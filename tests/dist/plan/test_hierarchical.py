@@ -1,4 +1,4 @@
-"""Results that go over copies by all-gathers: the same bits as from owners to all copies, and what was planned."""
+"""Results over replicas by all-gathers: the bits of sending to all replicas, and the planned traffic."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Case:
     placements: tuple[Placement, ...] = ()
 
 
-# Two copies that are whole on two ranks send each other the same either way.
+# Two replicas, whole on two ranks, have equal traffic either way.
 CASES = {
     4: {
         "two of two": Case((2, 2), HSDP),
@@ -146,7 +146,7 @@ def test_bits_equal_all_to_all_and_bytes_are_as_planned(world_size: int, variant
             assert found.kept == 0, name
             assert found.counted == found.told, name
             assert found.told[1] == found.planned[1], name
-            # gloo gathers equal parts only: unequal ones are broadcasts, of each part that is not empty.
+            # gloo gathers equal parts only; unequal parts are broadcasts, without empty parts.
             assert found.told[0] >= found.planned[0], name
 
 

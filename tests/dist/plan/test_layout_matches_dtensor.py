@@ -1,4 +1,4 @@
-"""The planner's pieces are what DTensor stores, on real meshes; and what FSDP2 stores over tensor parallelism."""
+"""The planner's pieces equal DTensor's storage on real meshes, and FSDP2's over tensor parallelism."""
 
 from math import prod
 from random import Random
@@ -98,7 +98,7 @@ def test_regions_are_what_fsdp_stores_over_tensor_parallelism(shape: tuple[int, 
 
 
 def check_sub_mesh(rank: int, world_size: int) -> bool:
-    """A mesh of some ranks in another order than the world's; the others have no part in it."""
+    """A mesh of some ranks in another order than the world's."""
     mesh = DeviceMesh("cpu", [3, 1])
     if rank not in (1, 3):
         return True

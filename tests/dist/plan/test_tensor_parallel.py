@@ -34,7 +34,7 @@ class Case:
 
     @property
     def cut(self) -> tuple[int, int]:
-        """The dim that tensor parallelism cuts, and in how many parts."""
+        """The sharded dim of tensor parallelism, and the number of parts."""
         last = self.placements[-1]
         assert isinstance(last, Shard)
         return last.dim, self.mesh[-1]
@@ -91,7 +91,7 @@ def train(rank: int, world_size: int, **options: Any) -> Trained:
 
 
 def not_blocks(trained: Trained, world_size: int) -> list[str]:
-    """The parameters that are not the reference of parameters that are blocks, bit for bit."""
+    """Parameters that differ from the reference of their blocks."""
     different = []
     for key, param in trained.params.items():
         dim, count = CASES[world_size][key.partition(".")[0]].cut

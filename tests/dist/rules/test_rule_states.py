@@ -84,7 +84,7 @@ class Training:
         return [local(state[f"second_moment.{index}"]) for index in range(len(state) - 1)]
 
     def contents(self) -> dict[str, Tensor]:
-        """Copies of all that a step changes on this rank."""
+        """Copies of this rank's weights and states."""
         found = {}
         for name, param in self.params.items():
             found[name] = local(param).clone()
@@ -176,7 +176,7 @@ def load(training: Training, folder: str, path: str) -> None:
 
 
 def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: str) -> dict[str, list[str]]:
-    """A step in each layout, from the checkpoint of the steps before, and what then differs from one process."""
+    """A step in each layout from the last checkpoint, and differences from one process."""
     found = {}
     for path, rule in (("torch", "normuon"), ("titan", "normuon"), ("titan", "adamuon"), ("titan", "muonh")):
         for steps, layout in enumerate(layouts, start=taken + 1):
@@ -192,7 +192,7 @@ def go_on(rank: int, world_size: int, layouts: list[str], taken: int, folder: st
 
 
 def test_checkpoints_load_in_every_layout_and_world(tmp_path: Path) -> None:
-    """Each layout goes on from the checkpoint of another, as one process that was never interrupted."""
+    """Each layout continues another layout's checkpoint, like an uninterrupted process."""
     taken = 0
     for world_size, layouts in STAGES:
         for found in run_ranks(go_on, world_size, layouts, taken, str(tmp_path), timeout=4 * SECONDS):
@@ -278,7 +278,7 @@ def test_a_second_moment_that_is_elsewhere_is_not_read_as_an_empty_tensor() -> N
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_step_that_a_grad_scaler_skips_changes_nothing(rule: str) -> None:
-    """Neither weights nor momentum nor second moments, with gradients that are finite and that are not."""
+    """Weights, momentum and second moments, with finite and non-finite gradients."""
     training = Training("plain", 1, rule=rule)
     training.step(1)
     for bad in (1.0, math.inf):
@@ -305,7 +305,7 @@ def test_a_gradient_that_is_not_finite_is_reported_under_every_rule() -> None:
 
 
 def test_a_matrix_of_zeros_under_muonh_is_an_error_after_the_step() -> None:
-    """It would keep the norm 0 and never train."""
+    """The norm would stay 0."""
     training = Training("plain", 1, rule="muonh")
     training.params["experts"].data[3].zero_()
     training.step(1)
@@ -336,7 +336,7 @@ def spoil(rank: int, world_size: int, layout: str) -> dict[str, set[str]]:
         grads["experts"][SPOILED, 3, 4] = math.nan
         grads["tall"][-1, 0] = math.inf
         training.set_gradients(grads)
-        # Missing everywhere or, where that is an error of the next step, on one of the ranks.
+        # Missing everywhere, or on one rank where this is an error of the next step.
         if choice == "skip" or rank == world_size - 1:
             training.params["wide"].grad = None
         before = {key: value for key, value in training.contents().items() if value.numel() and "moment." in key}

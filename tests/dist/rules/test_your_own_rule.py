@@ -1,4 +1,4 @@
-"""The rule of docs/your_own_rule.md, which this package does not contain, equals one process on every layout."""
+"""The rule of docs/your_own_rule.md equals one process on every layout."""
 
 import re
 from pathlib import Path

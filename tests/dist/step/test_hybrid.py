@@ -42,7 +42,7 @@ def prepared(layout: str, model: Decoder) -> tuple[nn.Module, Hybrid]:
     if layout == "fsdp":
         shard(model)
         return model, Hybrid(model, **OPTIONS)
-    # As Accelerate's `prepare` does it: shard after the optimizer was made, then put new parameters into its groups.
+    # Like Accelerate's `prepare`: shard after the optimizer was made, then put new parameters into its groups.
     hybrid = Hybrid(model, **OPTIONS)
     shard(model)
     named = dict(model.named_parameters())

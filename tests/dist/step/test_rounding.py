@@ -30,7 +30,7 @@ def train_both(rank: int, world_size: int) -> list[dict[str, tuple[bool, list[li
 
 
 def train(world_size: int, replicas: str) -> dict[str, tuple[bool, list[list[float]]]]:
-    """For each placement, after three steps: whether the weights are those of one process, and this rank's weights."""
+    """By placement, after three steps: whether the weights equal one process's, and this rank's weights."""
     mesh = init_device_mesh("cpu", (world_size,))
 
     def place(value: Tensor, kind: str) -> Tensor:

@@ -20,7 +20,7 @@ FEW = ("--training.steps=6", "--validator.enable=false", "--checkpoint.interval=
 
 
 def worker(launcher: subprocess.Popen[str], local_rank: int) -> int:
-    """The process of a rank that a torchrun has started."""
+    """The process of a rank started by torchrun."""
     shown = subprocess.check_output(["ps", "-o", "pid=", "--ppid", str(launcher.pid)], text=True)
     return sorted(int(pid) for pid in shown.split())[local_rank]
 
@@ -50,7 +50,7 @@ def read_until(lines: Iterable[str], pattern: str) -> str:
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_restart_goes_on_with_the_run_from_its_newest_checkpoint(nodes: int, tmp_path: Path) -> None:
-    """After kill -9 of a rank, `torchrun --max-restarts=1` must end the run at its last step, in one folder."""
+    """After kill -9 of a rank, `torchrun --max-restarts=1` ends the run at its last step, in one folder."""
     launchers, output = start_nodes(nodes, tiny.write_recipe(tmp_path), *FEW)
     try:
         shown = read_until(output, r"^step +3/")
@@ -74,7 +74,7 @@ TIMEOUT_SECONDS = 5
 
 
 def test_stopped_rank_ends_the_job_in_time_and_is_named(tmp_path: Path) -> None:
-    """With a rank in SIGSTOP all processes, torchrun too, must end 5 s after the time-out, and one line name it."""
+    """With a rank in SIGSTOP all processes, also torchrun, end 5 s after the time-out, and one line names the rank."""
     words = (
         f"--comm.train_timeout_seconds={TIMEOUT_SECONDS}",
         "--training.steps=500",

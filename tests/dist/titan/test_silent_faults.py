@@ -1,4 +1,4 @@
-"""Faults that raise no error by themselves, put into a run of 2 ranks: each must be named within one report."""
+"""Faults without an error of PyTorch, in a run of 2 ranks: each is named within one report."""
 
 import contextlib
 import io

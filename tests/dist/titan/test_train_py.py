@@ -79,7 +79,7 @@ def test_sigterm_ends_all_ranks_at_one_step_with_one_whole_checkpoint(tmp_path: 
 
 
 def test_ctrl_c_without_checkpoints_says_that_nothing_is_saved(tmp_path: Path) -> None:
-    """One process without torchrun: Ctrl-C must exit 0, and tell the user that the work is gone."""
+    """Ctrl-C of one process without torchrun exits with 0 and names the lost work."""
     process = start((sys.executable,), tiny.write_recipe(tmp_path), *LONG, "--checkpoint.enable=false")
     shown = stop_after_first_step(process, lambda: process.send_signal(signal.SIGINT))
     assert process.returncode == 0, shown

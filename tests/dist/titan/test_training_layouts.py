@@ -117,7 +117,7 @@ def train_on(folder: Path, world_size: int, model: str, degrees: dict[str, objec
 
 @pytest.fixture(scope="module")
 def one_rank(folder: Path) -> Callable[[str], list[float]]:
-    """The losses of a model on one rank, trained when the first test asks for them."""
+    """Losses of a model on one rank, trained on first use."""
     return cache(lambda model: train_on(folder, 1, model, {}, f"one_{model.replace('/', '_')}"))
 
 
@@ -171,7 +171,7 @@ STRATEGIES = {
 
 
 def test_one_file_edited_in_place_gives_one_curve(folder: Path) -> None:
-    """Training and validation losses at the same tokens, whatever the ranks."""
+    """Training and validation losses at equal tokens, for any ranks."""
     path, tolerance = folder / "edited.toml", TOLERANCES["qwen3/moe_tiny"]
     base = RECIPE.format(family="qwen3", flavor="moe_tiny", corpus=folder, steps=3)
     base = base.replace("local_batch_size = 1", "local_batch_size = -1")

@@ -36,7 +36,7 @@ def test_a_momentum_that_was_loaded_on_the_host_comes_to_the_parameters_device()
 
 @pytest.mark.parametrize("build", [Muon, AdamW])
 def test_parameters_that_fsdp_keeps_on_the_host_are_updated_on_the_device(build: Any) -> None:
-    """As for any user of the library: nothing says that they are on the host but CPUOffloadPolicy."""
+    """Like any user's: only CPUOffloadPolicy moves the parameters to the host."""
     with fake_gpu() as gpu, fake_rank(2, 0):
         model = torch.nn.Linear(64, 64, bias=False, device="cuda")
         fully_shard(model, mesh=init_device_mesh("cuda", (2,)), offload_policy=CPUOffloadPolicy())

@@ -1,4 +1,4 @@
-"""`make gpu`: parts run one after the other whatever becomes of each, and go on where a run was cut off; bad input."""
+"""`make gpu`: parts run in turn despite failures, and continue after an interruption; bad input."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A rehearsal sees what it is for: waits, memory, collectives; on fake GPUs with faults put in on purpose."""
+"""A rehearsal notices waits, memory and collectives, on fake GPUs with injected faults."""
 
 import json
 import os
@@ -174,7 +174,7 @@ def test_every_full_size_recipe_and_every_layout_is_rehearsed() -> None:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", REHEARSED)
 def test_a_model_can_be_cut_as_it_is_rehearsed(name: str, world: int) -> None:
-    """A case that the dry run refuses would be found after an hour of others."""
+    """Otherwise the refusal comes after an hour of other cases."""
     case = Case(name, world, REHEARSED[name][WORLDS.index(world)])
     recipe = parse(case.arguments()).recipe
     if recipe.parallelism.pipeline_parallel_degree > 1 and not has_torch(*PIPELINE_TORCH):

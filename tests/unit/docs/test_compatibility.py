@@ -1,4 +1,4 @@
-"""docs/compatibility.md has every pair of options that excludes each other, with the messages of the code."""
+"""docs/compatibility.md has every excluded pair of options, with the code's messages."""
 
 import pytest
 
@@ -19,6 +19,6 @@ def test_every_option_of_muon_is_tried() -> None:
 
 
 def test_every_relation_of_a_recipe_is_broken_by_some_key() -> None:
-    """A relation without such a key has no row, and the page no word about it."""
+    """A relation without a key has no row on the page."""
     keys = [line.split("`")[1] for line in make_compatibility.recipe_pairs().splitlines()[2:]]
     assert keys == [relation.key for relation in make_compatibility.RELATIONS]

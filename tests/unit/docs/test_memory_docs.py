@@ -1,4 +1,4 @@
-"""docs/memory.md tells of each combination of options what the dry run says of it."""
+"""docs/memory.md has the dry run's figures for each combination of options."""
 
 from docs import make_memory
 

@@ -79,7 +79,7 @@ def check_brought(found: Tensors, host: Tensors) -> None:
 def test_parts_that_are_changed_there_are_changed_on_the_host(
     offload: Offload, missing: tuple[int, ...], left: tuple[int, ...]
 ) -> None:
-    """And nothing else is: not beside them, not gradients, and not parameters that are left alone."""
+    """Other parts, gradients and idle parameters are unchanged."""
     host = Host.of(frozenset(missing), frozenset(left))
     advance, apply = host.advance(), host.apply()
     before = [(each.param.clone(), each.average.clone()) for each in host.storage]

@@ -34,7 +34,7 @@ SHARDINGS = {
 
 @pytest.fixture(params=list(SHARDINGS.values()), ids=list(SHARDINGS))
 def ordered(request: pytest.FixtureRequest, stream_order: StreamOrder) -> Iterator[tuple[Run, StreamOrder]]:
-    """On rank 0 of two, of which the other is not there. Streams are watched from before there are any."""
+    """On rank 0 of two, without the other. Streams are recorded from the start."""
     compat.forget_meshes()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield Run(request.param), stream_order
@@ -69,7 +69,7 @@ def test_each_wait_is_needed(ordered: tuple[Run, StreamOrder], waits: str, monke
         if waits == "for the step":
             late_applies(run.muon)._stream.wait_stream = never
         else:
-            # Of FSDP2's streams, on which weights are read.
+            # Of FSDP2's streams for reading weights.
             monkeypatch.setattr(GatheredGroup, "reading_stream", lambda group: Stream())
         with pytest.raises(AssertionError, match="does not wait for"):
             train(run)

@@ -1,4 +1,4 @@
-"""The private parts of FSDP2 are there and do what updates in forward need of them."""
+"""FSDP2's private names for updates in forward exist and work."""
 
 from collections.abc import Iterator
 

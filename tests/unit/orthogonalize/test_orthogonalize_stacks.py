@@ -95,7 +95,7 @@ def test_a_zero_matrix_stays_zero_and_leaves_the_others(name: str, method: Metho
 def test_a_matrix_of_rank_one_keeps_its_singular_vectors(
     shape: tuple[int, int, int], name: str, method: Method
 ) -> None:
-    """Rounding makes singular values of nothing, which the steps grow; the one there was comes near 1 all the same."""
+    """Rounding adds small singular values that the steps amplify; the original one still comes near 1."""
     _, rows, cols = shape
     u, v = (
         torch.nn.functional.normalize(drawn(rows).float(), dim=0),
@@ -216,7 +216,7 @@ def test_the_reference_on_a_stack_is_the_reference_on_each() -> None:
 
 
 def hard(spectrum: str, rows: int, cols: int) -> Tensor:
-    """A matrix whose singular values are hard to bring near 1."""
+    """A matrix with singular values that are hard to bring near 1."""
     small = min(rows, cols)
     if spectrum == "low rank and noise":
         return drawn(rows, 8).double() @ drawn(8, cols, seed=1).double() + 1e-3 * drawn(rows, cols, seed=2).double()
@@ -233,7 +233,7 @@ def hard(spectrum: str, rows: int, cols: int) -> Tensor:
 def test_each_default_choice_is_as_exact_as_bfloat16(
     spectrum: str, shape: tuple[int, int], name: str, device: str
 ) -> None:
-    """What `auto` takes on GPUs is run here on the CPU: it rounds as tensor cores do, after sums in float32."""
+    """`auto`'s choice on GPUs, run on the CPU: it rounds like tensor cores, after float32 sums."""
     stack = hard(spectrum, *shape).bfloat16()[None]
     computed = iteration(name, STEPS[name], 1e-7)
     expected = standard(stack.double(), computed.steps, 1e-7, torch.float64, prescale=computed.prescaled)

@@ -1,4 +1,4 @@
-"""A matrix that several ranks orthogonalize together, each a slice: threads of one process are the ranks."""
+"""Several ranks orthogonalize slices of a matrix; threads of a process are the ranks."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -153,6 +153,6 @@ def test_what_is_not_finite_in_one_slice_is_not_finite_on_all(bad: float) -> Non
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_a_gram_matrix_is_of_float32_whatever_it_is_of(dtype: torch.dtype, device: str) -> None:
-    """On meta by the operator that a GPU takes."""
+    """On meta, by the GPU's operator."""
     gram = wide_gram(torch.zeros(4, 8, dtype=dtype, device=device))
     assert (gram.shape, gram.dtype) == ((4, 4), torch.float32)

@@ -23,7 +23,7 @@ __all__ = ["stream_order"]
 
 @pytest.fixture(params=[(4,), (2, 2)], ids=["shard", "replicate"])
 def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Net, Owners]]:
-    """A model on rank 0 of four that are not there, whose collectives run as NCCL's do."""
+    """A model on rank 0 of four fake ranks, with collectives like NCCL's."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     monkeypatch.setattr(private, "coalesces", lambda group, device: True)
     net = make()
@@ -35,7 +35,7 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 def train(net: Net, owners: Owners, steps: int = 3) -> None:
-    """Steps of two microbatches, with an evaluation between them."""
+    """Steps of two microbatches, with an evaluation in between."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
     for step in range(steps):
         for part in range(2):
@@ -91,7 +91,7 @@ def fail(*_: object) -> None:
 def test_a_backward_that_raised_leaves_nothing_on_any_stream(
     model: tuple[Net, Owners], stream_order: StreamOrder, place: str
 ) -> None:
-    """Wherever it raised, the next forward frees parameters, gradients and reductions, and waits for who uses them."""
+    """The next forward frees parameters, gradients and reductions, and waits for their users."""
     net, owners = model
     module = net.get_submodule(place)
     seen: list[int] = []

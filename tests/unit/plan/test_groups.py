@@ -1,4 +1,4 @@
-"""Who assembles a matrix: nobody if a rank stores all of it, and otherwise no more ranks than its mesh has."""
+"""Groups that assemble a matrix: none if a rank stores all of it, and no more ranks than its mesh."""
 
 from collections.abc import Iterable
 

@@ -18,7 +18,7 @@ from titan_muon.tensors.matrices import stack_of
 
 HSDP = (Replicate(), Shard(0))
 SLOW_LINKS = Machine(ranks_per_node=1, network_gb=1e-6, network_latency_us=0.0, node_latency_us=0.0)
-# Links that take no time: nothing is gained, and an all-to-all to all copies is one collective less.
+# Links that take no time: an all-to-all to all replicas is one collective less.
 FAST_LINKS = Machine(ranks_per_node=1, network_gb=1e4, network_latency_us=0.0, node_latency_us=0.0)
 SLOW_CALLS = Machine(network_gb=1e6, node_gb=1e6, network_latency_us=1e6, node_latency_us=1e6)
 

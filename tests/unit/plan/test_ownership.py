@@ -80,7 +80,7 @@ def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: i
 
 @pytest.mark.parametrize(("size", "longest", "fullest"), [(2, 1.01, 1.05), (8, 1.01, 1.1), (64, 1.06, 1.1)])
 def test_llama_8b_is_even_in_flops_and_in_bytes(size: int, longest: float, fullest: float) -> None:
-    """Longest path and most bytes over their means."""
+    """Longest path and most bytes, over their means."""
     loads = assign_owners(model(32, LLAMA_8B), size).loads()
     flops, held = [load.flops for load in loads], [load.bytes for load in loads]
     assert max(flops) <= longest * sum(flops) / size
@@ -140,7 +140,7 @@ def test_owners_that_are_named_count_first() -> None:
 
 
 def test_parameters_without_orthogonalization_are_even_in_bytes() -> None:
-    """Beside a matrix: by FLOPs all of it would go to the ranks without one."""
+    """Beside a matrix: by FLOPs, ranks without the matrix would get everything."""
     free = [OwnedItem(f"f{i}", f"f{i}", 0, 100) for i in range(9)]
     loads = assign_owners([OwnedItem("c", "c", 10**6, 100), *free], 2).loads()
     assert [load.bytes for load in loads] == [500, 500]

@@ -1,4 +1,4 @@
-"""Any plan makes every matrix whole exactly once and brings it back: all ranks of random plans, run in one process."""
+"""Any plan gathers every matrix exactly once and returns it: all ranks of random plans in one process."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,7 +98,7 @@ class World:
             self._move(collective)
 
     def meet(self, rank: int, first: int, team: tuple[int, ...]) -> Key:
-        """A rank has come to its slice of a matrix, whose first slice is number `first`."""
+        """A rank reaches its slice of a matrix with first slice `first`."""
         met = self.met.setdefault(first, set())
         assert rank in team
         assert rank not in met
@@ -130,7 +130,7 @@ class World:
 
 
 class Rank:
-    """One rank: its storage by PyTorch's own cut of every parameter, and the order of Muon.step."""
+    """A rank: its storage by PyTorch's shards, and the order of Muon.step."""
 
     def __init__(self, world: World, rank: int) -> None:
         plan = world.plan
@@ -212,7 +212,7 @@ class Rank:
             part = self.plan.matrices[matrix].slice
             if part is not None:
                 assert others == []
-                # The owners of the slices wait for each other.
+                # The owners of slices wait for each other.
                 yield from self._wait(self.world.meet(self.rank, matrix - part.place, self.program.teams[matrix]))
         for matrix in chosen:
             expected = whole(self.plan, self.world.full, matrix)
@@ -296,7 +296,7 @@ class Rank:
         return buffer_set.home[: phase.home_numel]
 
     def received(self, collective: Key) -> tuple[int, ...]:
-        """Elements that this rank expects from each rank of the group."""
+        """Elements expected from each rank of the group."""
         _, phase, _ = self._phase(collective)
         return phase.home_splits if collective[1] == RETURN else phase.owned_splits
 
@@ -334,7 +334,7 @@ def check_owners(world: World) -> None:
 
 
 def check_legs(world: World) -> None:
-    """Of each all-to-all: what a sends to b is what b expects from a, in that order, at the places the splits say."""
+    """In each all-to-all, a's pieces for b are b's expected pieces, in order, at the places of the splits."""
     turn = Counter[int]()
     for bucket in world.plan.buckets:
         runs = {rank: world.ranks[rank].program.buckets[turn[rank]] for rank in bucket.group}
@@ -492,7 +492,7 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     parameters = [sharded(f"fsdp{i}", (16, 8), FLAT, 0) for i in range(8)]
     parameters += [sharded(f"hsdp{i}", (2, 8), SQUARE, None, 0) for i in range(8)]
     plan = plan_of(parameters, buffer_bytes=600)
-    # From owners to all copies, whatever the planner takes.
+    # From owners to all replicas, for any choice of the planner.
     plan = replace(plan, buckets=tuple(replace(bucket, exchange="all_to_all") for bucket in plan.buckets))
     runs = make_program(plan, 0).buckets
     assert {run.mirrored for run in runs} == {True, False}, "the case this test is for"

@@ -31,11 +31,11 @@ from titan_muon.plan.terms.types import (
 from titan_muon.plan.terms.work import Work
 
 SLOW = replace(SLICING, ranks_per_node=2, network_gb=1e-12)
-"""Links between nodes that a step waits for."""
+"""Slow links between nodes."""
 
 
 def parameters(count: int, ranks: int, shape: tuple[int, int] = (64, 32), transposed: bool = False) -> list[Parameter]:
-    """Matrices of one shape, cut into rows over all ranks."""
+    """Matrices of one shape, in rows over all ranks."""
     layout = Layout(shape, Mesh((ranks,), tuple(range(ranks))), (Shard(0),))
     stack = MatrixStack(1, (MatrixRows("", (Interval(0, shape[0]),)),), transposed)
     return [Parameter(f"layers.{index}.w", f"layers.{index}", layout, stack) for index in range(count)]
@@ -56,7 +56,7 @@ def test_a_matrix_for_all_ranks_ends_sooner_and_nothing_is_computed_twice() -> N
 
 
 def test_slices_that_their_owners_store_are_not_exchanged() -> None:
-    """Rows cut over as many ranks as share the matrix: what a rank stores is its slice, and no leg moves anything."""
+    """Rows over as many ranks as owners: a rank stores its slice, and no phase moves anything."""
     plan = plan_of(parameters(1, 4), machine=SLICING, split_over=4)
     runs = [run for rank in range(4) for run in make_program(plan, rank).buckets]
     assert len(runs) == 4
@@ -78,7 +78,7 @@ def test_the_longer_side_is_cut_and_the_learning_rate_is_that_of_the_whole() -> 
 
 
 def test_uneven_numbers_of_matrices_are_sliced_evenly() -> None:
-    """Three equal matrices over two ranks: one has two of them, unless the third is shared."""
+    """Three equal matrices over two ranks: one rank has two, unless the third is shared."""
     alone, shared = (plan_of(parameters(3, 2), machine=SLICING, split_over=over) for over in (1, 2))
     assert summarize(alone).ns_flops_max * 3 == 4 * summarize(shared).ns_flops_max
     assert teams(shared) == [(0, 1)]
@@ -154,7 +154,7 @@ def overlapping() -> list[Parameter]:
 
 
 def test_where_links_take_longer_slices_leave_each_rank_its_share_of_small_groups() -> None:
-    """Whole, each large matrix has to be made up for by the small ones of one pair: there one rank gathers most."""
+    """Whole, each large matrix must be balanced by the small matrices of one pair, where one rank gathers most."""
     whole, shared = (plan_of(overlapping(), machine=SLOW, split_over=over) for over in (1, 2))
     played = machine_of(SLOW)
     assert sorted(teams(shared)) == [(0, 1), (2, 3)]

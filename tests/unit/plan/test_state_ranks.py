@@ -59,7 +59,7 @@ def test_momentum_is_divided_as_evenly_as_matrices_can_be(placed: tuple[Mesh, tu
 
 
 def test_small_matrices_that_take_no_time_are_divided_by_their_bytes() -> None:
-    """By FLOPs alone all of them would be kept where the large one is not."""
+    """By FLOPs alone, all of them would be kept away from the large matrix's rank."""
     shapes = [(64, 64), *[(1, 256)] * 32]
     plan = kept_on_owners([parameter(f"layers.{i}.w", shape, DDP) for i, shape in enumerate(shapes)])
     held = [sum(each.values()) for each in state_elements(plan).values()]

@@ -92,7 +92,7 @@ def iteration_bytes(parts: list[list[Matrix]]) -> int:
     for together in parts:
         for m in together:
             if m.slice is not None:
-                # The slice twice, three square matrices of the whole one's smaller side, and its part of five.
+                # The slice twice, three square matrices of the smaller side, and its part of five.
                 square = min(m.whole_shape) ** 2
                 iteration = max(iteration, 2 * m.numel + 3 * square + 5 * square // m.slice.count)
         for (rows, cols), count in Counter((m.rows, m.cols) for m in together if m.slice is None).items():
@@ -252,7 +252,7 @@ def test_json_is_read_back_whole(plan: Plan) -> None:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """The value with one leaf changed, in every way there is."""
+    """Every variant of the value with one changed leaf."""
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         for i, item in enumerate(value):
             yield from ((*value[:i], other, *value[i + 1 :]) for other in changed(item))

@@ -39,7 +39,7 @@ def teams(plan: Plan) -> list[tuple[int, ...]]:
 def test_slices_of_the_side_that_tensor_parallelism_cuts_stay_where_they_are(
     shape: tuple[int, int], placement: Placement
 ) -> None:
-    """The longer side is cut, and nothing else cuts: what the ranks send each other is Gram matrices alone."""
+    """Only the longer side is sharded: ranks send each other only Gram matrices."""
     plan = plan_of([matrix("w", shape, (4,), placement)], tensor_parallel="distributed")
     assert teams(plan) == [(0, 1, 2, 3)]
     [team] = {work.team for work in plan.works}

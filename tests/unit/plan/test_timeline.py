@@ -75,7 +75,7 @@ def test_nothing_waits_for_less_than_no_time() -> None:
 def test_a_link_between_nodes_carries_what_leaves_the_node(plan: Plan) -> None:
     slow = Link(64 * 64 * 2, 0)
     assert seconds(plan, replace(FREE, network=slow)) == pytest.approx(0, abs=1e-12)
-    # Of the four quarters two are on the other node.
+    # Two of the four quarters are on the other node.
     assert seconds(plan, replace(FREE, ranks_per_node=2, network=slow)) == pytest.approx(1)
     assert seconds(plan, replace(FREE, ranks_per_node=2, node=slow)) == pytest.approx(0.5)
 
@@ -123,7 +123,7 @@ def test_backward_hides_the_gathers_that_have_buffers(
 
 
 def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
-    """The second round has the first matrix, whose gradient is the last: that of the third round cannot be sooner."""
+    """The second round has the first matrix, with the last gradient; the third round cannot start earlier."""
     plan, machine = four_rounds()
     first, second, third, last = plan.buckets
     swapped = replace(second, matrices=(*second.matrices[1:], 0)), replace(last, matrices=(8, *last.matrices[1:]))
@@ -138,7 +138,7 @@ def test_backward_hides_nothing_behind_what_it_comes_to_last() -> None:
 
 @pytest.mark.parametrize(("buffer_sets", "tail"), [(1, 0.4 + 0.2), (3, 0.4 + 0.2), (4, 3 * 0.2 + 0.2)])
 def test_behind_the_last_newton_schulz_come_its_way_back_and_apply(buffer_sets: int, tail: float) -> None:
-    """Of 0.4 s and 0.2 s; while the last way is travelled, rounds are applied that were still in their buffer_sets."""
+    """Of 0.4 s and 0.2 s; during the last return, rounds in buffers are applied."""
     plan, machine = four_rounds()
     # A rank has a quarter of each of the four matrices of a round, of whose elements 28 bytes are read and written.
     played = timeline(replace(plan, buffer_sets=buffer_sets), replace(machine, memory=64 * 64 * 28 / 0.2))
@@ -153,7 +153,7 @@ def test_nothing_comes_back_to_a_rank_that_stores_its_matrices_whole() -> None:
 
 
 def test_waits_between_ranks_are_not_exposed_exchange() -> None:
-    """Two ranks orthogonalize one after the other, in the same buffers, and nobody waits for a link."""
+    """Two ranks orthogonalize in turn, in the same buffers, and nobody waits for a link."""
     plan = plan_of(parameters(2, 2), machine=Machine(node_latency_us=1e6))
     (one,) = plan.buckets
     buckets = tuple(replace(one, matrices=(rank,), owners=(rank,), round=rank) for rank in range(2))
@@ -219,7 +219,7 @@ def test_whole_matrices_need_this_long(matrices: dict[Chain, int], ranks: int, b
 
 
 def test_a_plan_overlaps_where_links_take_as_long_as_newton_schulz() -> None:
-    """On FLOPs alone one round is as good as any; on this machine it takes nearly twice as long as several."""
+    """By FLOPs, one round suffices; on this machine it takes nearly twice as long as several."""
     tasks = parameters(64, 4)
     options = Machine(node_gb=1e-3, node_latency_us=0, launch_us=0, tflops=3.3e-3, memory_gb=1e6)
     machine = machine_of(options)

@@ -1,4 +1,4 @@
-"""Weights in bfloat16: rounded so that they are right on average, alike on copies and after a resume."""
+"""Weights in bfloat16: rounding is right on average, and equal on replicas and after a resume."""
 
 import copy
 import math
@@ -55,7 +55,7 @@ DECAY = partial(scaled_sum, keep=0.999, alpha=0.0)
 
 
 def drawn(values: Tensor, updates: Tensor, keep: float, alpha: float, steps: range) -> Tensor:
-    """Each of these steps on the same values, (steps, *shape)."""
+    """Draws of these steps on equal values: (steps, *shape)."""
     chunk = chunk_of([values.shape], [7], torch.empty(memory_bytes(values), dtype=torch.uint8))
     found = []
     for number in steps:

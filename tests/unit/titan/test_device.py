@@ -10,7 +10,7 @@ import torch
 from titan_muon.titan import device
 
 TITAN = Path(device.__file__).parent
-# Gaps of the CPU and of gloo, which end with a version of TorchTitan; and a kernel that the CPU alone has.
+# Gaps of the CPU and gloo until a later TorchTitan; and a CPU-only kernel.
 ALLOWED = {TITAN / "device.py", TITAN / "compat.py", TITAN / "model" / "logits.py"}
 
 

@@ -8,7 +8,7 @@ from titan_muon.titan.assign.explain import plan_lines
 
 
 def said(replicas: int, shards: int, *, replicas_of: str) -> str:
-    """The lines about two experts, each whole on one rank of a replica, and two matrices that FSDP cuts."""
+    """Lines about two experts, each whole on a rank of a replica, and two FSDP-sharded matrices."""
     mesh = Mesh((replicas, shards), tuple(range(replicas * shards)))
     shapes = {"experts.w": (2, 32, 32), "wq": (32, 32), "wk": (32, 32)}
     parameters = [

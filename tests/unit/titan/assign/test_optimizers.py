@@ -200,7 +200,7 @@ def test_rules_for_every_parameter_may_leave_muon_none() -> None:
 
 @pytest.fixture
 def sgd(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of an optimizer that another package registered; `foreach` holds for all of it."""
+    """Name of an optimizer registered by another package; `foreach` applies to all its parameters."""
     monkeypatch.setattr(registry.optimizers, "_values", dict(registry.optimizers._values))
     entry = registry.OptimizerEntry(lambda groups, **options: torch.optim.SGD(groups, **options), ("foreach",))
     registry.optimizers.register("their_sgd", entry)

@@ -6,7 +6,7 @@ from titan_muon.titan.checks.curve import Curve, Report, reports_of
 
 
 def healthy(count: int, seed: int = 0) -> list[Report]:
-    """Reports of a run whose loss falls from 5.6 to 1.8 with noise; one batch in 60 is odd, as in a small recipe."""
+    """Reports of a run with a loss from 5.6 to 1.8 and noise; a batch in 60 is odd."""
     draw = random.Random(seed)
     reports = []
     for step in range(1, count + 1):

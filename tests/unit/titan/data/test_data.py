@@ -1,4 +1,4 @@
-"""Text to tokens to batches: what a training run may rely on, and what bad data is told."""
+"""Text to tokens to batches: guarantees for a training run, and errors for bad data."""
 
 import dataclasses
 import itertools
@@ -149,7 +149,7 @@ def test_a_global_batch_is_the_same_under_any_number_of_ranks(data):
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(("dp", "batch"), [(1, 4), (2, 2), (4, 1), (1, 1), (2, 8)])
 def test_a_checkpoint_resumes_at_the_next_block_under_any_layout(data, tmp_path, dp, batch):
-    """Through DCP, as TorchTitan saves it. Saved by one rank with batch 4 after 10 batches, in the second epoch."""
+    """Through DCP, like TorchTitan. Saved by a rank with batch 4 after 10 batches, in the second epoch."""
     stream = torch.cat(take(build(data, batch=4), 30))
     saved = build(data, batch=4)
     take(saved, 10)

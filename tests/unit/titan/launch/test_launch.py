@@ -1,4 +1,4 @@
-"""How a job's processes find and watch each other, and keep other jobs out: stores in memory, ranks as threads."""
+"""Start, mutual watch and exclusion of a job's processes: stores in memory, ranks as threads."""
 
 import os
 import subprocess
@@ -54,7 +54,7 @@ SHORT = timedelta(seconds=20)
 
 
 def attempt(lasting: dist.Store, world_size: int) -> list[dist.Store]:
-    """The stores that the ranks of one attempt get, the last rank first to arrive."""
+    """Stores of the ranks of an attempt; the last rank arrives first."""
     with ThreadPoolExecutor(world_size) as pool:
         found = [pool.submit(store_of_attempt, lasting, r, world_size, SHORT) for r in reversed(range(world_size))]
         return [each.result() for each in found]
@@ -178,7 +178,7 @@ def test_a_rank_that_hangs_beside_its_peers_ends_after_a_failure_of_theirs(
 
 
 def test_an_error_that_follows_from_another_ranks_error_names_that_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """gloo says `Connection reset by peer` on rank 0 when rank 1 fails in its forward."""
+    """gloo says `Connection reset by peer` on rank 0 after rank 1's failure."""
     store = dist.TCPStore("localhost", 0, is_master=True)
     ranks = [Watchdog(store, rank, 2, first_timeout=9, timeout=9) for rank in range(2)]
     ranks[1]._name_first_failure(ValueError("in the forward of rank 1"))

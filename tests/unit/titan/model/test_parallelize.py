@@ -67,7 +67,7 @@ def test_the_given_specification_is_left_alone() -> None:
 
 
 def test_owners_are_weighed_by_the_algorithm_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU `auto` takes the Gram iteration for a wide matrix, which costs less than the standard one."""
+    """On a GPU `auto` takes the Gram iteration for a wide matrix, at a lower cost."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     flops = {device: _flops(Recipe(), device)(1024, 8192) for device in ("cpu", "cuda")}
     assert flops["cpu"] == standard_flops(1024, 8192, 5)

@@ -239,7 +239,7 @@ def test_first_and_last_steps_are_always_reported(reporter: RunMetrics) -> None:
 
 
 def test_records_are_on_disk_at_once(tmp_path: Path) -> None:
-    """A process that dies must lose no record, so a record is in the file as soon as it is logged."""
+    """A dying process must lose no record."""
     JsonLines(tmp_path / "metrics.jsonl").log({"loss": 1.0}, 7)
     assert record(tmp_path) == {"step": 7, "loss": 1.0}
 

@@ -45,7 +45,7 @@ def world_of_one() -> Iterator[None]:
 
 
 class Run:
-    """The parts of a run that a checkpoint is about."""
+    """The parts of a run in a checkpoint."""
 
     def __init__(
         self, recipe: Recipe, folder: Path, *, resume: Path | None = None, exclude: tuple[str, ...] = ()

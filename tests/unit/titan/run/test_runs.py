@@ -74,7 +74,7 @@ def test_torn_checkpoint_is_found_out(tmp_path: Path, damage: object, named: str
 
 
 def test_exported_model_is_not_a_checkpoint_to_continue(tmp_path: Path) -> None:
-    """A checkpoint of the model alone must be refused with the key that made it so."""
+    """A model-only checkpoint is refused with its key."""
     save(tmp_path, 3, full=False)
     assert "last_save_model_only" in (flaw(tmp_path / "checkpoint" / "step-3") or "")
 
@@ -161,7 +161,7 @@ def test_latest_continues_the_same_experiment_only(
 
 
 def test_a_batch_of_fixed_size_may_be_cut_otherwise(tmp_path: Path) -> None:
-    """Sequences at once are a layout where the batch is fixed, and the batch itself where it is not."""
+    """Local batch size is a layout if the batch is fixed, and otherwise the batch itself."""
     fixed = {"training__global_batch_size": 8}
     run = Path(start(tiny.recipe(tmp_path, **fixed)).folder)
     save(run, 3)
@@ -210,7 +210,7 @@ def test_changed_recipe_is_kept_beside_the_new_one(tmp_path: Path) -> None:
     ],
 )
 def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: dict[str, object], named: str) -> None:
-    """A folder or a step that is not there, or torn when it was asked for, must be refused with the key."""
+    """A missing or torn folder or step is refused with the key."""
     run = finished_run(tmp_path, 3, 6, 9)
     shard(run / "checkpoint" / "step-9").unlink()
     real = {"RUN": str(run), "CORPUS": str(tmp_path / "corpus")}
@@ -222,7 +222,7 @@ def test_an_impossible_continuation_is_one_clear_error(tmp_path: Path, values: d
 
 
 def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The attempt after a crash must continue the job's folder, all of it, whatever the recipe asked to load."""
+    """The next attempt continues the job's folder, for any `checkpoint.load`."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3, 6)
     other = start(tiny.recipe(tmp_path))
@@ -236,7 +236,7 @@ def test_a_restart_goes_on_with_its_own_run(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_folder_in_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two jobs with `load = "latest"` must not write to one folder."""
+    """Two jobs with `load = "latest"` must not share a folder."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     run = finished_run(tmp_path, 3)
 
@@ -313,7 +313,7 @@ def test_a_run_is_named_after_what_the_command_line_changed(tmp_path: Path) -> N
 
 
 def test_the_command_line_comes_first_in_a_name_and_is_no_edit_of_the_file(tmp_path: Path) -> None:
-    """A run without options after one with options is the plain recipe; history never hides what the user set."""
+    """A run without options after a run with options is the plain recipe; user overrides are always shown."""
     plain, fast = tiny.recipe(tmp_path), tiny.recipe(tmp_path, muon__lr=0.5)
     assert names(tmp_path, plain) == [""]
     assert names(tmp_path, fast, given=("muon.lr",)) == ["muon.lr=0.5"]
@@ -341,7 +341,7 @@ def test_names_of_folders_are_short_and_plain(tmp_path: Path) -> None:
 
 
 def test_the_newest_run_is_found_by_its_time_and_not_by_what_differs(tmp_path: Path) -> None:
-    """Of two runs of one second as well, and whatever is written behind the time."""
+    """Also for two runs of one second, with any differences in the names."""
     for name in ("20260101-000000_a=z", "20260101-000000-2", "20250101-000000_z=z", "20260101-000000-3_a=a"):
         save(tmp_path / "runs" / "tiny" / name, 3)
     found = open_run(tiny.recipe(tmp_path, checkpoint__load="latest"))
