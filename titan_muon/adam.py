@@ -20,6 +20,7 @@ from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .step.foreach import grouped
 from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
 
@@ -27,7 +28,7 @@ BATCH_BYTES = 2**26
 """Limit on the bytes of a transfer, or of converted states."""
 
 VECTOR = 64
-"""Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
+"""Alignment of parts, because CPU kernels give different bits for incomplete vectors."""
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
 
@@ -80,12 +81,12 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: tensors in pinned host memory, as Muon's `offload`.
-        missing_grad: a parameter without a gradient is an error, or (`skip`) stays unchanged, as under torch.
+        offload: as Muon's.
+        missing_grad: a missing gradient is an error, or (`skip`) leaves the parameter unchanged, as under torch.
         nonfinite: after a non-finite gradient, a step of this rank changes nothing, and the next step raises, or
             (`skip`) warns.
 
-    In a Hybrid, all ranks raise together, in the next step. Alone, a rank raises at once for a missing gradient.
+    In a Hybrid, all ranks raise in the next step. Alone, a rank raises at once for a missing gradient.
 
     Raises:
         OptionError: for an unsupported keyword, or a beta above SLOWEST_IN_BFLOAT16 with bfloat16 averages.
@@ -134,7 +135,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters with a gradient. Returns the result of the closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         self.check_norm(skips=self._nonfinite == "skip")
@@ -186,16 +186,13 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _batches(self) -> Iterator[ElementBatch]:
         bounded = self._offload != "none" or self._state_dtype == "bfloat16" or self._skipped is not None
         moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
+        limit = BATCH_BYTES if bounded else math.inf
         for group in self.param_groups:
-            waiting: dict[torch.dtype, list[Elements]] = {}
-            sizes: dict[torch.dtype, int] = {}
-            for part in self._parts(group, moved if bounded else ()):
-                kind, size = part.param.dtype, part.param.numel() * part.element_bytes(moved)
-                if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
-                    yield ElementBatch(group, tuple(waiting.pop(kind)))
-                sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
-                waiting.setdefault(kind, []).append(part)
-            yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
+            parts = self._parts(group, moved if bounded else ())
+            batches = grouped(
+                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
+            )
+            yield from (ElementBatch(group, tuple(batch)) for batch in batches)
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
@@ -322,12 +319,8 @@ class GradientCare:
     def check(self, skipped: Tensor | None, *, scaled: bool) -> Tensor | None:
         """Raise ValueError for the last step, and report the gradients of this step.
 
-        Args:
-            skipped: () bool on the device: whether the step changes nothing anyway.
-            scaled: whether a GradScaler has checked the gradients.
-
-        Returns:
-            () bool on the device: whether the step changes nothing; None for a normal step.
+        `skipped`: () bool on the device: whether the step changes nothing anyway. `scaled`: whether a GradScaler has
+        checked the gradients. Returns () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
         faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
@@ -371,7 +364,8 @@ class GradientCare:
         if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
             self._numbers = torch.tensor([start + index for index in grads], device=report.device)
         # A norm over all gradients has its own error.
-        report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
+        faulty = broken if skipped is None else broken & ~skipped
+        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
 
 

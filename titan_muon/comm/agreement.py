@@ -61,7 +61,7 @@ class Agreement:
         self.peers: dist.ProcessGroup | None = None
 
     def open(self, report: PlanReport, known: Mapping[Ranks, dist.ProcessGroup], device: torch.device) -> None:
-        """Compare reports, then make all process groups except `known` and use each group once.
+        """Compare reports, then make all process groups except `known`, and use each once.
 
         Raises ValueError on every rank if plans differ.
         """
@@ -69,14 +69,11 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # Never instead of a group that all ranks make, because meshes differ between ranks and plans.
+        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
-            if ranks not in self._groups:
-                self._groups[ranks] = self._new_group(ranks, device)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
-            if ranks not in self._exclusive:
-                self._exclusive[ranks] = self._new_group(ranks, device)
+        for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
+            for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+                made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
@@ -84,18 +81,13 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with the same value on every rank of the world. Collective."""
+    def differing(self, values: Mapping[str, Hashable], *, missing: bool = False) -> frozenset[str]:
+        """The keys with another value on some rank, or with `missing` without a value. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
-            key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
-        )
-
-    def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with another value on some rank with the key. Collective over the world."""
-        _, reports = self._exchange(dict(sorted(values.items())))
-        return frozenset(
-            key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
+            key
+            for key, value in values.items()
+            if any(report[key] != value if key in report else missing for report in reports.values())
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:
@@ -107,7 +99,6 @@ class Agreement:
         return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
 
     def check_alive(self) -> None:
-        """Raise ValueError if the default process group was destroyed."""
         if self._size > 1 and not dist.is_initialized():
             raise ValueError(
                 "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
@@ -116,7 +107,7 @@ class Agreement:
 
     @contextmanager
     def located(self, steps: int) -> Iterator[None]:
-        """Add the step of each rank, if the rank answers, to a collective's error. `steps`: number of this step."""
+        """Add each answering rank's step to a collective's error. `steps`: number of this step."""
         try:
             yield
         except RuntimeError as error:
@@ -179,10 +170,8 @@ class Agreement:
     def together(self, build: Callable[[], T]) -> T:
         """The result of `build` on this rank.
 
-        Raises:
-            ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
-            RuntimeError: on all other ranks, if `build` raises another error, such as an OutOfMemoryError. The failed
-                rank raises the error itself.
+        Raises ValueError on every rank of the world if `build` raises a ValueError on any rank. After another error,
+        such as an OutOfMemoryError, the failed rank raises the error itself, and all other ranks RuntimeError.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -194,7 +183,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest rank with a fault on every rank, because ranks without would hang."""
+        """Raise the fault of the lowest faulty rank on every rank, because further ranks would hang."""
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -221,7 +210,6 @@ class Agreement:
         return bool(flag.item())
 
     def group(self, ranks: Ranks) -> dist.ProcessGroup:
-        """The process group of these ranks."""
         if len(ranks) == self._size:
             return _world()
         return self._known[ranks] if ranks in self._known else self._groups[ranks]
@@ -230,7 +218,6 @@ class Agreement:
         return self._exclusive[ranks]
 
     def start_max_over_peers(self, tensor: Tensor) -> dist.Work | None:
-        """Start an in-place maximum; None without a peer."""
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -308,8 +295,8 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The timeout of the default process group, for new groups."""
-    for kind in dict.fromkeys((device, "cpu", "cuda")):
+    """The timeout of the default process group, for new groups on a type of device."""
+    for kind in dict.fromkeys((device, "cpu", _device().type)):
         try:
             options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
@@ -335,4 +322,5 @@ def _world() -> dist.ProcessGroup:
 
 def _device() -> torch.device:
     """Device for collectives of the default process group."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # A private name of PyTorch: the CPU if the group has a backend for it, else its accelerator.
+    return torch.device(dist.distributed_c10d._get_object_coll_device())

@@ -37,8 +37,9 @@ class Carried(Protocol):
 class FaultReport:
     """Shares the faults of a step among all ranks without blocking the host.
 
-    A step adds faults on the device. At the end, `send` starts a maximum over the ranks, and the next step reads the
-    result. The same maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
+    A step adds faults on the device. `send` starts a maximum over the ranks, and the next step reads the result. The
+    same
+    maximum compares hyperparameters and the number of steps: each rank sends a hash and its negative.
 
     `optimizer`, `carried`: by name. `replicas`: parameters with a result from one rank's gradient for all replicas.
     """
@@ -83,33 +84,20 @@ class FaultReport:
         return self._agreement.peers is not None
 
     def start_of(self, other: Carried) -> int:
-        """The index of the first parameter of a carried optimizer."""
         return self._first[self._carried.index(other)]
 
     def tell_carried(self, faults: Sequence[Fault]) -> None:
-        """Let the carried optimizers raise ValueError for their faults."""
         for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
             other.told(faults[start:stop])
 
-    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
-        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
-        self._add(parameters, broken, Fault.NOT_FINITE)
-
-    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send, see `add_nonfinite`."""
-        self._add(parameters, changed, Fault.GRADIENT_CHANGED)
-
-    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
-        """Add matrices of zeros under a rule that keeps norms, see `add_nonfinite`."""
-        self._add(parameters, zero, Fault.ZERO_WEIGHTS)
+    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
+        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
+        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates, see `add_nonfinite`. `late` updates run on another stream after `send`."""
+        """Add impossible updates, see `add_where`. `late` updates run on another stream after `send`."""
         codes = self._late if late else self._codes
         codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
-
-    def _add(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
-        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_late(self) -> None:
         """Add faults of late updates. The current stream has waited for these updates."""
@@ -129,7 +117,6 @@ class FaultReport:
         self._scaled = True
 
     def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
-        """Add the gradient sizes of replicas; `stored`: gradients by parameter."""
         grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
         if not grads:
             return

@@ -163,7 +163,7 @@ class EarlyGathers(Feature):
             rank.exchange.gather(bucket)
             self._rows[self._launched] = _first_rows(step.grads, self.needed[self._launched])
         self._launched += 1
-        # Of the first bucket, so that the step detects a change between two buckets.
+        # Keep the record of the first bucket, so that the step detects a change between two buckets.
         self._packed = packed | self._packed
 
     def accumulated(self, index: int) -> None:
@@ -172,7 +172,6 @@ class EarlyGathers(Feature):
             self._changed.add(index)
 
     def begin(self, computing: Any) -> None:
-        """Allocate the buffers on the computing stream."""
         with self.module.stream(computing):
             self._rank.buffers.memory.take()
         self._stream.wait_stream(computing)
@@ -227,7 +226,8 @@ class EarlyGathers(Feature):
         # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
-            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
+            changed = before.nan_to_num(-1) != now.nan_to_num(-1)
+            self.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
 
 
 class _Backward:
