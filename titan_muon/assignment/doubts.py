@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ..options import Split
+from ..options import Split, listed
 from ..plan.terms.types import MatrixStack
 from ..state.groups import THINNEST
 from ..tensors.matrices import stack_of
@@ -67,6 +67,4 @@ def doubts(assigned: Sequence[Assignment], splits: Sequence[Split]) -> Iterator[
 
 
 def _some(names: Sequence[str]) -> str:
-    different = list(dict.fromkeys(names))
-    more = len(different) - SHOWN
-    return ", ".join(different[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return listed(list(dict.fromkeys(names)), SHOWN)

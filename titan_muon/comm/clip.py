@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ..options import listed
 from ..tensors.mesh import without_groups
 from .faults import NotFiniteError
 
@@ -114,11 +115,7 @@ class NormCheck:
         if _world_size() > 1:
             everywhere = [()] * _world_size()
             dist.all_gather_object(everywhere, broken)
-        where = "; ".join(
-            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} on rank {rank}"
-            for rank, names in enumerate(everywhere)
-            if names
-        )
+        where = "; ".join(f"{listed(names)} on rank {rank}" for rank, names in enumerate(everywhere) if names)
         return where or "large values"
 
     def check(self, *, skips: bool) -> None:
