@@ -6,7 +6,7 @@ This file imports only the standard library, because `plan/` and a recipe's `--h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from functools import cache
@@ -19,11 +19,6 @@ class OptionError(ValueError):
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(f"{option} {problem}")
         self.option, self.problem = option, problem
-
-
-def listed(names: Sequence[str], most: int = 5) -> str:
-    """The first names, and the number of the others, for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from math import prod
 
-from ..options import Split, listed
+from ..options import Split
 from ..plan.terms.types import MatrixStack
 from ..state.groups import THINNEST
 from ..tensors.matrices import stack_of
+from ..tensors.names import listed
 from .rules import EMBEDDING, HEAD, Assignment, splits_with
 
 LEAST_SHARE = 0.9

@@ -9,11 +9,11 @@ from dataclasses import astuple, dataclass, replace
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..options import listed
 from ..owned import is_owned
 from ..owned.param import holders
 from ..plan import Plan
 from ..plan.terms.types import MatrixStack
+from ..tensors.names import listed
 from .doubts import family, matrix_shapes
 from .rules import Assignment
 

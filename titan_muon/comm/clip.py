@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..options import listed
 from ..tensors.mesh import without_groups
+from ..tensors.names import listed
 from .faults import NotFiniteError
 
 EPS = 1e-6

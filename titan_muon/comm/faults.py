@@ -7,8 +7,8 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from ..options import listed
 from ..tensors.dtensor import local
+from ..tensors.names import listed
 from ..tensors.storage import TrainedParam, placement_key
 
 

@@ -18,12 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ..comm.agreement import Agreement
-from ..options import listed
 from ..plan.terms.layout import spans
 from ..step.feature import Feature
 from ..step.foreach import Rectangle, rectangle_of
 from ..step.gradients import Step
 from ..step.stages import RankStages, Stages
+from ..tensors.names import listed
 
 IDLE_STEPS = 20
 """Steps in a row with a gradient of zeros after which a matrix is named."""

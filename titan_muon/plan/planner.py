@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..options import MuonOptions, OptionError, listed
+from ..options import MuonOptions, OptionError
 from .cost.times import Costs
 from .exchange.all_gather import PATTERNS
 from .search.candidates import CANDIDATES, Candidate
@@ -50,9 +50,7 @@ def make_plan(
     momentum = (
         "state = 'owner' has no effect: no matrix has replicas that could do without momentum" if no_state else ""
     )
-    own = listed([parameter.fqn for parameter in parameters if parameter.own])
-    own_reason = f"{own}: plain tensors that differ between ranks; each rank orthogonalizes its own" if own else ""
-    reasons = (simulation.reason, candidate.reason, blocks, own_reason, momentum)
+    reasons = (simulation.reason, candidate.reason, blocks, _own_reason(parameters), momentum)
     return Plan(
         parameters=problem.parameters,
         matrices=tuple(problem.costs.pieces.matrices),
@@ -64,6 +62,14 @@ def make_plan(
         reason="; ".join(filter(None, reasons)),
         passes=passes,
     )
+
+
+def _own_reason(parameters: Sequence[Parameter]) -> str:
+    own = [parameter.fqn for parameter in parameters if parameter.own]
+    if not own:
+        return ""
+    more = f" and {len(own) - 5} more" if len(own) > 5 else ""
+    return f"{', '.join(own[:5])}{more}: plain tensors that differ between ranks; each rank orthogonalizes its own"
 
 
 def _best(problem: Problem, work_of: WorkOf) -> tuple[Candidate, Simulation]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check, listed
+from ..options import HYPERPARAMETERS, Hyperparameters, MuonOptions, OptionError, Split, check
 from ..orthogonalize import Iteration, iteration
 from ..tensors.matrices import stack_of
 from ..tensors.mesh import flattened_by
-from ..tensors.names import LOOKED_UP, canonical_fqn
+from ..tensors.names import LOOKED_UP, canonical_fqn, listed
 from ..tensors.storage import STEP
 from .host import resolved
 
