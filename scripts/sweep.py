@@ -215,7 +215,7 @@ def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
         for run in runs:
             folder = run.folder()
             begin, ended, error = time.monotonic(), run.ended(folder), None
-            known = ended is not None
+            took = "finished before"
             if ended is None:
                 if folder is not None:
                     resumed = "continues from its checkpoint" if "--checkpoint.load" in run.command(folder) else "anew"
@@ -223,16 +223,20 @@ def sweep(runs: Sequence[Run]) -> tuple[list[Result], int]:
                 error = train(run, folder, progress.watch)
                 folder = run.folder()
                 ended = run.ended(folder)
+                took = f"{time.monotonic() - begin:.0f} s"
                 progress.seconds.setdefault(run.recipe.name, []).append(time.monotonic() - begin)
             if ended != "finished":
-                error = error or ended or "ended before its last step"
-            code = code if error is None else 1
+                code, error = 1, error or ended or "ended before its last step"
             results.append(run.result(folder, error))
-            took = "finished before" if known else f"{time.monotonic() - begin:.0f} s"
-            outcome = f"loss {final_loss(results[-1]):.4f}, {took}" if error is None else f"failed: {error}"
+            outcome = f"failed: {error}" if error is not None else f"loss {final_loss(results[-1]):.4f}, {took}"
             progress.end(run, outcome)
     except KeyboardInterrupt:
         code = INTERRUPTED
+        # Runs of an earlier command may be finished out of order.
+        folders = {run.name: run.folder() for run in progress.left}
+        results += [
+            run.result(folders[run.name], None) for run in progress.left if run.ended(folders[run.name]) == "finished"
+        ]
     return results, code
 
 
