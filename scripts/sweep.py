@@ -77,8 +77,9 @@ class Run:
         return self.folders / (re.sub(r"[^\w.=+,-]+", "_", self.name)[-200:] + ".log")
 
     def folder(self) -> Path | None:
-        """Newest run folder of this recipe on as many processes, finished or not."""
-        return max(filter(self._is_mine, self.folders.glob("*/")), key=lambda path: path.name[:15], default=None)
+        """Newest run folder of this recipe on as many processes, a finished one before others."""
+        mine = filter(self._is_mine, self.folders.glob("*/"))
+        return max(mine, key=lambda path: (self.ended(path) == "finished", path.name[:15]), default=None)
 
     def _is_mine(self, folder: Path) -> bool:
         file = folder / "optimizers.txt"
