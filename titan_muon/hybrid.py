@@ -15,19 +15,17 @@ from torch.optim import Optimizer
 
 from .adam import AdamW
 from .assignment.doubts import doubts, split_lines
-from .assignment.groups import ParamGroup, built, decided
+from .assignment.groups import OPTIMIZER, ParamGroup, built, decided, trained_parameters
 from .assignment.roles import Seen, see
 from .assignment.rules import Assignment, Default, default_rules
-from .assignment.table import parameter_table
+from .assignment.table import frozen_lines, parameter_table
 from .comm.agreement import Agreement
 from .comm.clip import NormCheck, SkipsSteps
 from .comm.equality import check_equal
 from .muon import Muon
 from .options import Offload, OptionError, Rule
+from .state.saved import after_pre_hooks
 from .tensors.names import canonical_fqn
-
-OPTIMIZER = "optimizer"
-"""Key of a parameter group."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +36,7 @@ class Parts:
     whole: tuple[Assignment, ...]
     groups: Mapping[str, Sequence[ParamGroup]]
     optimizers: Mapping[str, Optimizer]
-
-
-def trained_parameters(parts: Iterable[nn.Module]) -> dict[str, Tensor]:
-    """Parameters with gradients, by canonical name."""
-    named = (pair for part in parts for pair in part.named_parameters())
-    return {canonical_fqn(name): parameter for name, parameter in named if parameter.requires_grad}
+    frozen: tuple[str, ...] = ()
 
 
 def parts_of(
@@ -70,7 +63,9 @@ def parts_of(
         for name, groups in decision.groups.items()
     }
     assignments = tuple(a for a in decision.whole if a.fqn in parameters)
-    return Parts(assignments, decision.whole, decision.groups, optimizers)
+    named = (pair for module in modules for pair in module.named_parameters())
+    frozen = tuple(canonical_fqn(name) for name, parameter in named if not parameter.requires_grad)
+    return Parts(assignments, decision.whole, decision.groups, optimizers, frozen)
 
 
 class OfParts:
@@ -236,7 +231,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         )
-        return parameter_table(self.assignments, dict(named), None, full=full)
+        table = parameter_table(self.assignments, dict(named), None, full=full)
+        return "\n".join([table, *frozen_lines(self.parts.frozen)])
 
     def build(self) -> Self:
         """Plan Muon's step now instead of at the first step, like `Muon.build`."""
@@ -274,7 +270,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups in torch's format. Collective over all ranks. Raises ValueError like `Muon.state_dict`."""
+        """State and groups in torch's format. Ranks and errors as in `Muon.state_dict`."""
         for part in self.optimizers.values():
             # Finishes the part's transfers and checks its last step.
             part.state_dict()
@@ -287,20 +283,18 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for different parameters or optimizers in the groups,
                 and like `Muon.load_state_dict`.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
-            state_dict = state_dict if replaced is None else replaced
-        saved = state_dict["param_groups"]
-        mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
-        theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
-        if mine != theirs:
-            raise ValueError(_difference(mine, theirs))
-        for name, part in self.optimizers.items():
-            groups = [group for group in saved if group[OPTIMIZER] == name]
-            keys = {key for group in groups for key in group["params"]}
-            state = {key: value for key, value in state_dict["state"].items() if key in keys}
-            part.load_state_dict({"state": state, "param_groups": groups})
-        self._link()
+        with after_pre_hooks(self, state_dict) as loaded:
+            saved = loaded["param_groups"]
+            mine = [(group[OPTIMIZER], group["param_names"]) for group in self.param_groups]
+            theirs = [(group.get(OPTIMIZER), group.get("param_names")) for group in saved]
+            if mine != theirs:
+                raise ValueError(_difference(mine, theirs))
+            for name, part in self.optimizers.items():
+                groups = [group for group in saved if group[OPTIMIZER] == name]
+                keys = {key for group in groups for key in group["params"]}
+                state = {key: value for key, value in loaded["state"].items() if key in keys}
+                part.load_state_dict({"state": state, "param_groups": groups})
+            self._link()
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 

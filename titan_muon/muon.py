@@ -13,6 +13,7 @@ from typing import Any, Never, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from . import registry
@@ -33,9 +34,10 @@ from .state.converted import converted, is_torchs
 from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
-from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import check_saved_groups, completed, saved_averages
+from .state.rule_states import MatrixStates, with_rule_states
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages, saved_states
 from .step.gradients import Step, check_first_gradients
+from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -102,6 +104,7 @@ class Muon(SkipsSteps, Optimizer):
         rounding: str = "stochastic",
         missing_grad: str = "error",
         nonfinite: str = "error",
+        idle: str = "move",
         release_grads: bool = False,
         keep_buffers: bool = False,
         overlap: str = "none",
@@ -236,7 +239,8 @@ class Muon(SkipsSteps, Optimizer):
         self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
-        faults, moved = engine.faults(self.param_groups, self.state)
+        with trace_range("check"):
+            faults, moved = engine.faults(self.param_groups, self.state)
         # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
         # faults on every rank, and all ranks raise in the next step.
         alone = self._agreed.peers is None
@@ -254,15 +258,19 @@ class Muon(SkipsSteps, Optimizer):
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
         All ranks call `check_last_step` together, before they save weights and at the end of training. Waits for the
-        device. `state_dict` includes this call.
+        device. Includes `finish_step`.
         """
+        self._check_last_step(alone=False)
+
+    def _check_last_step(self, *, alone: bool) -> None:
         self.finish_step()
         self.check_norm(skips=self._options.nonfinite == "skip")
         if self._engine is not None:
-            self._engine.raise_pending()
-            # Faults from late updates, and from optimizers that step after Muon.
-            self._engine.rank.report.send_late()
-            self._engine.raise_pending()
+            self._engine.raise_pending(alone=alone)
+            if not alone:
+                # Late updates, and optimizers that step after Muon, have added faults after the report of the step.
+                self._engine.rank.report.send_late()
+                self._engine.raise_pending()
 
     def carry(self, others: Mapping[str, Carried]) -> None:
         """Let reports carry the faults and hyperparameters of other optimizers, by name; before `build`."""
@@ -289,6 +297,10 @@ class Muon(SkipsSteps, Optimizer):
             ValueError: on every rank, before anything is loaded, for a state dict with different parameters or from a
                 different optimizer, and for missing momentum or momentum with a different mesh or placement.
         """
+        with after_pre_hooks(self, state_dict) as loaded:
+            self._load(loaded)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         if is_torchs(state_dict):
             state_dict = converted(state_dict, "torch")
         state_dict = completed(state_dict, self.param_groups)
@@ -305,7 +317,7 @@ class Muon(SkipsSteps, Optimizer):
         params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
-        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
+        of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
@@ -332,10 +344,12 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. Before the first step the state is empty. Raises ValueError like
-        `check_last_step`.
+        All ranks call `state_dict` together. With plain tensors alone, as under DDP, one rank may call `state_dict`.
+        Before the first step the state is empty, like torch's. Raises ValueError like `check_last_step`.
         """
-        self.check_last_step()
+        params = (parameter for group in self.param_groups for parameter in group["params"])
+        # Trainer and Lightning save on rank 0 alone under DDP, and the other ranks would miss in a collective.
+        self._check_last_step(alone=not any(isinstance(parameter, DTensor) for parameter in params))
         self.synchronize()
         return super().state_dict()
 

@@ -322,6 +322,10 @@ class StepOptions:
     """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, momentum
     and weight decay are skipped too, and the next step only warns."""
 
+    idle: Literal["move", "hold"] = "move"
+    """A matrix with a zero gradient, as of an expert without tokens: `move` it by the momentum, as torch.optim.Muon,
+    or `hold` it, which only decays it, and warns after 20 such steps. Ranks agree on the device, so no host waits."""
+
     release_grads: bool = False
     """Free each gradient after packing."""
 

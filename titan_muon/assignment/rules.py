@@ -64,7 +64,7 @@ def splits_with(known: Sequence[Split], assigned: Iterable[Assignment]) -> tuple
     return (*known, *(split for fqn, split in fused if split_of(fqn, known) is None))
 
 
-def assign(
+def assign_parameters(
     parameters: Mapping[str, Seen],
     rules: Sequence[Rule],
     defaults: Sequence[Default] | None,

@@ -48,6 +48,12 @@ def parameter_table(
     return "\n".join("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines)
 
 
+def frozen_lines(names: Sequence[str]) -> list[str]:
+    """One line for the parameters that no optimizer trains; none without any."""
+    shown = f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
+    return [f"not trained (requires_grad is False): {shown}"] if names else []
+
+
 def _matrices(assignment: Assignment, stack: MatrixStack | None) -> str:
     if stack is None:
         return "-"

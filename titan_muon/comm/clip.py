@@ -77,31 +77,38 @@ def clip_grad_norm_(
 
 
 class NormCheck:
-    """A flag on the device for the next step: whether the gradient norm is not finite (`broken`, () bool).
+    """The gradient norm of a step. Its flag `broken`, () bool on the device: whether the norm is not finite.
 
     `norm`: () norm, equal on all ranks. `names`, `local_norms`: this rank's parameters and (len(names),) gradient
-    norms; without names `check` does nothing, and the caller reports.
+    norms.
     """
 
-    def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
-        self.broken, self._names, self._local_norms = norm.isfinite().logical_not(), names, local_norms
+    def __init__(self, norm: Tensor, names: Sequence[str], local_norms: Tensor) -> None:
+        self.broken, self._names = norm.isfinite().logical_not(), names
+        self._local_norms: Tensor | None = local_norms
         on_device = norm.device.type != "cpu"
-        self._on_host = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=on_device)
-        self._on_host.copy_(self.broken, non_blocking=True)
+        self._on_host = torch.zeros((), dtype=norm.dtype, device="cpu", pin_memory=on_device)
+        self._on_host.copy_(norm.detach(), non_blocking=True)
         module: Any = torch.get_device_module(norm.device)
         self._copied = module.Event() if on_device else None
         if self._copied is not None:
             self._copied.record()
 
-    def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
-        local_norms, self._local_norms = self._local_norms, None
-        if local_norms is None:
-            return
+    @property
+    def value(self) -> float:
+        """The norm. The host waits for the device."""
         if self._copied is not None:
             self._copied.synchronize()
-        if not self._on_host:
-            return
+        return float(self._on_host)
+
+    def causes(self) -> str | None:
+        """The parameters and ranks of a norm that is not finite; None if the norm is finite or was asked for before.
+
+        All ranks of the default process group call this together.
+        """
+        local_norms, self._local_norms = self._local_norms, None
+        if local_norms is None or math.isfinite(self.value):
+            return None
         broken = [name for name, norm in zip(self._names, local_norms.tolist(), strict=True) if not math.isfinite(norm)]
         everywhere: list[Sequence[str]] = [broken]
         if _world_size() > 1:
@@ -112,7 +119,14 @@ class NormCheck:
             for rank, names in enumerate(everywhere)
             if names
         )
-        text = f"the norm of the gradients was not finite ({where or 'too large'}), and the step changed no weight"
+        return where or "large values"
+
+    def check(self, *, skips: bool) -> None:
+        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
+        causes = self.causes()
+        if causes is None:
+            return
+        text = f"the norm of the gradients was not finite ({causes}), and the step changed no weight"
         if not skips:
             raise NotFiniteError(
                 f"{text}; lower the learning rate, clip gradients, or go on after such steps (nonfinite = 'skip')"

@@ -45,6 +45,10 @@ def features_of(
         from .host import HostOffload
 
         yield HostOffload(options.offload)
+    if options.idle == "hold":
+        from .idle import Idle
+
+        yield Idle(agreement)
     if options.state_dtype == "int8":
         from .eight_bit import EightBit
 

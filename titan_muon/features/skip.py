@@ -8,9 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,12 +17,11 @@ from torch import Tensor
 from ..comm.agreement import Agreement
 from ..comm.faults import Fault
 from ..options import MuonOptions
-from ..step.batch import Batch
 from ..step.feature import Feature
 from ..step.foreach import Advance, Apply, Rectangle
 from ..step.gradients import Step
 from ..step.rule import Rule
-from ..step.stages import BucketRun, Calls, RankStages, Stages
+from ..step.stages import Calls, RankStages, Stages
 from ..step.update import Tensors
 
 
@@ -42,7 +40,7 @@ class Skips(Feature):
         parts = [part for run in rank.runs for advance in run.advances for part in advance.parts]
         self._parts, self._places = parts, self._numbers(part.matrix for part in parts)
         self._parameters = self._numbers(part.parameter for part in parts)
-        rank.runs = tuple(self._with_masks(run) for run in rank.runs)
+        rank.mask(self._flags, range(len(rank.plan.matrices)))
         calls = rank.calls
 
         def advance(call: Advance, averages: Tensors, grads: Tensors, rule: Rule) -> None:
@@ -56,21 +54,8 @@ class Skips(Feature):
         rank.calls = Calls(advance, update)
         return stages
 
-    def _with_masks(self, run: BucketRun) -> BucketRun:
-        batches = []
-        for batch_run in run.batches:
-            batch = batch_run.batch
-            fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
-            masked = MaskedBatch(*fields, batch, self._numbers(batch.matrices), self._flags)
-            batches.append(replace(batch_run, batch=masked))
-        return replace(run, batches=tuple(batches))
-
-    def _numbers(self, numbers: Iterator[int] | Sequence[int]) -> Tensor:
-        """A tensor on the device, without a wait of the host."""
-        tensor = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
-        if self._rank.device.type != "cpu":
-            tensor = tensor.pin_memory().to(self._rank.device, non_blocking=True)
-        return tensor
+    def _numbers(self, numbers: Iterable[int]) -> Tensor:
+        return self._rank.on_device(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def before(self, step: Step) -> None:
         """Find the matrices to skip. Collective over the ranks that share matrices."""
@@ -102,7 +87,7 @@ class Skips(Feature):
         places = self._places if every else self._numbers(self._parts[place].matrix for place in kept)
         parameters = self._parameters if every else self._numbers(self._parts[place].parameter for place in kept)
         self._flags.scatter_reduce_(0, places, broken.int(), "amax")
-        self._rank.report.add_nonfinite(parameters, broken)
+        self._rank.report.add_where(parameters, broken, Fault.NOT_FINITE)
 
     @contextmanager
     def _keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:
@@ -112,23 +97,3 @@ class Skips(Feature):
         yield
         for part, old, tensor in zip(parts, before, tensors, strict=True):
             torch.where(self._by_matrix[part.matrix], old, tensor, out=tensor)
-
-
-@dataclass(frozen=True)
-class MaskedBatch(Batch):
-    """A batch whose skipped matrices are zero, so that rules keep their states.
-
-    `inner`: with all matrices. `numbers`: (count,) indices in the plan. `flags`: by matrix of the plan, positive to
-    skip.
-    """
-
-    inner: Batch
-    numbers: Tensor
-    flags: Tensor
-
-    def norms(self) -> Tensor:
-        self.whole.masked_fill_((self.flags[self.numbers] > 0)[:, None, None], 0)
-        return self.inner.norms()
-
-    def orthogonalize(self, norms: Tensor) -> None:
-        self.inner.orthogonalize(norms)

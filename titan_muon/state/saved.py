@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS
+from ..tensors.dtensor import local
+from ..tensors.storage import TrainedParam, placement_key
+from .eight_bit import SCALES
 from .groups import check_group
 from .momentum import fits
 
@@ -22,6 +28,20 @@ class SavedAverage:
     key: Any
     param: Tensor
     average: Tensor
+
+
+@contextmanager
+def after_pre_hooks(optimizer: Optimizer, state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The state dict that the optimizer's load hooks return. Inside the context torch runs the hooks not again."""
+    hooks = optimizer._optimizer_load_state_dict_pre_hooks
+    for hook in hooks.values():
+        replaced = hook(optimizer, state_dict)
+        state_dict = state_dict if replaced is None else replaced
+    optimizer._optimizer_load_state_dict_pre_hooks = OrderedDict()
+    try:
+        yield state_dict
+    finally:
+        optimizer._optimizer_load_state_dict_pre_hooks = hooks
 
 
 def completed(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -77,3 +97,29 @@ def saved_averages(
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield SavedAverage(key, parameter, average)
+
+
+def saved_states(
+    params: Sequence[TrainedParam],
+    current: Mapping[Tensor, Mapping[str, Any]],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+) -> list[tuple[Tensor, Tensor]]:
+    """(current, saved) local tensors of each further state; `current` and `saved` are optimizer states by parameter.
+
+    Raises ValueError for a missing or differently placed state.
+    """
+    pairs = []
+    for trained in params:
+        for key, old in current[trained.param].items():
+            if key == "momentum_buffer":
+                continue
+            loaded = saved[trained.param].get(key)
+            if loaded is None and key == SCALES:
+                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
+            if loaded is None or placement_key(loaded) != placement_key(old):
+                raise ValueError(
+                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
+                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
+                )
+            pairs.append((local(old), local(loaded)))
+    return pairs

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -29,7 +29,7 @@ from ..plan.program import Program
 from ..plan.terms.layout import Span, spans
 from ..plan.terms.types import Plan
 from ..tensors.storage import TrainedParam, storage_of
-from .batch import Batch, assembling, splitting
+from .batch import Batch, MaskedBatch, assembling, splitting
 from .foreach import (
     Advance,
     Apply,
@@ -206,6 +206,19 @@ class RankStages:
     def batches(self) -> tuple[Batch, ...]:
         return tuple(batch_run.batch for run in self.runs for batch_run in run.batches)
 
+    def mask(self, flags: Tensor, places: Sequence[int]) -> None:
+        """Zero flagged matrices before they are orthogonalized. `places`: by matrix of the plan, the flag's index."""
+
+        def masked(batch: Batch) -> MaskedBatch:
+            numbers = self.on_device(torch.tensor([places[matrix] for matrix in batch.matrices], device="cpu"))
+            fields = (batch.matrices, batch.whole, batch.parameters, batch.iteration, batch.method)
+            return MaskedBatch(*fields, batch, numbers, flags)
+
+        self.runs = tuple(
+            replace(run, batches=tuple(replace(each, batch=masked(each.batch)) for each in run.batches))
+            for run in self.runs
+        )
+
     def parameters_of(self, bucket: int) -> frozenset[int]:
         """Parameters with a shard on this rank."""
         return frozenset(self.plan.matrices[p.matrix].parameter for p in self.program.buckets[bucket].stored)
@@ -218,7 +231,7 @@ class RankStages:
         whole = workspace[: self._numel(matrices)].view(len(matrices), first.rows, first.cols)
         parameters = torch.tensor([self.plan.matrices[m].parameter for m in matrices], device="cpu")
         method = self.arithmetic.methods[first.work]
-        return Batch(matrices, whole, self._on_device(parameters), self.arithmetic.iterations[first.parameter], method)
+        return Batch(matrices, whole, self.on_device(parameters), self.arithmetic.iterations[first.parameter], method)
 
     def _bucket_run(self, bucket: int, batches: Sequence[Batch], releases: tuple[int, ...]) -> BucketRun:
         buffers = self.buffers.buckets[bucket]
@@ -258,10 +271,10 @@ class RankStages:
             parameters.append(matrix.parameter)
         numbers = torch.tensor(parameters, dtype=torch.int64, device="cpu")
         limits = torch.tensor(norms, dtype=torch.float32, device="cpu")
-        return UpdateBounds(tuple(view for _, view in pieces), self._on_device(numbers), self._on_device(limits))
+        return UpdateBounds(tuple(view for _, view in pieces), self.on_device(numbers), self.on_device(limits))
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        # Pinned, so that rebuilding stages does not block the host.
+    def on_device(self, tensor: Tensor) -> Tensor:
+        """A host tensor on the device, without a wait of the host."""
         return tensor if self.device.type == "cpu" else tensor.pin_memory().to(self.device, non_blocking=True)
 
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
@@ -371,7 +384,7 @@ class RankStages:
                     # Nothing was packed, and the workspace has values of an earlier step.
                     batch.whole[place].zero_()
         norms = batch.norms()
-        self.report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
+        self.report.add_where(batch.parameters, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
         batch.orthogonalize(norms)
         if self.rule.states:
             self._finish(batch)

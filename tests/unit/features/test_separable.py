@@ -53,6 +53,7 @@ def test_a_step_with_every_feature_off_runs_without_their_files() -> None:
         ("late", "overlap='forward'", "None"),
         ("eight_bit", "state_dtype='int8'", "None"),
         ("scaling", "", "torch.zeros(())"),
+        ("idle", "idle='hold'", "None"),
         ("skip", "nonfinite='skip'", "None"),
     ],
 )
@@ -60,7 +61,7 @@ def test_a_step_with_one_feature_runs_without_the_files_of_others(kept: str, opt
     assert loaded(kept, options, found_inf) == f"['{kept}']"
 
 
-@pytest.mark.parametrize("choice", ["skip", "int8", "backward", "forward"])
+@pytest.mark.parametrize("choice", ["skip", "hold", "int8", "backward", "forward"])
 def test_engine_and_step_do_not_ask_for_the_option_of_a_feature(choice: str) -> None:
     package = Path(titan_muon.features.__file__).parents[1]
     files = [package / "engine.py", *(package / "step").glob("*.py")]

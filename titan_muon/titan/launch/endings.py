@@ -9,6 +9,7 @@ import os
 import time
 from contextlib import suppress
 from pathlib import Path
+from zlib import crc32
 
 ENDED = "titan_muon_ended"
 
@@ -22,6 +23,16 @@ def record_end(message: str, code: int, *, first: bool) -> None:
     text = message if first else "ended with the root cause below"
     record = {"message": {"message": text, "extraInfo": {"timestamp": str(seconds)}}, ENDED: [message, code]}
     file.write_text(json.dumps(record), encoding="utf-8")
+
+
+def is_first(message: str) -> bool:
+    """Whether this rank is the first of this node to end the attempt with this error. True without torchrun."""
+    if (file := _error_file()) is None:
+        return True
+    with suppress(FileExistsError):
+        (file.parents[1] / f"ended_{crc32(message.encode()):08x}").touch(exist_ok=False)
+        return True
+    return False
 
 
 def earlier_end() -> int | None:

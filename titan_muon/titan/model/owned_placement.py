@@ -16,7 +16,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.distributed.fsdp import get_fsdp_reshard_after_forward_policy
 
 from titan_muon.assignment.roles import Seen, see
-from titan_muon.assignment.rules import Assignment, assign, splits_with
+from titan_muon.assignment.rules import Assignment, assign_parameters, splits_with
 from titan_muon.options import Owner, Split
 from titan_muon.orthogonalize import Dispatch, iteration
 from titan_muon.owned import Owners, is_owned, own
@@ -178,7 +178,7 @@ def _choice(
     config = optimizer_config(recipe)
     # A pipeline stage may match no rule; the container checks the whole model.
     whole = recipe.parallelism.pipeline_parallel_degree == 1
-    assigned = assign(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
+    assigned = assign_parameters(see([model], canonical_fqn), config.rules, config.defaults, all_rules=whole)
     muon = {a.fqn for a in assigned if a.optimizer == "muon"}
     by_default = recipe.placement.muon == "owned"
     kept = _unread_stacks(recipe) is not None

@@ -18,6 +18,7 @@ from titan_muon.plan.terms.types import Parameter
 from titan_muon.tensors.dtensor import held_indices, local
 from titan_muon.titan.assign.container import HybridOptimizers
 from titan_muon.titan.monitor.spectrum import largest_singular_value, orthogonality_error
+from titan_muon.titan.monitor.waits import Waits
 
 MOMENTUM = "momentum_buffer"
 
@@ -70,6 +71,7 @@ class Monitor:
         self._roles = [_role(assignment) for assignment in optimizers.parts.whole]
         self._offsets = _offsets(optimizers.parts.whole)
         self._sampled = self._sample(matrices)
+        self._waits = Waits(self._muons(), device)
         self._before: dict[str, Tensor] = {}
         self._decayed: dict[str, Tensor] = {}
 
@@ -80,6 +82,7 @@ class Monitor:
     def before_step(self) -> None:
         self._before = {name: local(p).detach().clone() for name, p in self._trained()}
         self._decayed = {matrix.name: matrix.decayed() for matrix in self._sampled}
+        self._waits.begin()
 
     @torch.no_grad()
     def after_step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
@@ -87,6 +90,7 @@ class Monitor:
         # With overlap = "forward", updates may be pending.
         self._optimizers.finish_step()
         record: dict[str, Any] = self._sizes()
+        record["exposed_communication_ms"] = self._waits.end()
         self._before = {}
         for matrix in self._sampled:
             after = matrix.whole()

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import utils as device_utils
 
-from titan_muon.assignment.table import parameter_table
+from titan_muon.assignment.table import frozen_lines, parameter_table
 from titan_muon.muon import Muon
 from titan_muon.plan import summarize
 from titan_muon.titan import compat
@@ -300,7 +300,7 @@ def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
-    counts = "\n".join([*lines, *clips])
+    counts = "\n".join([*lines, *clips, *frozen_lines(trainer.optimizers.parts.frozen)])
     shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
     say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])

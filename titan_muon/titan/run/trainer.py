@@ -17,7 +17,7 @@ from torchtitan.models.common.config_utils import decoder_vocab_size
 from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.trainer import Trainer
 
-from titan_muon.comm.clip import GradientClip
+from titan_muon.comm.clip import GradientClip, NormCheck
 from titan_muon.tensors.dtensor import local
 from titan_muon.titan import compat
 from titan_muon.titan.assign.container import HybridOptimizers
@@ -195,6 +195,10 @@ class MuonTrainer(Trainer):
     def _begin_checks(self) -> None:
         lines, _ = read_until(Path(self.config.dump_folder, METRICS_FILE), self.step)
         self.checks.begin(self.stop.group, reports_of(map(json.loads, lines)))
+        counts = [int(state["step"]) for o in self.optimizers for state in o.state.values() if "step" in state]
+        is_loaded = self.step > 0 and "optimizer" not in self.config.checkpoint.exclude_from_loading
+        if is_loaded and counts and max(counts) == 0:
+            self._warn([f"AdamW's step counters are 0 after step {self.step}; check that states were loaded"])
         if not isinstance(self.dataloader, PackedDataLoader):
             return
         start = self.dataloader.blocks * self.config.training.seq_len - self.tokens
@@ -278,8 +282,10 @@ class MuonTrainer(Trainer):
         """Norm of all gradients before clipping. Replaces TorchTitan's clipping."""
         with self.timer.phase("clip"):
             self.grad_norm = self.clip()
-            lines = self.checks.after_clip(self.step, self.grad_norm, self.clip.local_norms, counted=self.counted)
-            self._warn(lines)
+            norm = NormCheck(self.grad_norm, self.checks.names, self.clip.local_norms)
+            # On a GPU the host learns of the norm after the step, so the device keeps the weights.
+            self.optimizers.skip_unless_finite(norm)
+            self._warn(self.checks.after_clip(self.step, norm, counted=self.counted))
         if self.monitor is not None and self.monitor.is_due(self.step):
             self.monitor.before_step()
         # The schedule changes the rates before the report.
