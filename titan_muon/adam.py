@@ -313,6 +313,8 @@ class GradientCare:
         # By place, because for example Accelerate replaces the parameters of groups.
         self._frozen = [not parameter.requires_grad for parameter in self._params]
         self._own: FaultReport | None = None
+        self._last: FaultReport | None = None
+        self._steps, self._places = 0, list[int]()
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -330,13 +332,15 @@ class GradientCare:
             () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
-        faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
-        if any(faults):
+        params = self._params
+        grads = [parameter.grad for parameter in params]
+        if any(grad is None for grad in grads):
+            faults = [self._fault(p, frozen=frozen) for p, frozen in zip(params, self._frozen, strict=True)]
             if not report.is_shared:
                 self._adamw.told(faults)
             report.add(faults, start)
         if not scaled:
-            skipped = self._nonfinite(report, start, skipped)
+            skipped = self._nonfinite(grads, report, start, skipped)
         if self.carrier is None:
             report.send()
         return skipped
@@ -344,15 +348,20 @@ class GradientCare:
     def _report(self) -> tuple[FaultReport, int]:
         """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
         if self.carrier is not None:
-            self.carrier.engine.raise_pending()
             report = self.carrier.engine.rank.report
+            self._steps = self._steps + 1 if report is self._last else 1
+            self._last = report
+            # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
+            if report.steps < self._steps:
+                self.carrier.engine.raise_pending()
             return report, report.start_of(self._adamw)
         if self._own is None:
             device = step_device(self._params[0]) if self._params else torch.device("cpu")
             self._own = FaultReport(self._adamw.names(), {}, {}, device, Agreement())
         faults = self._own.read()
         self._own.clear()
-        self._adamw.told(faults)
+        if any(faults):
+            self._adamw.told(faults)
         return self._own, 0
 
     def _fault(self, parameter: Tensor, *, frozen: bool) -> Fault:
@@ -362,14 +371,17 @@ class GradientCare:
         outside = isinstance(parameter, DTensor) and parameter.device_mesh.get_coordinate() is None
         return Fault.NONE if outside else Fault.NO_GRADIENT
 
-    def _nonfinite(self, report: FaultReport, start: int, skipped: Tensor | None) -> Tensor | None:
-        grads = {i: g for i, p in enumerate(self._params) if p.grad is not None and (g := local(p.grad)).numel() > 0}
-        if not grads:
+    def _nonfinite(
+        self, grads: Sequence[Tensor | None], report: FaultReport, start: int, skipped: Tensor | None
+    ) -> Tensor | None:
+        stored = [(start + i, g) for i, grad in enumerate(grads) if grad is not None and (g := local(grad)).numel() > 0]
+        if not stored:
             return skipped
-        norms = torch.stack(torch._foreach_norm(list(grads.values()), math.inf))
+        norms = torch.stack(torch._foreach_norm([grad for _, grad in stored], math.inf))
         broken = norms.isfinite().logical_not_().to(report.device, non_blocking=True)
-        if self._numbers.numel() != len(grads) or self._numbers.device != report.device:
-            self._numbers = torch.tensor([start + index for index in grads], device=report.device)
+        places = [place for place, _ in stored]
+        if self._places != places or self._numbers.device != report.device:
+            self._places, self._numbers = places, torch.tensor(places, device=report.device)
         # A norm over all gradients has its own error.
         report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
         return broken.any() if skipped is None else broken.any() | skipped
