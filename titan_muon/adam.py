@@ -20,6 +20,7 @@ from .comm.report import FaultReport
 from .muon import Muon
 from .options import SLOWEST_IN_BFLOAT16, MissingGrad, Nonfinite, Offload, OptionError, StateDtype
 from .state.host import Transfer, Window, moved_state, moves, new_state, resolved
+from .step.foreach import grouped
 from .tensors.dtensor import local, step_device
 from .tensors.storage import placement_key
 
@@ -186,16 +187,13 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
     def _batches(self) -> Iterator[ElementBatch]:
         bounded = self._offload != "none" or self._state_dtype == "bfloat16" or self._skipped is not None
         moved = (*CHANGED[self._offload], *READ[self._offload]) if self._offload != "none" else CHANGED["state"]
+        limit = BATCH_BYTES if bounded else math.inf
         for group in self.param_groups:
-            waiting: dict[torch.dtype, list[Elements]] = {}
-            sizes: dict[torch.dtype, int] = {}
-            for part in self._parts(group, moved if bounded else ()):
-                kind, size = part.param.dtype, part.param.numel() * part.element_bytes(moved)
-                if bounded and kind in waiting and sizes[kind] + size > BATCH_BYTES:
-                    yield ElementBatch(group, tuple(waiting.pop(kind)))
-                sizes[kind] = size + (sizes[kind] if kind in waiting else 0)
-                waiting.setdefault(kind, []).append(part)
-            yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
+            parts = self._parts(group, moved if bounded else ())
+            batches = grouped(
+                parts, lambda part: part.param.dtype, limit, lambda part: part.param.numel() * part.element_bytes(moved)
+            )
+            yield from (ElementBatch(group, tuple(batch)) for batch in batches)
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
         """Parts with at most BATCH_BYTES each in the fields `bounded`."""
@@ -383,7 +381,8 @@ class GradientCare:
         if self._places != places or self._numbers.device != report.device:
             self._places, self._numbers = places, torch.tensor(places, device=report.device)
         # A norm over all gradients has its own error.
-        report.add_nonfinite(self._numbers, broken if skipped is None else broken & ~skipped)
+        faulty = broken if skipped is None else broken & ~skipped
+        report.add_where(self._numbers, faulty, Fault.NOT_FINITE)
         return broken.any() if skipped is None else broken.any() | skipped
 
 

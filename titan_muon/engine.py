@@ -19,7 +19,7 @@ from .comm.exchange import Exchange
 from .comm.faults import Fault, check_faults, fault_of, names_with
 from .comm.report import Carried, FaultReport
 from .features import features_of, needs_exclusive_groups, skips_missing
-from .options import HYPERPARAMETERS, MuonOptions
+from .options import HYPERPARAMETERS, SHARED, MuonOptions
 from .orthogonalize import DTYPES
 from .plan.program import collective_ranks, make_program, replicated_plain
 from .plan.terms.groups import components
@@ -38,29 +38,18 @@ from .step.stages import RankStages
 from .tensors.dtensor import mesh_axes
 from .tensors.storage import TrainedParam
 
-EQUAL_OPTIONS = (
-    "rule",
-    "beta2",
-    "update_factor",
-    "decay_follows_lr",
-    "momentum_warmup_steps",
-    "momentum_start",
-    "cautious",
-    "exchange",
-    "owners",
-    "replicas",
-    "split_over",
-    "tensor_parallel",
-    "wire_dtype",
-    "state",
-    "state_dtype",
-    "rounding",
-    "missing_grad",
-    "nonfinite",
-    "idle",
-    "overlap",
+LOCAL_OPTIONS = (
+    "orthogonalize",
+    "ns_dtype",
+    "ns_kernel",
+    "release_grads",
+    "keep_buffers",
+    "split",
+    "buffer_bytes",
+    "machine",
+    "offload",
 )
-"""Options compared between ranks. The rest may differ, for example `machine.file`."""
+"""Options that may differ between ranks, for example `machine.file` between nodes. Ranks compare the others."""
 
 
 class Engine:
@@ -104,12 +93,6 @@ class Engine:
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
         """The fault of each parameter before a step, and whether storage of parameters or momentum has moved."""
-        with trace_range("check"):
-            return self._faults(groups, state)
-
-    def _faults(
-        self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> tuple[list[Fault], bool]:
         rank = self.rank
         current = {name: p for group in groups for name, p in zip(group["param_names"], group["params"], strict=True)}
         faults: list[Fault] = []
@@ -233,7 +216,7 @@ def report_of(
     parts = {
         "parameters": [(p.fqn, p.layout.shape, p.layout.placements, p.layout.mesh.ranks) for p in plan.parameters],
         "hyperparameters": hyperparameters,
-        "options": {name: getattr(options, name) for name in EQUAL_OPTIONS},
+        "options": {name: getattr(options, name) for name in SHARED if name not in LOCAL_OPTIONS},
         "others": [(name, other.names(), len(other.param_groups)) for name, other in carried.items()],
         "plan": plan.digest(),
     }

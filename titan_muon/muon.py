@@ -34,9 +34,10 @@ from .state.converted import converted, is_torchs
 from .state.groups import check_lr, check_params, checked, doubts_of, lr_scale_of, named_group, rows_of
 from .state.host import moves, with_offload
 from .state.momentum import copy_average, followed, moved, with_states
-from .state.rule_states import MatrixStates, saved_rule_states, with_rule_states
-from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages
+from .state.rule_states import MatrixStates, with_rule_states
+from .state.saved import after_pre_hooks, check_saved_groups, completed, saved_averages, saved_states
 from .step.gradients import Step, check_first_gradients
+from .step.ranges import trace_range
 from .tensors.dtensor import mesh_groups
 from .tensors.storage import STEP, TrainedParam, trained_params, with_average
 
@@ -238,7 +239,8 @@ class Muon(SkipsSteps, Optimizer):
         self.check_norm(skips=self._options.nonfinite == "skip")
         for feature in engine.features:
             feature.ready()
-        faults, moved = engine.faults(self.param_groups, self.state)
+        with trace_range("check"):
+            faults, moved = engine.faults(self.param_groups, self.state)
         # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
         # faults on every rank, and all ranks raise in the next step.
         alone = self._agreed.peers is None
@@ -315,7 +317,7 @@ class Muon(SkipsSteps, Optimizer):
         params = self.engine.rank.params
         # A state dict shares its dicts with the optimizer.
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
-        of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
+        of_rule = self._agreed.together(lambda: saved_states(params, before, loaded_states))
         self.synchronize()
         # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}

@@ -71,12 +71,9 @@ class Agreement:
             return
         # Never instead of a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
-            if ranks not in self._groups:
-                self._groups[ranks] = self._new_group(ranks, device)
-        for ranks in sorted({ranks for peer in reports.values() for ranks in peer.exclusive}):
-            if ranks not in self._exclusive:
-                self._exclusive[ranks] = self._new_group(ranks, device)
+        for made, needed in ((self._groups, "groups"), (self._exclusive, "exclusive")):
+            for ranks in sorted({ranks for peer in reports.values() for ranks in getattr(peer, needed)} - made.keys()):
+                made[ranks] = self._new_group(ranks, device)
         mine = next((ranks for ranks in report.sharing if self.rank in ranks), None)
         self.peers = None if mine is None else self.group(mine)
         self._warm_up([self.group(ranks) for ranks in report.buckets if self.rank in ranks], device)
@@ -84,18 +81,13 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with the same value on every rank of the world. Collective."""
+    def differing(self, values: Mapping[str, Hashable], *, missing: bool = False) -> frozenset[str]:
+        """The keys with another value on some rank, or with `missing` without a value. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
-            key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
-        )
-
-    def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with another value on some rank with the key. Collective over the world."""
-        _, reports = self._exchange(dict(sorted(values.items())))
-        return frozenset(
-            key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
+            key
+            for key, value in values.items()
+            if any(report[key] != value if key in report else missing for report in reports.values())
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:
@@ -303,8 +295,8 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The timeout of the default process group, for new groups."""
-    for kind in dict.fromkeys((device, "cpu", "cuda")):
+    """The timeout of the default process group, for new groups on a type of device."""
+    for kind in dict.fromkeys((device, "cpu", _device().type)):
         try:
             options = _world()._get_backend(torch.device(kind)).options
         except (AttributeError, RuntimeError):
@@ -330,4 +322,5 @@ def _world() -> dist.ProcessGroup:
 
 def _device() -> torch.device:
     """Device for collectives of the default process group."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    # A private name of PyTorch: the CPU if the group has a backend for it, else its accelerator.
+    return torch.device(dist.distributed_c10d._get_object_coll_device())

@@ -33,7 +33,7 @@ TOLERANCE = 2**6
 def unequal_tensors(params: Sequence[TrainedParam], agreement: Agreement) -> frozenset[str]:
     """Names of plain tensors with unequal values on ranks; warns. Collective over the world."""
     plain = {trained.fqn: trained.param for trained in params if not isinstance(trained.param, DTensor)}
-    own = frozenset(plain) - agreement.same_everywhere({fqn: contents(param) for fqn, param in plain.items()})
+    own = agreement.differing({fqn: contents(param) for fqn, param in plain.items()}, missing=True)
     if own:
         warnings.warn(
             f"{', '.join(sorted(own)[:5])}: plain tensors whose values differ between ranks; each rank orthogonalizes "

@@ -91,25 +91,14 @@ class FaultReport:
         for other, (start, stop) in zip(self._carried, pairwise(self._first), strict=True):
             other.told(faults[start:stop])
 
-    def add_nonfinite(self, parameters: Tensor, broken: Tensor) -> None:
-        """Add non-finite matrices: `parameters` (count,) int64 and `broken` (count,) bool, on the device."""
-        self._add(parameters, broken, Fault.NOT_FINITE)
-
-    def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send, see `add_nonfinite`."""
-        self._add(parameters, changed, Fault.GRADIENT_CHANGED)
-
-    def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
-        """Add matrices of zeros under a rule that keeps norms, see `add_nonfinite`."""
-        self._add(parameters, zero, Fault.ZERO_WEIGHTS)
+    def add_where(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
+        """Add a fault of `parameters` (count,) int64 where `faulty` (count,) bool, on the device."""
+        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates, see `add_nonfinite`. `late` updates run on another stream after `send`."""
+        """Add impossible updates, see `add_where`. `late` updates run on another stream after `send`."""
         codes = self._late if late else self._codes
         codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
-
-    def _add(self, parameters: Tensor, faulty: Tensor, fault: Fault) -> None:
-        self._codes.scatter_reduce_(0, parameters, faulty.to(torch.int32) * fault, "amax")
 
     def add_late(self) -> None:
         """Add faults of late updates. The current stream has waited for these updates."""

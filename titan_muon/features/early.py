@@ -227,7 +227,8 @@ class EarlyGathers(Feature):
         # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
-            self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))
+            changed = before.nan_to_num(-1) != now.nan_to_num(-1)
+            self.report.add_where(self._numbers[place], changed, Fault.GRADIENT_CHANGED)
 
 
 class _Backward:

@@ -87,7 +87,7 @@ class Skips(Feature):
         places = self._places if every else self._numbers(self._parts[place].matrix for place in kept)
         parameters = self._parameters if every else self._numbers(self._parts[place].parameter for place in kept)
         self._flags.scatter_reduce_(0, places, broken.int(), "amax")
-        self._rank.report.add_nonfinite(parameters, broken)
+        self._rank.report.add_where(parameters, broken, Fault.NOT_FINITE)
 
     @contextmanager
     def _keeping(self, parts: Sequence[Rectangle], tensors: Tensors) -> Iterator[None]:

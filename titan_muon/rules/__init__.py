@@ -49,7 +49,7 @@ def rule_states(name: str) -> tuple[StateSpec, ...]:
 def check_rule(options: MuonOptions, plan: Plan) -> None:
     """Raise OptionError if the rule needs whole matrices and the plan slices matrices."""
     sliced = sliced_names(plan)
-    if rule_of(options).states and (sliced or options.tensor_parallel in ("duplicated", "blockwise")):
+    if rule_of(options).states and (sliced or options.tensor_parallel != "owner"):
         raise OptionError(
             "rule",
             f"= {options.rule!r} needs whole matrices{sliced}; set split_over = 1 and tensor_parallel = 'owner'",

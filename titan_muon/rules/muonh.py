@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..comm.agreement import Agreement
 from ..comm.collectives import finish
+from ..comm.faults import Fault
 from ..options import MuonOptions, OptionError
 from ..plan.terms.layout import Geometries, spans
 from ..state.rule_states import StateSpec
@@ -159,4 +160,4 @@ class Sphere(Feature):
             return
         factors = torch.where(norms > 0, self._radii / norms, 1.0)[self._numbers]
         torch._foreach_mul_(self._weights, list(factors.unbind()))
-        self._rank.report.add_zero_weights(self._parameters, self._radii[self._numbers] == 0)
+        self._rank.report.add_where(self._parameters, self._radii[self._numbers] == 0, Fault.ZERO_WEIGHTS)

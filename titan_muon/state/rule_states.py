@@ -18,7 +18,6 @@ from ..plan.terms.types import Plan
 from ..tensors.dtensor import local, step_device
 from ..tensors.mesh import StateMesh
 from ..tensors.storage import TrainedParam, placement_key
-from .eight_bit import SCALES
 
 
 @dataclass(frozen=True)
@@ -114,29 +113,3 @@ def _place(state: Tensor) -> object:
 
 def _keepers(state: Tensor, holders: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(state.device_mesh.mesh.flatten().tolist()) if isinstance(state, DTensor) else holders
-
-
-def saved_rule_states(
-    params: Sequence[TrainedParam],
-    current: Mapping[Tensor, Mapping[str, Any]],
-    saved: Mapping[Tensor, Mapping[str, Any]],
-) -> list[tuple[Tensor, Tensor]]:
-    """(current, saved) local tensors of each rule state; `current` and `saved` are optimizer states by parameter.
-
-    Raises ValueError for a missing or differently placed state.
-    """
-    pairs = []
-    for trained in params:
-        for key, old in current[trained.param].items():
-            if key == "momentum_buffer":
-                continue
-            loaded = saved[trained.param].get(key)
-            if loaded is None and key == SCALES:
-                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
-            if loaded is None or placement_key(loaded) != placement_key(old):
-                raise ValueError(
-                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
-                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
-                )
-            pairs.append((local(old), local(loaded)))
-    return pairs

@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..options import HYPERPARAMETERS
+from ..tensors.dtensor import local
+from ..tensors.storage import TrainedParam, placement_key
+from .eight_bit import SCALES
 from .groups import check_group
 from .momentum import fits
 
@@ -94,3 +97,29 @@ def saved_averages(
                     f"{current[parameter].dtype}; set state_dtype as it was saved"
                 )
             yield SavedAverage(key, parameter, average)
+
+
+def saved_states(
+    params: Sequence[TrainedParam],
+    current: Mapping[Tensor, Mapping[str, Any]],
+    saved: Mapping[Tensor, Mapping[str, Any]],
+) -> list[tuple[Tensor, Tensor]]:
+    """(current, saved) local tensors of each further state; `current` and `saved` are optimizer states by parameter.
+
+    Raises ValueError for a missing or differently placed state.
+    """
+    pairs = []
+    for trained in params:
+        for key, old in current[trained.param].items():
+            if key == "momentum_buffer":
+                continue
+            loaded = saved[trained.param].get(key)
+            if loaded is None and key == SCALES:
+                raise ValueError(f"{trained.fqn}: the state dict has no {key} of an int8 momentum")
+            if loaded is None or placement_key(loaded) != placement_key(old):
+                raise ValueError(
+                    f"{trained.fqn}: the state dict has no {key} on the ranks that orthogonalize the matrix; load a "
+                    "state of another plan with torch.distributed.checkpoint, and build Muon with the rule that saved"
+                )
+            pairs.append((local(old), local(loaded)))
+    return pairs

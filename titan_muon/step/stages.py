@@ -384,7 +384,7 @@ class RankStages:
                     # Nothing was packed, and the workspace has values of an earlier step.
                     batch.whole[place].zero_()
         norms = batch.norms()
-        self.report.add_nonfinite(batch.parameters, zero_nonfinite_(batch.whole, norms))
+        self.report.add_where(batch.parameters, zero_nonfinite_(batch.whole, norms), Fault.NOT_FINITE)
         batch.orthogonalize(norms)
         if self.rule.states:
             self._finish(batch)

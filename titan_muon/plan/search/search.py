@@ -14,7 +14,7 @@ from ..cost.times import BucketTimes, bucket_times
 from ..cost.totals import Totals
 from ..terms.schedule import hidden_rounds, ordered_rounds
 from ..terms.types import Bucket
-from .model_order import ModelOrder
+from .model_order import in_model_order
 from .owners import STRATEGIES, OwnerOf, Task, among
 from .problem import Problem
 from .rounds import Cut, Dealer, Order, rounds, together
@@ -86,8 +86,8 @@ def fastest(problem: Problem) -> Simulation:
     """The best simulation. Raises OptionError if `buffer_bytes` is too small for all."""
     search = _Search(problem)
     # Hidden communication may save less than uneven rounds cost.
-    for in_model_order in (True, False) if problem.options.overlap != "none" else (False,):
-        search.run(in_model_order)
+    for ordered in (True, False) if problem.options.overlap != "none" else (False,):
+        search.run(ordered)
     search.run_until_it_fits()
     return search.chosen()
 
@@ -100,7 +100,6 @@ class _Search:
         self._place = {rank: index for index, rank in enumerate(problem.costs.pieces.ranks())}
         self._local = list(problem.costs.local(problem.local).values())
         self._dealer = Dealer(problem.tasks, problem.groups)
-        self._model_order = ModelOrder(self._overlap, problem.costs.pieces, problem.eligible)
         self._simulations: list[Simulation] = []
         self._simulated: dict[Strategy, Simulation] = {}
         self._owners: dict[int, OwnerOf] = {}
@@ -199,13 +198,13 @@ class _Search:
             else:
                 grouped = self._dealer.rounds(owners, strategy.rounds, strategy.order, strategy.cut)
                 if self._overlap != "none":
-                    grouped, owners = self._model_order.exchanged(grouped, owners)
+                    pieces, eligible = self._problem.costs.pieces, self._problem.eligible
+                    grouped, owners = in_model_order(grouped, owners, self._overlap, pieces, eligible)
             self._simulated[strategy] = self._add(grouped, owners)
         return self._simulated[strategy]
 
     def _following(self, count: int) -> list[list[Task]]:
-        tasks, groups = self._problem.tasks, self._problem.groups
-        return rounds(tasks, groups, count) if self._overlap == "none" else self._model_order.rounds(tasks, count)
+        return rounds(self._problem.tasks, count, backward=self._overlap == "backward")
 
     def _add(self, grouped: Sequence[Sequence[Task]], owners: OwnerOf | None) -> Simulation:
         """Simulate these rounds for each number of buffer sets. Returns the best simulation."""

@@ -107,13 +107,13 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
 
 
 def slices_reason(problem: Problem) -> str:
-    """Note for the user; empty if slices are off."""
-    options = problem.options
-    if options.split_over == 1 and options.tensor_parallel != "distributed":
-        return ""
+    """Note for the user: the number of sliced matrices, or the reason for none; empty if slices are off."""
     cut = sum(matrix.slice is not None and matrix.slice.place == 0 for matrix in problem.costs.pieces.matrices)
     if cut:
         return f"matrices in slices: {cut:,}"
+    options = problem.options
+    if options.split_over == 1:
+        return ""
     sooner = f"would save {MUST_SAVE:.0%} of the step" if options.split_over == "auto" else "would end the step sooner"
     return f"no matrix in slices: {slices_fault(options) or f'none {sooner}'}"
 

@@ -49,7 +49,7 @@ def with_state_ranks(
     if options.state == "replicated":
         return list(parameters)
     geometries = Geometries(parameters)
-    shared = [n for n, p in enumerate(parameters) if not p.own and len(replica_ranks(geometries[n])) > 1]
+    shared = [n for n, p in enumerate(parameters) if not p.own and len(_replicas(geometries[n])) > 1]
     flops = {number: _flops(number, geometries[number], work_of) for number in shared}
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
@@ -77,7 +77,7 @@ class _Chooser:
         self._most = BYTES_OVER_MEAN * elements / max(1, len(ranks))
 
     def choose(self, parameter: Parameter, geometry: Geometry, flops: int, size: int, kept: Ranks | None) -> Ranks:
-        replicas, units = replica_ranks(geometry), units_of(parameter)
+        replicas, units = _replicas(geometry), units_of(parameter)
         count = min(units, len(replicas)) if is_whole(parameter) else 1
         shares = [stop - start for start, stop in (chunk(units, count, n) for n in range(count)) if stop > start]
         if kept is None:
@@ -97,12 +97,8 @@ class _Chooser:
         return full, sum(self._flops[rank] for rank in ranks), elements
 
 
-def replica_ranks(geometry: Geometry) -> list[Ranks]:
-    """The ranks of each replica of a parameter, in mesh order."""
-    replicas: dict[tuple[int, ...], list[int]] = {}
-    for rank in geometry.layout.mesh.ranks:
-        replicas.setdefault(geometry.replica[rank], []).append(rank)
-    return [tuple(ranks) for ranks in replicas.values()]
+def _replicas(geometry: Geometry) -> tuple[Ranks, ...]:
+    return geometry.by_replica(geometry.layout.mesh.ranks)
 
 
 def is_whole(parameter: Parameter) -> bool:

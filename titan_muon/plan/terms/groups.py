@@ -46,10 +46,7 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
     # then divides the work by the number of replicas.
     if split:
         return (tuple(sorted(ranks)),)
-    replicas: dict[tuple[int, ...], list[int]] = {}
-    for rank in ranks:
-        replicas.setdefault(geometry.replica[rank], []).append(rank)
-    return tuple(tuple(sorted(ranks)) for ranks in replicas.values())
+    return tuple(tuple(sorted(members)) for members in geometry.by_replica(ranks))
 
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:

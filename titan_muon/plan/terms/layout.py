@@ -227,6 +227,13 @@ class Geometry:
     def numel(self, index: int) -> int:
         return prod(self.shape(index))
 
+    def by_replica(self, ranks: Iterable[int]) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica among `ranks`, in their order."""
+        replicas: dict[tuple[int, ...], list[int]] = {}
+        for rank in ranks:
+            replicas.setdefault(self.replica[rank], []).append(rank)
+        return tuple(map(tuple, replicas.values()))
+
     @cached_property
     def peers(self) -> Mapping[int, tuple[int, ...]]:
         """Ranks of the tensor-parallel group, in order, by rank."""

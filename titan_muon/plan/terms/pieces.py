@@ -110,11 +110,8 @@ class Pieces:
         key = (kind, group)
         if key not in self._replicas:
             geometry, members = self.geometry(self.examples[kind]), frozenset(group)
-            by_replica: dict[Replica, list[int]] = {}
-            for rank in geometry.layout.mesh.ranks:
-                if rank in members:
-                    by_replica.setdefault(geometry.replica[rank], []).append(rank)
-            self._replicas[key] = tuple(tuple(ranks) for ranks in by_replica.values())
+            # Mesh order is the order of pieces in every replica.
+            self._replicas[key] = geometry.by_replica(r for r in geometry.layout.mesh.ranks if r in members)
         return self._replicas[key]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_muon.plan import Plan
-from titan_muon.plan.cost.spans import LOCAL, STAGES, spans
+from titan_muon.plan.cost.timeline import LOCAL, STAGES, spans
 from titan_muon.titan.dry_run.stages import StageReport
 from titan_muon.titan.dry_run.verdict import memory_parts, verdict_lines
 from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
