@@ -303,16 +303,19 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
 
 class GradientCare:
-    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone."""
+    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone.
+
+    `follows`: whether AdamW steps after the carrier.
+    """
 
     def __init__(self, adamw: AdamW) -> None:
         self._adamw = adamw
         self.carrier: Muon | None = None
+        self.follows = False
         # By place, because for example Accelerate replaces the parameters of groups.
         self._frozen = [not parameter.requires_grad for parameter in self._params]
         self._own: FaultReport | None = None
-        self._last: FaultReport | None = None
-        self._steps, self._places = 0, list[int]()
+        self._places = list[int]()
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
 
     @property
@@ -346,12 +349,10 @@ class GradientCare:
     def _report(self) -> tuple[FaultReport, int]:
         """The report, and the index of AdamW's first parameter there. Raises ValueError for the last step."""
         if self.carrier is not None:
-            report = self.carrier.engine.rank.report
-            self._steps = self._steps + 1 if report is self._last else 1
-            self._last = report
             # A Muon that steps before AdamW has raised, and the host would wait for the report of this step.
-            if report.steps < self._steps:
+            if not self.follows:
                 self.carrier.engine.raise_pending()
+            report = self.carrier.engine.rank.report
             return report, report.start_of(self._adamw)
         if self._own is None:
             device = step_device(self._params[0]) if self._params else torch.device("cpu")
