@@ -229,7 +229,7 @@ def _say_start(trainer: MuonTrainer, recipe: Recipe, run: Run) -> None:
     if trainer.step >= steps:
         say(
             f"nothing to do: step {trainer.step} of {steps} is done. Raise training.steps to go on; "
-            f"python scripts/evaluate.py {run.source} gives the held-out loss, scripts/sample.py writes text"
+            f"titan-muon evaluate {run.source} gives the held-out loss, titan-muon sample writes text"
         )
     else:
         world = dist.get_world_size()

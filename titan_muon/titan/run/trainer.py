@@ -179,7 +179,7 @@ class MuonTrainer(Trainer):
         self.metrics_processor.say_end(self.step, self.config.dump_folder)
         saved = self.config.checkpoint
         if saved.enable and not saved.load_only and not saved.last_save_in_hf:
-            say(f"next: python scripts/sample.py {self.config.dump_folder} (write text), or scripts/evaluate.py (loss)")
+            say(f"next: titan-muon sample {self.config.dump_folder} (write text), or titan-muon evaluate (loss)")
         if self.stopped and self.step < self.config.training.steps:
             checkpoint = self.config.checkpoint
             off = "load_only = true" if checkpoint.enable else "enable = false"
