@@ -273,7 +273,7 @@ def test_a_group_cannot_be_added() -> None:
         Hybrid(Decoder(), **OPTIONS).add_param_group({"params": [nn.Parameter(torch.ones(4, 4))]})
 
 
-def test_what_looks_wrong_is_warned_of() -> None:
+def test_suspicious_assignments_cause_warnings() -> None:
     model = Decoder()
     model.layers[0].up = nn.Linear(16, 8)
     model.layers[0].down = nn.Linear(8, 16, bias=False)
@@ -284,7 +284,7 @@ def test_what_looks_wrong_is_warned_of() -> None:
         Hybrid(Decoder())
 
 
-def test_the_table_says_who_takes_what_and_why() -> None:
+def test_the_table_has_the_optimizer_and_reason_of_each_parameter() -> None:
     table = Hybrid(Decoder(), **OPTIONS).table()
     rows = {line.split()[0]: line for line in table.splitlines()}
     assert rows["layers.*.up.weight"].split()[-2:] == ["hidden", "matrix"]
