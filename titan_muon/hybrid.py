@@ -122,11 +122,12 @@ class OfParts:
                 optimizer.skip_unless_finite(norm)
 
     def _carry(self) -> None:
+        order = list(self.parts.optimizers.values())
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.carry(others)
             for adamw in others.values():
-                adamw.care.carrier = muon
+                adamw.care.carrier, adamw.care.follows = muon, order.index(adamw) > order.index(muon)
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """As `Muon.check_replicas`, for the parameters and states of all optimizers."""

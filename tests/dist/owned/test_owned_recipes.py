@@ -87,7 +87,7 @@ placement = "shard0"
 """
 
 
-def test_rules_change_where_parameters_are_and_not_what_is_learnt(tmp_path: Path) -> None:
+def test_placement_rules_do_not_change_the_losses(tmp_path: Path) -> None:
     """Owned norms of AdamW, a matrix with a named owner, and a sharded matrix with a line on the console."""
     file = tiny.write_recipe(tmp_path)
     plain = file.read_text()

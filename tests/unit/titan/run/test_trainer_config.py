@@ -117,7 +117,7 @@ def test_the_global_batch_is_the_same_on_every_number_of_ranks(world_size: int, 
 
 
 @pytest.mark.parametrize(("passes", "accumulated"), [(1, ""), (2, ", in 2 passes")])
-def test_the_start_says_what_a_step_trains_on(passes: int, accumulated: str, tmp_path: Path) -> None:
+def test_the_start_prints_the_batch_of_a_step(passes: int, accumulated: str, tmp_path: Path) -> None:
     trainer = SimpleNamespace(
         config=config(tmp_path, training__local_batch_size=3, training__seq_len=500),
         parallel_dims=SimpleNamespace(dp_replicate=2, dp_shard=4),
