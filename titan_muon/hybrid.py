@@ -150,7 +150,7 @@ class OfParts:
             if isinstance(optimizer, Muon | AdamW):
                 # States and late updates may be under way.
                 optimizer.synchronize()
-        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.own]
+        separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
         check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:

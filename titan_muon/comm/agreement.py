@@ -86,12 +86,10 @@ class Agreement:
         if self.peers is not None:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
-    def same_everywhere(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with the same value on every rank of the world. All ranks call this together."""
-        _, reports = self._exchange(dict(sorted(values.items())))
-        return frozenset(
-            key for key, value in values.items() if all(key in r and r[key] == value for r in reports.values())
-        )
+    def distinct(self, value: T) -> list[T]:
+        """The distinct values of all ranks, by the lowest rank with each. All ranks of the world call this together."""
+        digests, values = self._exchange(value)
+        return [values[digest] for digest in dict.fromkeys(digests)]
 
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
         """The keys with another value on some rank with the key. All ranks of the world call this together."""

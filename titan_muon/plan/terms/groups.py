@@ -25,8 +25,13 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     """The Assembly of each matrix. With `split`, the ranks of all replicas form a group and divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
-    whole = [_whole(geometry, index, split) for index in indices]
-    replicas = [() if whole[index] else _by_replica(geometry, holders[index], split) for index in indices]
+    sets = [_by_replica(geometry, ranks, split) for ranks in holders]
+    whole = [
+        set(geometry.elements(index).values()) == {geometry.numel(index)}
+        and all(len(ranks) == 1 for ranks in sets[index])
+        for index in indices
+    ]
+    replicas = [() if whole[index] else sets[index] for index in indices]
     groups = components(ranks for of_matrix in replicas for ranks in of_matrix)
     # Use the whole mesh if it has a single component: 3 rows over 4 ranks leave a rank without a row, idle
     # in every step. Never join components: experts of different expert-parallel ranks would then travel over all ranks.
@@ -39,19 +44,13 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     )
 
 
-def _whole(geometry: Geometry, index: int, split: bool) -> bool:
-    elements = geometry.elements(index)
-    return set(elements.values()) == {geometry.numel(index)} and (len(elements) == 1 or not split)
-
-
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
     # With `split` all replicas form a group, although a single replica suffices to assemble the matrix: the result
     # returns to every replica, and every rank can own. HSDP then divides the work by the number of replicas.
-    if split:
-        return (tuple(sorted(ranks)),)
+    coordinates = geometry.tensor if split else geometry.replica
     replicas: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
-        replicas.setdefault(geometry.replica[rank], []).append(rank)
+        replicas.setdefault(coordinates[rank], []).append(rank)
     return tuple(tuple(sorted(ranks)) for ranks in replicas.values())
 
 

@@ -1,0 +1,102 @@
+"""One optimizer for FSDP2 on some layers and FSDP2 with tensor parallelism on others: torch's steps, bit for bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.dist.harness import run_ranks
+from tests.unit.test_hybrid import MATRICES, OPTIONS, Decoder
+from titan_muon import Hybrid, Muon, clip_grad_norm_
+
+
+def sharded(mesh: DeviceMesh, seed: int = 0) -> Decoder:
+    """The second layer with tensor parallelism, and everything with FSDP2 over `dp`."""
+    model = Decoder(seed)
+    parallelize_module(model.layers[1], mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
+
+
+def backward(model: nn.Module, mesh: DeviceMesh, step: int) -> None:
+    tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(10 * step + mesh.get_local_rank("dp")))
+    loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(param) for name, param in model.named_parameters()}
+
+
+def differing(mine: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [name for name in other if not torch.equal(mine[name], other[name])]
+
+
+def trained(rank: int, world_size: int, shape: tuple[int, int], folder: str) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    model = sharded(mesh)
+    hybrid = Hybrid(model, **OPTIONS)
+    named = dict(model.named_parameters())
+    copies = {name: nn.Parameter(weight) for name, weight in weights(model).items() if name in MATRICES}
+    theirs = torch.optim.Muon(copies.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    norms = []
+    for step in range(4):
+        backward(model, mesh, step)
+        grads = {name: whole(param.grad) for name, param in named.items() if param.grad is not None}
+        norms.append((float(clip_grad_norm_(named.values(), 0.5)), float(nn.utils.get_total_norm(grads.values()))))
+        for name, copy in copies.items():
+            copy.grad = whole(named[name].grad)
+        hybrid.step()
+        theirs.step()
+        hybrid.zero_grad()
+        if step == 1:
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, hybrid), strict=True))
+            dcp.save(states, checkpoint_id=folder)
+            hybrid.rebuild()
+    other = sharded(mesh, seed=1)
+    resumed = Hybrid(other, **OPTIONS)
+    loaded = dict(zip(("model", "optimizer"), get_state_dict(other, resumed), strict=True))
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(other, resumed, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    for step in (2, 3):
+        backward(other, mesh, step)
+        clip_grad_norm_(other.parameters(), 0.5)
+        resumed.step()
+        resumed.zero_grad()
+    hybrid.check_replicas()
+    final: list[Any] = [None] * world_size
+    dist.all_gather_object(final, weights(model))
+    return {
+        "torch": differing(final[rank], {name: copy.detach() for name, copy in copies.items()}),
+        "resumed": differing(final[rank], weights(other)),
+        "siblings": [differing(final[0], weight) for weight in final],
+        "norms": norms,
+        "reason": hybrid.optimizers["muon"].plan.reason,
+    }
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)], ids=str)
+def test_one_optimizer_trains_layers_on_several_meshes(shape: tuple[int, int], tmp_path: Path) -> None:
+    ranks = shape[0] * shape[1]
+    for result in run_ranks(trained, ranks, shape, str(tmp_path)):
+        assert result["torch"] == []
+        assert result["resumed"] == []
+        assert result["siblings"] == [[]] * ranks
+        for ours, expected in result["norms"]:
+            assert ours == pytest.approx(expected, rel=1e-5)
+        assert "layers.0.up.weight, layers.0.down.weight: separate tensors on separate meshes" in result["reason"]
