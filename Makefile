@@ -2,6 +2,7 @@
 # make train   the main job: the MoE recipe on 2 ranks
 # make test    format, lint and type checks, then the whole test suite
 # make check   the checks without the tests
+# make test-long  ten times as many random plans, layouts and options; LONG=100 is another number
 # make newest  the test suite and the rehearsal on the newest PyTorch, in an environment of its own; TORCH=2.14.1 is another one
 # make main-titan  the optimizer in TorchTitan's own configuration, on its newest release; TITAN===0.3.0 is another one, or a URL
 # make integrations  the examples in Transformers, Accelerate, Lightning and PEFT, in an environment of its own
@@ -31,10 +32,11 @@ NPROC ?= 2
 WORKERS ?= -n 2 --dist worksteal
 CONFIG ?= configs/qwen_moe_muon.toml
 ARGS ?=
+LONG ?= 10
 # An interpreter whose torch fits the GPU's driver, with what it has of torchtitan, tyro, pytest and matplotlib.
 PYTHON_GPU ?=
 
-.PHONY: soak venv train test check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
+.PHONY: soak venv train test test-long check newest main-titan gpu kernels lock lock-newest clean rehearse integrations
 
 venv: $(STAMP)
 
@@ -57,6 +59,9 @@ check: venv
 
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(WORKERS) $(ARGS)
+
+test-long: venv
+	OMP_NUM_THREADS=1 TITAN_MUON_LONG=$(LONG) $(BIN)/python -m pytest --timeout 0 $(WORKERS) tests/unit/plan tests/dist/step/test_fuzz.py $(ARGS)
 
 newest: $(NEWEST_STAMP)
 	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(WORKERS) $(ARGS)

@@ -30,7 +30,6 @@ VECTOR = 64
 """Alignment of parts in elements, because CPU kernels give different bits for incomplete vectors."""
 
 AVERAGES = ("exp_avg", "exp_avg_sq")
-"""torch's names of the averages of gradients and of squared gradients."""
 
 CHANGED: Mapping[Offload, tuple[str, ...]] = {
     "none": (),
@@ -45,7 +44,7 @@ READ: Mapping[Offload, tuple[str, ...]] = {"none": (), "state": (), "parameters"
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of a parameter on this rank."""
+    """A parameter's elements on this rank, or some of these."""
 
     param: Tensor
     grad: Tensor
@@ -65,7 +64,6 @@ class ElementBatch:
     parts: tuple[Elements, ...]
 
     def tensors(self, names: Iterable[str]) -> list[Tensor]:
-        """The named tensors of all parts, by name."""
         return [getattr(part, name) for name in names for part in self.parts]
 
     def with_tensors(self, names: Sequence[str], tensors: Sequence[Tensor]) -> ElementBatch:
@@ -82,11 +80,10 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     Args:
         state_dtype: dtype of the averages. The arithmetic is in the parameter's dtype.
-        offload: tensors in pinned host memory: the averages (`state`), or also parameters and gradients (`parameters`).
-            FSDP's CPUOffloadPolicy implies `parameters`.
-        missing_grad: a parameter without a gradient is an error, or (`skip`) stays as it is, as under torch.
-        nonfinite: after a gradient that is not finite, a step of this rank changes nothing, and the next step raises,
-            or (`skip`) warns.
+        offload: tensors in pinned host memory, as Muon's `offload`.
+        missing_grad: a parameter without a gradient is an error, or (`skip`) stays unchanged, as under torch.
+        nonfinite: after a non-finite gradient, a step of this rank changes nothing, and the next step raises, or
+            (`skip`) warns.
 
     In a Hybrid, all ranks raise together, in the next step. Alone, a rank raises at once for a missing gradient.
 
@@ -119,7 +116,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._care = GradientCare(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch.optim.AdamW. Raises OptionError for options without support."""
+        """Add a group. Raises OptionError for unsupported options."""
         group = {**self.defaults, **param_group}
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
             if group[name]:
@@ -132,7 +129,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         self._offload = resolved(self._offload, self.param_groups[-1]["params"])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled data: options, groups and state."""
         options = ("_state_dtype", "_offload", "_missing_grad", "_nonfinite")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in options}}
 
@@ -159,13 +155,11 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
 
     @property
     def care(self) -> GradientCare:
-        """The checks of gradients."""
         if self._care is None:
             self._care = GradientCare(self)
         return self._care
 
     def names(self) -> list[str]:
-        """The names of the parameters, in the order of the groups."""
         return [name for group in self.param_groups for name in _names(group)]
 
     def told(self, faults: Sequence[Fault]) -> None:
@@ -204,7 +198,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             yield from (ElementBatch(group, tuple(parts)) for parts in waiting.values())
 
     def _parts(self, group: Mapping[str, Any], bounded: Sequence[str]) -> Iterator[Elements]:
-        """The parts of a group's parameters, each with at most BATCH_BYTES in the fields `bounded`."""
+        """The parts of a group's parameters, with at most BATCH_BYTES in the fields `bounded` of each part."""
         for fqn, parameter in zip(_names(group), group["params"], strict=True):
             if parameter.grad is None:
                 continue
@@ -230,7 +224,7 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
         found_inf, kept = getattr(self, "found_inf", None), list[Tensor]()
         changed = [*(part.param for part in parts), *wide]
         if self._skipped is not None:
-            # The fused kernel skips by itself. Other kernels change tensors, which get their old values back.
+            # The fused kernel skips. Tensors changed by other kernels get their old values back.
             found_inf = self._skipped.float() if group["fused"] else None
             kept = [] if group["fused"] else [tensor.clone() for tensor in changed]
         adam(
@@ -260,7 +254,6 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
             torch._foreach_copy_(states, wide)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim.AdamW. Offloaded averages are host tensors."""
         self.synchronize()
         return super().state_dict()
 
@@ -309,22 +302,17 @@ class AdamW(SkipsSteps, torch.optim.AdamW):
                 state[name] = moved_state(state[name], parameter, to)
 
     def synchronize(self) -> None:
-        """Block the host until all averages have arrived."""
         if self._window is not None:
             self._window.synchronize()
 
 
 class GradientCare:
-    """Reports missing and non-finite gradients of AdamW, with Muon's report or alone.
-
-    Attributes:
-        carrier: the Muon whose report carries the faults, or None.
-    """
+    """Reports missing and non-finite gradients of AdamW: with the report of the Muon `carrier`, or alone."""
 
     def __init__(self, adamw: AdamW) -> None:
         self._adamw = adamw
         self.carrier: Muon | None = None
-        # By place, because Accelerate and the like replace the parameters of groups.
+        # By place, because for example Accelerate replaces the parameters of groups.
         self._frozen = [not parameter.requires_grad for parameter in self._params]
         self._own: FaultReport | None = None
         self._numbers = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -338,10 +326,10 @@ class GradientCare:
 
         Args:
             skipped: () bool on the device: whether the step changes nothing anyway.
-            scaled: whether a GradScaler has looked at the gradients.
+            scaled: whether a GradScaler has checked the gradients.
 
         Returns:
-            Whether the step may change nothing, () bool on the device; None if it may.
+            () bool on the device: whether the step changes nothing; None for a normal step.
         """
         report, start = self._report()
         faults = [self._fault(p, frozen=frozen) for p, frozen in zip(self._params, self._frozen, strict=True)]
@@ -356,7 +344,7 @@ class GradientCare:
         return skipped
 
     def _report(self) -> tuple[FaultReport, int]:
-        """The report, and the number of AdamW's first parameter in it. Raises ValueError for the last step."""
+        """The report, and the index of AdamW's first parameter in the report. Raises ValueError for the last step."""
         if self.carrier is not None:
             self.carrier.engine.raise_pending()
             report = self.carrier.engine.rank.report
@@ -405,7 +393,7 @@ def _cut(whole: Elements, element_bytes: int) -> Iterator[Elements]:
     grad = whole.grad.reshape(-1)
     for start in range(0, numel, size):
         part = slice(start, start + size)
-        # Only the last part advances the counter, the others a copy.
+        # Only the last part advances the counter; other parts advance a copy.
         step = whole.step if part.stop >= numel else whole.step.clone()
         yield Elements(param[part], grad[part], average[part], square[part], step)
 

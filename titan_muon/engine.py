@@ -1,4 +1,4 @@
-"""The engine: runs a rank's program, the acts of a step in the plan's order, with features wrapped around stages."""
+"""The engine: runs a rank's program, act by act in the plan's order, with features wrapped around stages."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ EQUAL_OPTIONS = (
     "nonfinite",
     "overlap",
 )
-"""Options of MuonOptions compared between ranks. The rest may differ, for example `machine.file` between nodes."""
+"""Options compared between ranks. The rest may differ, for example `machine.file` between nodes."""
 
 
 class Engine:
-    """Runs a rank's program. Rebuilt as a whole when storage moves. `stages`: the rank's stages with all features."""
+    """Runs a rank's program. Rebuilt as a whole when storage moves. `stages`: wrapped by all features."""
 
     def __init__(self, rank: RankStages, features: Sequence[Feature]) -> None:
         # Ranges are innermost, so that a trace shows when a feature runs a stage.
@@ -73,7 +73,7 @@ class Engine:
             self.stages = feature.wrap(self.stages, rank)
 
     def run(self, step: Step, *extra: Feature) -> None:
-        """Run every stage of a step. `extra`: features of this step alone, without wrapped stages."""
+        """Run every stage of a step. `extra`: features of this step alone, which wrap no stages."""
         rank, stages, features = self.rank, self.stages, (*self.features, *extra)
         stages_of = {
             Act.GATHER: (stages.advance, stages.gather),
@@ -104,7 +104,7 @@ class Engine:
     def faults(
         self, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
     ) -> tuple[list[Fault], bool]:
-        """The fault of each parameter on this rank before a step, and whether a parameter or momentum has moved."""
+        """The fault of each parameter before a step, and whether the storage of a parameter or momentum has moved."""
         with trace_range("check"):
             return self._faults(groups, state)
 
@@ -132,10 +132,9 @@ class Engine:
         return faults, moved
 
     def raise_pending(self, faults: Sequence[Fault] = ()) -> None:
-        """Raise ValueError for the last report, equal on all ranks, and warn of faults that the options allow.
+        """Raise ValueError for the last report and `faults`, and warn of faults that the options allow.
 
-        Args:
-            faults: further faults of Muon's parameters, equal on all ranks.
+        Both are equal on all ranks.
         """
         rank, options = self.rank, self.rank.options
         reported = rank.report.read()
@@ -156,7 +155,7 @@ class Engine:
             warnings.warn(f"{broken}: not finite; the update of those matrices was zero in a step", stacklevel=5)
 
     def thawed(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Names of trained parameters outside the plan, because they were frozen when it was made."""
+        """Names of trained parameters that were frozen when the plan was made."""
         return [
             name
             for group in groups
@@ -165,7 +164,7 @@ class Engine:
         ]
 
     def plans(self, params: Sequence[TrainedParam]) -> bool:
-        """Whether the plan is for these parameters: the same tensors, with the same Newton-Schulz iterations."""
+        """Whether the plan is for these tensors with these Newton-Schulz iterations."""
         # Compare names too, because parameters are frozen and thawed between checkpoints.
         if [param.fqn for param in params] != [param.fqn for param in self.rank.params]:
             return False
@@ -179,7 +178,7 @@ class Engine:
         agreement: Agreement,
         states: MatrixStates | None = None,
     ) -> Engine:
-        """The same plan and buffers for parameters with new storage, momentum, hyperparameters or rule `states`."""
+        """The same plan and buffers for new storage, momentum, hyperparameters or rule `states`."""
         rank = self.rank.rebuilt(params, options, states)
         same = options.offload == self.rank.options.offload
         return Engine(rank, self.features if same else tuple(features_of(options, rank, agreement, self.features)))
@@ -201,7 +200,6 @@ def engine_of(
     """The engine of a plan on this rank.
 
     Args:
-        agreement: process groups.
         previous: features of the old engine.
         muon: the optimizer with these parameters.
         carried: by name, optimizers whose faults Muon's report carries.
@@ -227,7 +225,7 @@ def report_of(
     groups: Sequence[Mapping[str, Any]],
     carried: Mapping[str, Carried],
 ) -> PlanReport:
-    """The part of a plan to agree on before the first step, with the process groups."""
+    """The part of a plan to agree on before the first step, with the ranks of new process groups."""
     # A learning rate in a tensor prints its device, which differs between ranks.
     hyperparameters = [
         {key: group[key].item() if isinstance(group[key], Tensor) else group[key] for key in HYPERPARAMETERS}
@@ -245,7 +243,7 @@ def report_of(
     exclusive = travelling if needs_exclusive_groups(options) else set()
     buckets = tuple(sorted({*(travelling - exclusive), *teams, *replica_groups}))
     sharing = tuple(sorted(set(components(_sharing(plan, skips=options.missing_grad == "skip")).values())))
-    # Groups of mesh axes exist already. By rule, without a look-up, because all ranks of the world must create equal
+    # Groups of mesh axes exist already. Computed without a look-up, because all ranks of the world must create equal
     # groups, including ranks outside a mesh.
     world = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     existing = {world}
@@ -262,10 +260,10 @@ def report_of(
 
 
 def _sharing(plan: Plan, *, skips: bool) -> Iterator[tuple[int, ...]]:
-    """The sets of ranks with a common decision in each step about missing gradients."""
+    """Sets of ranks that decide together about missing gradients."""
     yield from (bucket.group for bucket in plan.buckets)
-    # Replicas of a plain tensor may get a gradient only on some ranks, and must skip together. Replicas of a DTensor
-    # get gradients from a collective, all or none.
+    # Replicas of a plain tensor may get a gradient only on some ranks, and must skip together. A collective gives
+    # gradients to all replicas of a DTensor or to none.
     for index, ranks in enumerate(plan.local):
         if len(ranks) > 1 and (skips or plan.parameters[plan.matrices[index].parameter].plain):
             yield ranks

@@ -27,14 +27,14 @@ from .options import Offload, OptionError, Rule
 from .tensors.names import canonical_fqn
 
 OPTIMIZER = "optimizer"
-"""Key of a parameter group: the name of the optimizer that updates the group."""
+"""Key of a parameter group."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The optimizers of a model by name, with their groups, and the optimizer of each parameter.
+    """The optimizers of a model by name, with their groups.
 
-    `assignments`: parameters of this process; `whole`: parameters of the whole model, with remote pipeline stages.
+    `assignments`: of this process; `whole`: of the whole model, with remote pipeline stages.
     """
 
     assignments: tuple[Assignment, ...]
@@ -60,11 +60,10 @@ def parts_of(
 ) -> Parts:
     """Assign every trained parameter of `modules` to an optimizer, and make the optimizers.
 
-    `model`: all parameters of the model, if this process holds a pipeline stage. Arguments and errors as in `decided`.
-    Raises OptionError also for refused options.
+    `model`: all parameters of the model, if this process holds a pipeline stage. Further arguments and errors as in
+    `decided`.
     """
     parameters = trained_parameters(modules)
-    # AdamW is as careful as Muon, unless its table says otherwise.
     shared = {key: tables["muon"][key] for key in ("missing_grad", "nonfinite") if key in tables.get("muon", {})}
     tables = {**tables, "adamw": {**shared, **tables.get("adamw", {})}}
     seen = see(modules, canonical_fqn) if model is None else model
@@ -79,13 +78,12 @@ def parts_of(
 
 
 class OfParts:
-    """Methods of a combined optimizer, applied to all parts or to the Muon parts."""
+    """Methods of a combined optimizer."""
 
     parts: Parts
 
     @property
     def assignments(self) -> tuple[Assignment, ...]:
-        """The optimizer of each parameter of this process, with the reason."""
         return self.parts.assignments
 
     @property
@@ -93,12 +91,12 @@ class OfParts:
         return [optimizer for optimizer in self.parts.optimizers.values() if isinstance(optimizer, Muon)]
 
     def parameters(self, name: str) -> list[Tensor]:
-        """Parameters of the optimizer with this name; empty without such an optimizer."""
+        """Parameters of an optimizer; empty without such an optimizer."""
         optimizer = self.parts.optimizers.get(name)
         return [] if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
 
     def learning_rates(self) -> dict[str, float]:
-        """The learning rate of each group now, by the group's tag."""
+        """The current learning rate of each group, by tag."""
         return {
             group.tag: float(current["lr"])
             for name, optimizer in self.parts.optimizers.items()
@@ -107,34 +105,32 @@ class OfParts:
 
     @contextmanager
     def overlap(self) -> Iterator[None]:
-        """Context for the last backward before a step, as `Muon.overlap`."""
+        """As `Muon.overlap`."""
         with ExitStack() as stack:
             for muon in self._muons:
                 stack.enter_context(muon.overlap())
             yield
 
     def finish_step(self) -> None:
-        """Apply updates deferred by Muon's last step to the next forward, like `Muon.finish_step`."""
+        """As `Muon.finish_step`."""
         for muon in self._muons:
             muon.finish_step()
 
     def check_last_step(self) -> None:
-        """Raise ValueError on all ranks for missing or non-finite gradients in Muon's last step."""
+        """As `Muon.check_last_step`."""
         for muon in self._muons:
             muon.check_last_step()
 
     def skip_unless_finite(self, norm: NormCheck) -> None:
         """Let the next step of Muon and AdamW change nothing if the norm is not finite. The host does not wait.
 
-        Args:
-            norm: of `titan_muon.comm.clip`. With names, the step after that one raises ValueError on all ranks.
+        With names in `norm`, the step after the next raises ValueError on all ranks.
         """
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, SkipsSteps):
                 optimizer.skip_unless_finite(norm)
 
     def _carry(self) -> None:
-        """Let Muon's report carry the faults of AdamW."""
         for muon in self._muons[:1]:
             others = {name: o for name, o in self.parts.optimizers.items() if isinstance(o, AdamW)}
             muon.carry(others)
@@ -142,19 +138,15 @@ class OfParts:
                 adamw.care.carrier = muon
 
     def check_replicas(self, own: Iterable[str] = ()) -> None:
-        """Raise ValueError on every rank if replicas of weights or states differ, of any optimizer.
-
-        As `Muon.check_replicas`, for the parameters and states of all optimizers.
-        """
+        """As `Muon.check_replicas`, for the parameters and states of all optimizers."""
         for optimizer in self.parts.optimizers.values():
             if isinstance(optimizer, Muon | AdamW):
-                # States and late updates may be under way.
                 optimizer.synchronize()
         separate = [parameter.fqn for muon in self._muons for parameter in muon.plan.parameters if parameter.separate]
         check_equal(self.parts.optimizers, Agreement(), (*own, *separate))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the collectives in Muon's process groups."""
+        """As `Muon.set_timeout`."""
         for muon in self._muons:
             muon.set_timeout(timeout)
 
@@ -178,28 +170,28 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     """Muon for the hidden matrices of a model and AdamW for the rest, as a single torch.optim.Optimizer.
 
     Roles of modules, names and shapes decide: matrices and stacks of expert matrices go to Muon;
-    embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `rules` take
-    precedence. `assignments` has the decision for each parameter, and `table()` prints all decisions.
+    embeddings, output heads, routers, norms, biases, convolutions and LoRA factors go to AdamW. `table()` prints all
+    decisions.
 
     Args:
-        model: the model, or its parts under pipeline parallelism.
-        lr: learning rate of both optimizers.
-        weight_decay: decoupled weight decay of both optimizers.
-        rules: rules in order; the first matching rule decides.
-        defaults: whether roles, names and shapes decide for parameters without a matching rule; if not, rules must
-            match every parameter.
-        router: optimizer of the routers of mixtures of experts.
-        muon: further keywords of `Muon`.
-        adamw: further keywords of `titan_muon.adam.AdamW`.
-        others: options of further registered optimizers named by rules.
+            model: the model, or its parts under pipeline parallelism.
+            lr: learning rate of both optimizers.
+            weight_decay: decoupled weight decay of both optimizers.
+            rules: the first matching rule decides, before roles, names and shapes.
+            defaults: whether roles, names and shapes decide without a matching rule; if not, rules must match every
+                parameter.
+            router: optimizer of the routers of mixtures of experts.
+            muon: further keywords of `Muon`.
+            adamw: further keywords of `titan_muon.adam.AdamW`.
+            others: options of further registered optimizers named by rules.
 
     Attributes:
-        optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
-        assignments: the optimizer of each parameter, with the reason.
+            optimizers: the parts by name, `"muon"` and `"adamw"`. Groups and state are shared with this optimizer.
+            assignments: the optimizer of each parameter, with the reason.
 
-    A group of `param_groups` has the keys of the group's optimizer, `param_names`, and the optimizer's name under
-    `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
-    AdamW's. State dicts have torch's format.
+        A group of `param_groups` has the keys of its optimizer, `param_names`, and the optimizer's name under
+        `"optimizer"`. `state` has `momentum_buffer` for Muon's parameters, and `step`, `exp_avg` and `exp_avg_sq` for
+        AdamW's. State dicts have torch's format.
 
     Raises:
         OptionError: for a rule without parameters, an undecided parameter, no parameter for Muon, and refused options.
@@ -222,7 +214,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         shared = {"lr": lr, "weight_decay": weight_decay}
         tables = {"muon": {**shared, **(muon or {})}, "adamw": {**shared, **(adamw or {})}, **(others or {})}
         self.parts = parts_of(modules, rules, default_rules(router) if defaults else None, tables)
-        # Pass the parts' groups: Optimizer checks the dicts and keeps references.
+        # Optimizer keeps references to these dicts, so groups are shared.
         groups = []
         for name, optimizer in self.parts.optimizers.items():
             for group in optimizer.param_groups:
@@ -236,19 +228,15 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
 
     @property
     def optimizers(self) -> Mapping[str, Optimizer]:
-        """The parts by name."""
         return self.parts.optimizers
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # Without the flag torch.amp.GradScaler skips the whole step, as both parts require.
+        # Without the flag torch.amp.GradScaler skips the whole step.
         return all(getattr(part, "_step_supports_amp_scaling", False) for part in self.optimizers.values())
 
     def table(self, *, full: bool = False) -> str:
-        """The parameter table: name, shape, optimizer, matrices, placement and reason.
-
-        Equal parameters of all layers share a line, unless `full`.
-        """
+        """The parameter table. Equal parameters of all layers share a line, unless `full`."""
         named = (
             pair for group in self.param_groups for pair in zip(group["param_names"], group["params"], strict=True)
         )
@@ -261,13 +249,13 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return self
 
     def rebuild(self) -> None:
-        """Plan Muon's step again after parameters changed, like `Muon.rebuild`."""
+        """As `Muon.rebuild`."""
         for muon in self._muons:
             muon.rebuild()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update all parameters once. Every rank calls it. Returns the result of `closure`."""
+        """Update all parameters once. Every rank calls `step`. Returns the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -276,7 +264,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             if self._skips_on_host(part):
                 continue
             for name in ("grad_scale", "found_inf"):
-                # torch.amp.GradScaler sets both for the time of a step.
+                # torch.amp.GradScaler sets both for a step.
                 if hasattr(self, name):
                     setattr(part, name, getattr(self, name))
             try:
@@ -292,7 +280,7 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch's format. Collective over all ranks. Raises ValueError like `Muon.state_dict`."""
         for part in self.optimizers.values():
-            # Each part finishes its transfers and checks its last step here.
+            # Finishes the part's transfers and checks its last step.
             part.state_dict()
         return super().state_dict()
 
@@ -321,12 +309,12 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
             post_hook(self)
 
     def close(self) -> None:
-        """Destroy Muon's process groups. Collective over all ranks; no step can follow."""
+        """As `Muon.close`."""
         for muon in self._muons:
             muon.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction, because the parameters come from the model."""
+        """Raise ValueError, because the parameters come from the model."""
         if not any(param_group is group for part in self.optimizers.values() for group in part.param_groups):
             raise ValueError("Hybrid takes the parameters of its model: build a new Hybrid for more of them")
         super().add_param_group(param_group)
@@ -335,9 +323,8 @@ class Hybrid(OfParts, SkipsSteps, Optimizer):
         return {**super().__getstate__(), "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the optimizers, with their groups and state."""
         super().__setstate__(state)
-        # Optimizer.load_state_dict calls this method too, with only groups and state.
+        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "parts" in state:
             self._carry()
 

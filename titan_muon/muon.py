@@ -1,4 +1,4 @@
-"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan, which `Muon.build` makes."""
+"""Muon for parameters in any layout: a torch.optim.Optimizer that runs a plan."""
 
 from __future__ import annotations
 
@@ -46,27 +46,25 @@ class Muon(SkipsSteps, Optimizer):
     Equal to torch.optim.Muon on the full matrices: bit for bit with `orthogonalize="reference"` on the CPU, and up to
     the rounding of Newton-Schulz otherwise. The momentum is torch's exponential moving average.
 
-    Construction checks the arguments and allocates nothing. `build` plans the step and allocates; the first `step`
-    calls `build`. Until then, parameters may be sharded, moved, or replaced in `param_groups`, as Accelerate does.
+    Construction checks the arguments. The first `step` calls `build`, which plans and allocates. Until then,
+    parameters may be sharded, moved, or replaced in `param_groups`, as Accelerate does.
 
     Args:
         params: (name, parameter) pairs as from `model.named_parameters()`, or groups with `params` and `param_names`
-            (or with pairs as `params`). Parameters are (m, n) matrices or (count, m, n) stacks. They are plain tensors
-            or DTensors with any placement except Partial. Under DDP, each rank orthogonalizes a share of the plain
-            tensors. Each group may set `options.Hyperparameters`. A rank without trained matrices passes an empty
-            list.
+            (or with pairs as `params`) and optionally fields of `options.Hyperparameters`. Parameters are (m, n)
+            matrices or (count, m, n) stacks: plain tensors, or DTensors with any placement except Partial. Under DDP,
+            each rank orthogonalizes a share of the plain tensors. A rank without trained matrices passes an empty list.
 
-        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. The default of `lr_scale` is "match_rms_adamw", but
-            torch.optim.Muon's default is "original".
+        adjust_lr_fn: torch.optim.Muon's name for `lr_scale`. Its default there is "original".
 
-    The remaining keywords are the fields of `options.MuonOptions`, with equal meaning and range.
+    The remaining keywords are the fields of `options.MuonOptions`.
 
     Raises:
         ValueError: for parameters without names, without matrices, or without a real floating dtype; for unknown names
             and numbers out of range.
     """
 
-    # torch.amp.GradScaler then runs every step, and passes on the device whether the step may change anything.
+    # torch.amp.GradScaler then runs every step, and tells on the device whether the step may change anything.
     _step_supports_amp_scaling = True
     _built_late = False
     _carried: Mapping[str, Carried] = MappingProxyType({})
@@ -133,7 +131,7 @@ class Muon(SkipsSteps, Optimizer):
         """Plan the step, compare the plan between ranks, and allocate momentum and buffers. Returns this optimizer.
 
         All ranks of the default process group call `build` at the same point of the program. `step`, `overlap`, `plan`,
-        and `load_state_dict` call `build` if necessary. A second call does nothing.
+        and `load_state_dict` call `build` if necessary.
 
         Raises:
             ValueError: on every rank, for a parameter on the meta device, passed twice, or placed as Partial; for
@@ -146,8 +144,8 @@ class Muon(SkipsSteps, Optimizer):
     def rebuild(self) -> None:
         """Plan again, for parameters that were frozen, thawed, moved, converted, or replaced since `build`.
 
-        All ranks call `rebuild` together. Momentum is kept by name. Momentum of a parameter with a new mesh or new
-        placements cannot be kept: load it from a checkpoint.
+        All ranks call `rebuild` together. Momentum is kept by name. After a change of mesh or placements, load momentum
+        from a checkpoint.
 
         Raises:
             ValueError: on every rank, like `build`, and for momentum that does not fit the parameter. Then nothing
@@ -180,7 +178,7 @@ class Muon(SkipsSteps, Optimizer):
 
     @property
     def engine(self) -> Engine:
-        """The engine for this rank's part of the plan. Builds the optimizer if necessary."""
+        """The engine for this rank's part of the plan, built if necessary."""
         self._built_late = self._built_late or self._engine is None
         self.build()
         assert self._engine is not None, "build() makes the engine or raises"
@@ -216,8 +214,7 @@ class Muon(SkipsSteps, Optimizer):
     def overlap(self) -> Iterator[None]:
         """Context for the last backward before a step. With `overlap = "backward"`, gathers start in this backward.
 
-        All ranks enter the context together and leave gradients unchanged until the step. With other options the
-        context does nothing.
+        All ranks enter the context together and leave gradients unchanged until the step.
         """
         with ExitStack() as stack:
             for feature in self.engine.features:
@@ -228,7 +225,7 @@ class Muon(SkipsSteps, Optimizer):
         """Apply the updates deferred by the last step to the next forward (`overlap = "forward"`).
 
         Call `finish_step` before code that reads or writes weights between a step and the next forward. State dicts
-        call `finish_step`. With other options the call does nothing.
+        do so themselves.
         """
         if self._engine is not None:
             self._engine.flush()
@@ -241,8 +238,8 @@ class Muon(SkipsSteps, Optimizer):
         for feature in engine.features:
             feature.ready()
         faults, moved = engine.faults(self.param_groups, self.state)
-        # A rank with peers cannot raise alone, and asking would block the host. So the step continues without the
-        # faulty gradients, without an update of their matrices on any rank, and all ranks raise in the next step.
+        # A rank with peers cannot raise alone, and asking would block the host. So the step leaves out matrices with
+        # faults on every rank, and all ranks raise in the next step.
         alone = self._agreed.peers is None
         engine.raise_pending(faults if alone else ())
         if not alone:
@@ -257,8 +254,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_last_step(self) -> None:
         """Raise ValueError for missing or non-finite gradients in the last step, like the next step would.
 
-        All ranks call `check_last_step` together and wait for the device: before saving weights, and at the end of
-        training. Called by `state_dict`. Includes `finish_step`.
+        All ranks call `check_last_step` together, before they save weights and at the end of training. Waits for the
+        device. Includes `finish_step`, and is part of `state_dict`.
         """
         self.finish_step()
         self.check_norm(skips=self._options.nonfinite == "skip")
@@ -276,8 +273,8 @@ class Muon(SkipsSteps, Optimizer):
     def check_replicas(self, own: Iterable[str] = ()) -> None:
         """Raise ValueError on every rank if replicas of weights or states, or hyperparameters, differ between ranks.
 
-        All ranks of the default process group call `check_replicas` together, and wait, between steps: every few
-        hundred steps, and before a save. The error names the parameter, or its state, and the ranks.
+        All ranks of the default process group call `check_replicas` together between steps, and wait. The error names
+        the parameter, or its state, and the ranks.
 
         Args:
             own: globs on names of plain tensors that each rank trains separately.
@@ -315,8 +312,7 @@ class Muon(SkipsSteps, Optimizer):
         before = {param: {**self.state[param], "momentum_buffer": average} for param, average in current.items()}
         of_rule = self._agreed.together(lambda: saved_rule_states(params, before, loaded_states))
         self.synchronize()
-        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of the state to the device at
-        # once.
+        # Optimizer.load_state_dict rounds state to the parameter's dtype, and moves all of it to the device at once.
         others = {key: state for key, state in state_dict["state"].items() if key not in saved}
         super().load_state_dict({**state_dict, "state": others})
         for average in saved.values():
@@ -330,11 +326,11 @@ class Muon(SkipsSteps, Optimizer):
             self._engine = self.engine.rebuilt(self._trained_params(), self._options, self._agreed, states)
 
     def _rule_states(self, plan: Plan) -> MatrixStates:
-        """The states of the rule on this rank, made where they are missing. All ranks call it together."""
+        """The states of the rule on this rank, created where missing. Collective."""
         return with_rule_states(plan, self._trained_params(), self._rule.states, self.state)
 
     def _replanned(self) -> bool:
-        """Plan again if the trained parameters or iterations changed on any rank. Returns whether they have."""
+        """Plan again if the trained parameters or iterations changed on any rank. Returns whether they did."""
         if again := self._agreed.any_rank(not self.engine.plans(self._trained_params())):
             self._build()
         return again
@@ -342,8 +338,8 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. Before the first step the state is empty, like torch's. Raises ValueError
-        like `check_last_step`.
+        All ranks call `state_dict` together. Before the first step the state is empty. Raises ValueError like
+        `check_last_step`.
         """
         self.check_last_step()
         self.synchronize()
@@ -398,13 +394,12 @@ class Muon(SkipsSteps, Optimizer):
             warnings.warn(doubt, stacklevel=4)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled data: options, groups and state. The copy plans on first use."""
+        """Options, groups and state. The copy plans on first use."""
         self.synchronize()
         return {**super().__getstate__(), "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore options, groups and state, without a plan."""
-        # Optimizer.load_state_dict calls this method too, with only groups and state.
+        # Optimizer.load_state_dict calls this too, with only groups and state.
         if "_options" in state:
             self._agreement, self._engine, self._closed = None, None, False
             self._collectives = registry.exchange_entry(state["_options"].exchange).collectives
@@ -412,13 +407,13 @@ class Muon(SkipsSteps, Optimizer):
         super().__setstate__(state)
 
     def _build(self) -> None:
-        """Check the groups, plan, agree and allocate: all possible failures, before any step."""
+        """Check the groups, plan, agree and allocate. All possible failures are here, before any step."""
         if self._closed:
             raise ValueError("this Muon was closed, and its process groups are gone; build a new optimizer")
         self.finish_step()
         if self._agreement is None:
             self._agreement = Agreement()
-        # Free the old buffers first, because the memory may not suffice for both.
+        # First, because memory may not suffice for old and new buffers.
         previous = () if self._engine is None else self._engine.features
         self._engine = None
         together = self._agreement.together

@@ -1,7 +1,7 @@
 """Every option of Muon, declared once: name, type, default, meaning and range.
 
-These dataclasses define Muon's keywords, the recipe tables `[muon]`, `[[muon.split]]` and `[machine]`, and the tables
-in docs/options.md. This file imports only the standard library, because `plan/` and a recipe's `--help` work without
+These dataclasses define Muon's keywords, the recipe tables `[muon]`, `[[muon.split]]` and `[machine]`, and
+docs/options.md. This file imports only the standard library, because `plan/` and a recipe's `--help` work without
 PyTorch.
 """
 
@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 
 class OptionError(ValueError):
-    """An invalid value of `option`, a keyword of Muon. `problem` has the problem and the remedy."""
+    """An invalid value of `option`, a keyword of Muon. `problem` includes the remedy."""
 
     def __init__(self, option: str, problem: str) -> None:
         super().__init__(f"{option} {problem}")
@@ -38,12 +38,12 @@ def at_least(low: float, but: int | None = None) -> Constraint:
 
 
 def from_to(low: float, high: float) -> Constraint:
-    """The closed interval from `low` to `high`."""
+    """The closed interval."""
     return Constraint(f"a number from {low} to {high}", lambda value: low <= value <= high)
 
 
 def below(low: float, high: float) -> Constraint:
-    """The half-open interval from `low` to `high`."""
+    """The half-open interval."""
     return Constraint(f"a number from {low} to less than {high}", lambda value: low <= value < high)
 
 
@@ -102,7 +102,7 @@ def _as_toml(value: Any) -> str:
 
 
 def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
-    """The `dims` and `lengths` with the meaning of the older keys of a split."""
+    """The `dims` and `lengths` for the older keys of a split."""
     if isinstance(rows, list | tuple) and rows and all(type(size) is int and size > 0 for size in rows):
         stack = 'for a stack of matrices put "e" first on both sides of the arrow'
         if len(rows) == 1 and joined:
@@ -114,7 +114,7 @@ def _dims_of(rows: Any, joined: Any, row_dims: Any) -> str:
         parts = len(rows) if set(rows) == {size} else [height // size for height in rows]
         return f'dims = "(r p h) d -> {matrices}" and lengths = {{ p = {parts}, h = {size} }}; {stack}'
     if type(row_dims) is int and row_dims > 0:
-        # A recipe does not tell the number of dims. Four dims are a convolution's.
+        # A recipe does not know the number of dims: name the four of a convolution.
         names = [f"d{number}" for number in range(max(4, row_dims + 1))]
         dims = f"{' '.join(names)} -> | ({' '.join(names[:row_dims])}) ({' '.join(names[row_dims:])})"
         return f'dims = "{dims}", with as many names as the parameter has dims: {row_dims} in the first brackets'
@@ -131,13 +131,13 @@ class Rule:
     optimizer: Annotated[str, TEXT]
     """Name of a registered optimizer."""
 
-    # Any keys here, because they are the optimizer's: a recipe gives their values the types of that optimizer's table.
+    # Any keys, because these are the optimizer's options. A recipe converts the values to the optimizer's types.
     options: dict[str, object] = field(default_factory=dict)
-    """Hyperparameters that differ from the optimizer's own table, for these parameters only."""
+    """Hyperparameters for these parameters that differ from the optimizer's own table."""
 
 
 Owner = int | Literal["balanced", "layer"]
-"""Holder of owned parameters: balanced by FLOPs and bytes, one rank for each layer, or this rank."""
+"""Holder of owned parameters, see `PlacementRule.owner`."""
 OWNER = Constraint(
     '"balanced", "layer", or 0 or more',
     lambda value: value in ("balanced", "layer") or (isinstance(value, int) and value >= 0),
@@ -166,7 +166,7 @@ class Machine:
     """Nodes of 8 GPUs, with a 400 Gb/s network for each GPU. `auto`: `h100x8` on GPUs, `cpu` on CPUs."""
 
     file: Annotated[str, TEXT] | None = None
-    """File of measured numbers, `machine.json` of `make gpu`, which replace the named machine's."""
+    """File of measured numbers that replace the named machine's, `machine.json` of `make gpu`."""
 
     ranks_per_node: Annotated[int, COUNT] | None = None
     """Ranks in one node, with fast links."""
@@ -201,15 +201,12 @@ Offload = Literal["none", "state", "parameters"]
 MissingGrad = Literal["error", "skip"]
 Nonfinite = Literal["error", "skip"]
 Overlap = Literal["none", "backward", "forward"]
-"""Computation that hides communication of a step."""
 
 StateDtype = Literal["parameter", "bfloat16"]
-"""Dtype of AdamW's averages: the parameter's dtype, or bfloat16."""
 
 SLOWEST_IN_BFLOAT16 = 0.99
-"""Largest beta of an average in bfloat16."""
-# bfloat16 rounds away changes below 2^-8 of an average. At 0.99 the average stops within 40 % of a constant input (the
-# root within 20 %). At 0.999 the average never shrinks.
+# Largest beta of an average in bfloat16, which rounds away changes below 2^-8 of an average. At 0.99 the average stops
+# within 40 % of a constant input (the root within 20 %). At 0.999 the average never shrinks.
 
 
 LR_SCALES = ("match_rms_adamw", "original", "spectral")
@@ -245,7 +242,7 @@ class Hyperparameters:
     """Name of a coefficient set, or a list of [a, b, c] for each step, or of one for all steps."""
 
     eps: Annotated[float, POSITIVE] = 1e-14
-    """Lower bound of the norm that divides a matrix. A smaller matrix gets a smaller update. float32 cannot sum the
+    """Lower bound of the norm that divides a matrix: smaller matrices get smaller updates. float32 cannot sum the
     squares of much smaller norms. torch.optim.Muon's 1e-7 gives the same bits for norms above 1e-7."""
 
     lr_scale: Annotated[float | Literal["match_rms_adamw", "original", "spectral"], LR_SCALE] = "match_rms_adamw"
@@ -321,19 +318,19 @@ class StepOptions:
     """Rounding of bfloat16 weights. `nearest` loses small updates; `stochastic` keeps small updates on average."""
 
     missing_grad: MissingGrad = "error"
-    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with its
-    momentum and weight decay. The ranks agree on the device, and no host waits."""
+    """If some rank lacks the gradient of a parameter: raise on all ranks, or skip the parameter on all ranks, with
+    momentum and weight decay. Ranks agree on the device, so no host waits."""
 
     nonfinite: Nonfinite = "error"
-    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, the
-    matrix also keeps its momentum and is not decayed, and the next step only warns."""
+    """A matrix with a non-finite gradient gets no update, and the next step raises on all ranks. With `skip`, momentum
+    and weight decay are skipped too, and the next step only warns."""
 
     release_grads: bool = False
     """Free each gradient after packing."""
 
     keep_buffers: bool = False
-    """Keep exchange buffers and workspace allocated between steps. Without, each step allocates and frees them, which
-    fragments the memory of a GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
+    """Keep exchange buffers and workspace allocated between steps. Reallocation in each step fragments the memory of a
+    GPU unless PYTORCH_ALLOC_CONF has expandable_segments:True."""
 
     overlap: Overlap = "none"
     """`backward`: gather matrices during the last backward, as soon as gradients are reduced. `forward`: return and
@@ -383,9 +380,7 @@ class MuonOptions(StepOptions, Hyperparameters):
 
 
 HYPERPARAMETERS = tuple(item.name for item in fields(Hyperparameters))
-"""Names of options that may differ between parameter groups."""
 SHARED = tuple(item.name for item in fields(MuonOptions) if item.name not in HYPERPARAMETERS)
-"""Names of options of all parameters."""
 
 
 @cache
@@ -404,13 +399,12 @@ def constraints(table: type) -> tuple[tuple[str, Constraint], ...]:
 @cache
 def choices(table: type) -> tuple[tuple[str, tuple[Any, ...]], ...]:
     """The accepted values of each Literal option of a dataclass, by name."""
-    # Cached, because evaluating type hints is slow.
     kinds = get_type_hints(table).items()
     return tuple((name, get_args(kind)) for name, kind in kinds if get_origin(kind) is Literal)
 
 
 def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise OptionError for the first invalid value of an option of `table`, with `prefix` before the name."""
+    """Raise OptionError for the first invalid value of an option of `table`. `prefix`: before the option's name."""
     for name, accepted in choices(table):
         if name in values and values[name] not in accepted:
             raise OptionError(prefix + name, f"= {values[name]!r} is not one of {', '.join(accepted)}")
@@ -425,9 +419,9 @@ def check(table: type, values: Mapping[str, Any], prefix: str = "") -> None:
 
 
 def refuse_keywords(unknown: Iterable[str]) -> None:
-    """Raise TypeError for keywords that Muon has not, with the nearest and all keywords."""
+    """Raise TypeError with the nearest and all keywords of Muon."""
     known = [item.name for item in fields(MuonOptions)]
     for name in unknown:
-        near = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)
-        hint = f" Did you mean {near}?" if near else ""
+        match = "lr" if name == "learning_rate" else next(iter(get_close_matches(name, known, 1)), None)
+        hint = f" Did you mean {match}?" if match else ""
         raise TypeError(f"Muon has no option {name}.{hint} It takes {', '.join(known)}.")

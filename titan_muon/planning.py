@@ -37,10 +37,7 @@ from .tensors.storage import TrainedParam, storage_fault
 
 
 def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout]) -> Plan:
-    """The plan of a Muon step on trained parameters. Raises ValueError like `plan_step`.
-
-    `separate`: from `separate_layouts`.
-    """
+    """The plan of a step. Raises ValueError like `plan_step`. `separate`: from `separate_layouts`."""
     if not params:
         # A rank without matrices, such as a pipeline stage with the embedding alone.
         return Plan((), (), (), (), 1, options.wire_bytes, ())
@@ -53,7 +50,7 @@ def plan_of(params: Sequence[TrainedParam], options: MuonOptions, separate: Mapp
 
 
 def check_one_device(params: Sequence[TrainedParam]) -> None:
-    """Raise ValueError for parameters on several devices, because buffers and streams are those of one device."""
+    """Raise ValueError for parameters on several devices, because a Muon has the buffers and streams of one device."""
     first = params[0]
     for trained in params:
         if step_device(trained.param) != step_device(first.param):
@@ -91,10 +88,10 @@ def plan_step(
     separate: Mapping[str, Layout] = MappingProxyType({}),
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
-    """The plan of a Muon step on (name, parameter) pairs, each with a Newton-Schulz iteration.
+    """The plan of a step on (name, parameter) pairs, each with a Newton-Schulz iteration.
 
     Plain tensors are replicas except for names in `separate`. `kept`: present state ranks by name, if not all holders.
-    Parameters may be on the meta device and on a mesh of the fake process group: without communication. Raises
+    Never communicates, so parameters may be on the meta device and on a mesh of the fake process group. Raises
     ValueError for a parameter without matrices, and for a split without a match or with a mismatched shape.
     """
     check_splits((fqn for fqn, _ in named), options.split)
@@ -114,7 +111,7 @@ def plan_step(
 
 
 def check_prescaled(options: MuonOptions, plan: Plan, iterations: Sequence[Iteration]) -> None:
-    """Raise OptionError for coefficients that begin with a scaling, where the iteration has no scaling."""
+    """Raise OptionError for coefficients that begin with a scaling if the iteration does not scale."""
     sliced = sliced_names(plan)
     scaled = [iteration.name for iteration in iterations if iteration.prescaled]
     if scaled and (sliced or options.orthogonalize == "reference"):
@@ -133,7 +130,7 @@ def plan_parameters(
     kept: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     passes: Passes = FLOAT32_PASSES,
 ) -> Plan:
-    """The plan of a Muon step on the planner's parameters. Raises ValueError like `make_plan`."""
+    """The plan of a step on the planner's parameters. Raises ValueError like `make_plan`."""
     # Packages register custom exchanges by new names; the planner only knows the underlying patterns.
     pattern = registry.exchange_entry(options.exchange).pattern
     machine = planning_machine(options.machine, dispatch.device)
@@ -145,18 +142,18 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
     """Temporary memory and traffic of the element-wise stages. Gradients have the dtypes of the weights."""
     rule, limit, state_bytes = rule_of(options), chunk_bytes(device), 2 if options.state_dtype == "bfloat16" else 4
     advance, apply, drawn = [0], [0], False
-    # A copy of the momentum or the weights, to give skipped matrices back their values.
+    # A copy of the momentum or weights restores skipped matrices.
     skips = "skip" in (options.missing_grad, options.nonfinite)
     for dtype in dtypes:
         wide = max(state_bytes, dtype.itemsize)
-        # The nesterov blend, or the wide gradient that becomes the blend; and the wide momentum.
+        # The nesterov blend (or the wide gradient that becomes the blend), and the wide momentum.
         advance.append(wide * (1 + (state_bytes < wide)) + skips * state_bytes)
         stochastic = options.rounding == "stochastic" and dtype == torch.bfloat16
         drawn = drawn or stochastic
         scratch = CHUNK_BYTES if stochastic else dtype.itemsize if dtype.itemsize > options.wire_bytes else 0
         apply.append(scratch + (max(WIDE_BYTES, dtype.itemsize) if options.cautious else 0) + skips * dtype.itemsize)
     # Of several dtypes, the one with the most traffic.
-    moved = (
+    passes = (
         traffic(
             dtype.itemsize,
             state_bytes,
@@ -172,12 +169,12 @@ def passes_of(dtypes: Collection[torch.dtype], options: MuonOptions, device: str
         apply_elements=limit // (CHUNK_BYTES if drawn else WIDE_BYTES),
         apply_bytes=max(apply),
         finish_bytes=rule.finish_bytes,
-        traffic=max(moved, key=lambda found: found.advance + found.apply, default=FLOAT32_PASSES.traffic),
+        traffic=max(passes, key=lambda moved: moved.advance + moved.apply, default=FLOAT32_PASSES.traffic),
     )
 
 
 def planning_machine(options: Machine, device: str) -> MachineRates:
-    """The machine rates for a step on a device type. Raises OptionError for an unreadable or invalid file."""
+    """The rates of a machine for a device type. Raises OptionError for an unreadable or invalid file."""
     measured = None
     if options.file is not None:
         try:
@@ -214,7 +211,7 @@ def _work_of(iterations: Sequence[Iteration], dispatch: Dispatch, wire_bytes: in
 def checked_plan(
     params: Sequence[TrainedParam], options: MuonOptions, separate: Mapping[str, Layout], rank: int
 ) -> tuple[Plan, Geometries]:
-    """The plan, and the pieces of the parameters. Raises ValueError for unplanned storage."""
+    """The plan, and the pieces of the parameters. Raises ValueError like `plan_of` and `check_storage`."""
     plan = plan_of(params, options, separate)
     geometries = Geometries(plan.parameters)
     check_storage(params, geometries, options, rank)

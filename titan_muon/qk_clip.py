@@ -1,6 +1,6 @@
 """QK-clip (MuonClip; Kimi K2, arXiv:2507.20534, 2.1): scales down attention heads with too large logits.
 
-Under Muon the largest logit of a head can grow without bound. If the largest logit in a step is over the threshold,
+Under Muon the largest logit of a head can grow without bound. If a step's largest logit is over the threshold,
 QK-clip scales the head's rows of the query and key projections after the step, so that the logit would have equalled
 the threshold. The momentum is unchanged, because Newton-Schulz would turn scaled rows into updates in other directions.
 """
@@ -25,9 +25,7 @@ class HeadRows:
 
     With f = threshold / largest logit (1 up to the threshold), the factor is f ** alpha for `query`,
     f ** (1 - alpha) for `key` with the smallest f of the query heads that share the key, f for `whole`, 1 for `none`.
-
-    Attributes:
-        head: index among the query heads of a key head; 0 without sharing.
+    `head`: index among the query heads of a key head.
     """
 
     rows: int
@@ -39,40 +37,39 @@ class HeadRows:
 
 
 def query_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """The pattern of a query projection, (heads * head_dim, ...)."""
+    """Of a query projection, (heads * head_dim, ...)."""
     return (HeadRows(head_dim, "query"),)
 
 
 def key_rows(head_dim: int) -> tuple[HeadRows, ...]:
-    """The pattern of a key projection, (key heads * head_dim, ...)."""
+    """Of a key projection, (key heads * head_dim, ...)."""
     return (HeadRows(head_dim, "key"),)
 
 
 def fused_rows(head_dim: int, queries: int) -> tuple[HeadRows, ...]:
-    """The pattern of a fused projection: for each key head `queries` query heads, then the key and the value."""
+    """Of a fused projection: for each key head `queries` query heads, then the key and the value."""
     heads = tuple(HeadRows(head_dim, "query", head) for head in range(queries))
     return (*heads, HeadRows(head_dim, "key"), HeadRows(head_dim, "none"))
 
 
 def latent_query_rows(nope_dim: int, rope_dim: int) -> tuple[HeadRows, ...]:
-    """The pattern of latent attention's query projection: for each head a part without positions, then the rotary part.
+    """Of latent attention's query projection: for each head a part without positions, then the rotary part.
 
-    The query's rotary part takes the whole factor, because all heads share the rotary part of the key.
+    The rotary part takes the whole factor, because all heads share the rotary part of the key.
     """
     return (HeadRows(nope_dim, "query"), HeadRows(rope_dim, "whole"))
 
 
 def latent_key_rows(nope_dim: int, value_dim: int) -> tuple[HeadRows, ...]:
-    """The pattern of latent attention's projection to keys and values: for each head the key, then the value."""
+    """Of latent attention's projection to keys and values: for each head the key, then the value."""
     return (HeadRows(nope_dim, "key"), HeadRows(value_dim, "none"))
 
 
 @dataclass(frozen=True)
 class HeadWeight:
-    """A weight or bias of the query or key projection, not a partial sum.
+    """A weight or bias of the query or key projection: plain tensor or DTensor, not a partial sum.
 
-    Attributes:
-        tensor: plain tensor or DTensor. Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
+    Its rows (dim 0) repeat `pattern` for each key head, or for each query head.
     """
 
     fqn: str
@@ -85,7 +82,7 @@ class AttentionLayer:
     """One layer's attention.
 
     Attributes:
-        heads: query heads of the whole layer, over all ranks.
+        heads: query heads over all ranks.
         weights: with all, some or no rows on this rank; empty if another pipeline stage has the layer.
     """
 
@@ -99,8 +96,8 @@ class LogitReport:
     """The logits of the steps since the last report, equal on every rank.
 
     Attributes:
-        max_logit: the largest logit of each observed layer.
-        heads_above_threshold: number of heads above the threshold, summed over steps.
+        max_logit: by observed layer.
+        heads_above_threshold: summed over steps.
     """
 
     max_logit: dict[str, float]
@@ -111,14 +108,14 @@ class QKClip:
     """Observes the largest attention logit of each head, and clips the heads above the threshold after a step.
 
     Call `observe` in every forward pass, optionally `start_reduce` before the optimizer's step, and `apply` after the
-    optimizer's step. These methods do not block the host.
+    step. These methods do not block the host.
 
     Args:
         layers: every layer of the model, equal on all ranks except for `weights`.
         threshold: largest accepted logit, > 0; Kimi K2 was trained with 100.
         alpha: share of the factor for queries, in [0, 1]; the rest is for keys.
-        clips: whether to scale weights, or only observe and report logits.
-        device: device of the logits; by default the device of the first weight.
+        clips: whether to scale weights, or only report logits.
+        device: of the logits; by default of the first weight.
         group: ranks with all tokens and heads of a step; None for the default group.
 
     Raises:
@@ -156,15 +153,15 @@ class QKClip:
         self._rows = rows if rows is not None and rows.weights else None
 
     def observe(self, name: str, logits_max: Tensor, first_head: int = 0) -> None:
-        """Record the largest logits of layer `name` in one forward pass, shape (heads,).
+        """Record the largest logits of a layer in one forward pass, shape (heads,).
 
-        Combines several passes of a step by the maximum. A rank with only some heads passes `first_head`.
+        Passes of a step combine by the maximum. A rank with only some heads passes `first_head`.
         """
         view = self.logits(name, first_head, len(logits_max))
         view.copy_(torch.maximum(view, logits_max.detach()))
 
     def logits(self, name: str, first_head: int, count: int) -> Tensor:
-        """The buffer of `count` heads of layer `name`, for attention code that updates the maxima in place."""
+        """The buffer of `count` heads of a layer, for attention code that updates the maxima in place."""
         if name not in self._places:
             raise ValueError(f"{name!r} is none of the layers: {', '.join(self._places)}")
         start, heads = self._places[name]
@@ -193,8 +190,8 @@ class QKClip:
             self._pending.wait()
         above = (self._logits > self.threshold) & self._logits.isfinite()
         if self._rows is not None:
-            # Multiply unclipped heads by 1, because a condition would block the host. Non-finite logits would destroy
-            # the head.
+            # Unclipped heads get factor 1, because a condition would block the host. Non-finite logits would destroy a
+            # head.
             self._rows.scale(torch.where(above, self.threshold / self._logits, 1.0), self.alpha)
         torch.maximum(self._largest, self._logits, out=self._largest)
         self._above += above.sum()
@@ -222,10 +219,11 @@ def _places(layers: Sequence[AttentionLayer]) -> Iterator[tuple[str, tuple[int, 
 
 
 class _ScaledRows:
-    """The rows of all weights on this rank, with an index into a table of factors for each row."""
+    """The rows of all weights on this rank, with an index into a table of factors for each row.
 
-    # The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
-    # each key head.
+    The table: 1, then f ** alpha of each query head, then f of each query head, then by weight f ** (1 - alpha) of
+    each key head.
+    """
 
     def __init__(self, layers: Sequence[AttentionLayer], places: dict[str, tuple[int, int]], heads: int) -> None:
         self.weights: list[HeadWeight] = []
@@ -249,7 +247,6 @@ class _ScaledRows:
         self._sharing = torch.tensor([group + group[:1] * (widest - len(group)) for group in sharing], device=device)
 
     def scale(self, factors: Tensor, alpha: float) -> None:
-        """Multiply the rows. `factors`: (query heads,)."""
         # Weights may be on the host while logits are on the device.
         factors = factors.to(self._entries.device)
         keys = factors[self._sharing].amin(1)

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Values by name. `key`: recipe key of the names, for messages. `group`: group of entry points."""
+    """Values by name. `key`: recipe key, for messages. `group`: group of entry points."""
 
     def __init__(self, key: str, group: str) -> None:
         self.key = key
@@ -31,7 +31,7 @@ class Registry(Generic[T]):
         self._values[name] = value
 
     def get(self, name: str) -> T:
-        """The value of a name. Raises ValueError for an unknown name."""
+        """The value of a name. Raises ValueError for an unknown name or several entry points."""
         if name in self._values:
             return self._values[name]
         entries = tuple(entry_points(group=self.group, name=name))
@@ -60,7 +60,7 @@ class OptimizerEntry:
     Attributes:
         build: called with parameter groups (dicts with `params`, `param_names` and hyperparameters) and the keywords in
             `shared`; returns a torch.optim.Optimizer with all of its hyperparameters in `defaults`.
-        shared: options of the whole optimizer, which cannot differ between groups.
+        shared: options that cannot differ between groups.
     """
 
     build: Callable[..., Any]
@@ -76,7 +76,7 @@ class ExchangeEntry:
     """A collective to assemble sharded matrices.
 
     Attributes:
-        pattern: for the planner: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
+        pattern: the planner's name: `all_to_all`, `all_gather` or `all_gather_reduce_scatter`.
         collectives: called without arguments; returns a `comm.collectives.Collectives`.
     """
 

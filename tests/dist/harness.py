@@ -24,6 +24,14 @@ _context.set_forkserver_preload(
         "titan_muon.titan.model.spec",
         "models",
         "torchtitan.trainer",
+        # Each rank of each test would import these anew.
+        "pytest",
+        "torch.distributed.checkpoint.state_dict",
+        "titan_muon.hybrid",
+        "titan_muon.owned",
+        "titan_muon.features.slices",
+        "tests.reference_muon",
+        "tests.dist.small_params",
     ]
 )
 

@@ -1,5 +1,6 @@
 """Random parameters, layouts and plans for property tests, and what PyTorch's own placements make of a layout."""
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -36,13 +37,21 @@ from titan_muon.plan.terms.types import (
 from titan_muon.plan.terms.work import Work, sliced_elements, standard_elements, standard_flops, team_cost
 from titan_muon.tensors.matrices import stack_of
 
-# The same examples in every run: a failure is never a matter of luck.
-PROPERTY = settings(
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
-)
+LONG = int(os.environ.get("TITAN_MUON_LONG", "1"))
+"""Times the usual number of examples and seeds: `make test-long`."""
+
+
+def examples(count: int) -> settings:
+    """`count` examples, the same in every run: a failure is never a matter of luck."""
+    return settings(
+        max_examples=count * LONG,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+    )
+
+
 EXCHANGES = ("all_to_all", "all_gather", "all_gather_reduce_scatter")
 # Machines on which links, calls or products decide.
 MACHINES = (

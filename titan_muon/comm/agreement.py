@@ -26,7 +26,7 @@ class PlanReport:
     """Summary of a rank's plan, equal for equal plans.
 
     Attributes:
-        ranks: holders of the plan's parameters; empty on a rank without parameters.
+        ranks: holders of the plan's parameters.
         buckets: ranks of each collective of a bucket, and of each team of slices.
         groups: sets of ranks that need a new process group.
         exclusive: ranks of each collective with a process group for buckets only.
@@ -48,9 +48,7 @@ class PlanReport:
 class Agreement:
     """Collective checks and process groups over all ranks of the world, with or without matrices.
 
-    Attributes:
-        rank: this rank of the default process group; 0 without one.
-        peers: process group of the ranks with the same steps as this rank; None without a peer.
+    `peers`: process group of the ranks with the same steps as this rank; None without a peer.
     """
 
     def __init__(self) -> None:
@@ -71,7 +69,7 @@ class Agreement:
         check_reports(digests, reports)
         if self._size == 1:
             return
-        # Meshes differ between ranks and between plans. A mesh's group never replaces a group that all ranks make.
+        # A mesh's group never replaces a group that all ranks make, because meshes differ between ranks and plans.
         self._known = dict(known)
         for ranks in sorted({ranks for peer in reports.values() for ranks in peer.groups}):
             if ranks not in self._groups:
@@ -87,19 +85,19 @@ class Agreement:
             dist.all_reduce(torch.zeros(1, device=device), group=self.peers)
 
     def distinct(self, value: T) -> list[T]:
-        """The distinct values of all ranks, by the lowest rank with each. All ranks of the world call this together."""
+        """The distinct values of all ranks, by the lowest rank with each. Collective."""
         digests, values = self._exchange(value)
         return [values[digest] for digest in dict.fromkeys(digests)]
 
     def differing(self, values: Mapping[str, Hashable]) -> frozenset[str]:
-        """The keys with another value on some rank with the key. All ranks of the world call this together."""
+        """The keys with another value on some rank with the key. Collective over the world."""
         _, reports = self._exchange(dict(sorted(values.items())))
         return frozenset(
             key for key, value in values.items() if any(key in r and r[key] != value for r in reports.values())
         )
 
     def gathered_from_peers(self, value: T) -> dict[int, T]:
-        """The values of all peers, by rank. All peers call this together."""
+        """The values of all peers, by rank. Collective over the peers."""
         if self.peers is None:
             return {self.rank: value}
         values: list[Any] = [None] * dist.get_world_size(self.peers)
@@ -107,7 +105,7 @@ class Agreement:
         return dict(zip(dist.get_process_group_ranks(self.peers), values, strict=True))
 
     def check_alive(self) -> None:
-        """Raise ValueError if the default process group was destroyed since this object was made."""
+        """Raise ValueError if the default process group was destroyed."""
         if self._size > 1 and not dist.is_initialized():
             raise ValueError(
                 "the process group of Muon was destroyed, and ranks can exchange no matrices; take no step after "
@@ -116,11 +114,7 @@ class Agreement:
 
     @contextmanager
     def located(self, steps: int) -> Iterator[None]:
-        """Add to a collective's error in this context which rank is in which step, as far as ranks answer.
-
-        Args:
-            steps: the number of this step.
-        """
+        """Add the step of each rank, if the rank answers, to a collective's error. `steps`: number of this step."""
         try:
             yield
         except RuntimeError as error:
@@ -129,7 +123,7 @@ class Agreement:
             raise
 
     def _places(self, steps: int) -> str:
-        # Collectives have failed, so ask through the store: ranks whose collective failed too have written there.
+        # Through the store, because collectives have failed. Ranks whose collective failed too have written there.
         store, prefix = dist.distributed_c10d._get_default_store(), "titan_muon/step_of_rank"
         ranks = dist.get_process_group_ranks(self.peers)
         known: dict[int, int] = {}
@@ -149,7 +143,7 @@ class Agreement:
         )
 
     def gathered(self, value: T) -> list[T]:
-        """The values of all ranks of the world, in order. All ranks call this together."""
+        """The values of all ranks of the world, in order. Collective."""
         if self._size == 1:
             return [value]
         values: list[Any] = [None] * self._size
@@ -161,9 +155,10 @@ class Agreement:
         digest = _digest(report)
         if self._size == 1:
             return [digest], {digest: report}
-        # 1,024 reports would take megabytes on every rank. So the lowest rank with each digest broadcasts a report.
+        # 1,024 reports would take megabytes on every rank, so only the lowest rank with each digest broadcasts a
+        # report.
         mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(_device())
-        # The fake process group of dry runs leaves outputs unchanged, hence the clones.
+        # Clones, because the fake process group of dry runs leaves outputs unchanged.
         gathered = [mine.clone() for _ in range(self._size)]
         dist.all_gather(gathered, mine)
         digests = [bytes(tensor.tolist()) for tensor in gathered]
@@ -181,8 +176,9 @@ class Agreement:
 
         Raises:
             ValueError: on every rank of the world, if `build` raises a ValueError on any rank.
-            RuntimeError: on all other ranks, if `build` raises another error on a rank. The rank with the error, such
-                as an OutOfMemoryError, raises the error itself.
+            RuntimeError: on all other ranks, if `build` raises another error, such as an OutOfMemoryError. The failed
+            rank
+                raises the error itself.
         """
         results: list[T] = []
         fault: Exception | None = None
@@ -194,8 +190,7 @@ class Agreement:
         return results[0]
 
     def _raise_together(self, fault: Exception | None) -> None:
-        """Raise the fault of the lowest rank with a fault on every rank of the world."""
-        # If only one rank raised, the other ranks would hang in the next collective.
+        """Raise the fault of the lowest rank with a fault on every rank, because ranks without would hang."""
         if self._size == 1:
             if fault is not None:
                 raise fault
@@ -235,7 +230,7 @@ class Agreement:
         return None if self.peers is None else start_max(tensor, self.peers)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of the process groups made by this object, but not of meshes."""
+        """Set the timeout of the process groups made by this object, but not of meshes."""
         # torch 2.14 has the public name.
         setter = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
         for group in self._new_groups:
@@ -266,7 +261,7 @@ def _digest(report: object) -> bytes:
 
 
 def digest_of(part: object) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a part's text."""
+    """16 hexadecimal digits of a SHA-256."""
     return _digest(part).hex()[:16]
 
 
@@ -300,7 +295,7 @@ CAUSES: Mapping[str, str] = {
     "plan": "parameters, hyperparameters and options are equal, and the planned costs differ; give every rank the same "
     "machine.file, the same kernels (ns_kernel) and the same versions of titan_muon and PyTorch",
 }
-"""Error text by the first part of two reports that differs."""
+"""Error text by the first differing part of two reports."""
 
 
 def _difference(report: PlanReport, other: PlanReport) -> str:
@@ -310,10 +305,7 @@ def _difference(report: PlanReport, other: PlanReport) -> str:
 
 
 def world_timeout(device: str = "cpu") -> timedelta | None:
-    """The time-out of the default process group, for new groups.
-
-    With a backend for each type of device, the time-out of the backend of `device`.
-    """
+    """The timeout of the default process group, for new groups on a type of device."""
     for kind in dict.fromkeys((device, "cpu", "cuda")):
         try:
             options = _world()._get_backend(torch.device(kind)).options

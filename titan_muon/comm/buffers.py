@@ -15,7 +15,7 @@ from ..plan.terms.layout import Span, spans
 
 
 class StepMemory:
-    """Memory of `tensors` that only a step allocates, or that stays allocated if `kept`. Views stay valid."""
+    """Memory of `tensors`, allocated only during a step unless `kept`. Views stay valid."""
 
     def __init__(self, tensors: Iterable[Tensor], *, kept: bool) -> None:
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -27,7 +27,7 @@ class StepMemory:
         return sum(self._sizes.values())
 
     def take(self) -> None:
-        """Allocate the memory on the current stream unless it is allocated. The contents are undefined."""
+        """Allocate the memory on the current stream unless allocated. The contents are undefined."""
         # Resizing always moves a storage, and collectives in flight would write to freed memory.
         for storage, size in self._sizes.items():
             if storage.nbytes() != size:
@@ -36,7 +36,7 @@ class StepMemory:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Allocate the memory for making views, because PyTorch makes no views of an empty storage."""
-        # A gather in backward may be reading memory that was allocated before.
+        # Only missing memory, because a gather in backward may be reading the rest.
         missing = [storage for storage, size in self._sizes.items() if storage.nbytes() != size]
         self.take()
         yield
@@ -44,7 +44,7 @@ class StepMemory:
             storage.resize_(0)
 
     def free(self) -> None:
-        """Free the memory unless it is kept. The current stream must have waited for uses on other streams."""
+        """Free the memory unless kept. The current stream must have waited for uses on other streams."""
         for storage in () if self._kept else self._sizes:
             storage.resize_(0)
 
@@ -77,10 +77,9 @@ class BufferPiece:
 
 @dataclass(frozen=True)
 class BufferSet:
-    """The set of flat buffers of one bucket in flight.
+    """The flat buffers of a bucket in flight, all parts of `block`.
 
     Attributes:
-        block: memory of all buffers.
         home: stored pieces.
         inbox: pieces received for the matrices of this owner.
         outbox: results to send back.
@@ -100,7 +99,7 @@ class BufferSet:
 
 @dataclass(frozen=True)
 class BucketBuffers:
-    """This rank's pieces of one bucket, as views of a buffer set.
+    """This rank's pieces of a bucket, as views of a buffer set.
 
     Attributes:
         stored: every stored piece; the result arrives in the view.
@@ -120,7 +119,7 @@ class BucketBuffers:
 
 
 def bucket_buffers(run: BucketProgram, rank: int, buffer_set: BufferSet) -> BucketBuffers:
-    """The views of one bucket in a buffer set."""
+    """The views of a bucket in a buffer set."""
     gathering, returning = run.gathering, run.returning
     stored = _pieces(run.stored, buffer_set.home if run.spreading is None else buffer_set.shared)
     targets: Mapping[int, tuple[BufferPiece, ...]]
@@ -165,12 +164,7 @@ def _pieces(parcels: Iterable[Parcel], buffer: Tensor) -> tuple[BufferPiece, ...
 
 
 class Buffers:
-    """The flat buffers of a program on this rank, with views of every piece.
-
-    Attributes:
-        buffer_sets: by bucket; empty for a local bucket, because local matrices skip the buffers.
-        buckets: the views of each bucket; None for a local bucket.
-    """
+    """The flat buffers of a program on this rank, and the views of every piece, by bucket; none for a local bucket."""
 
     def __init__(self, program: Program, device: torch.device, dtype: torch.dtype, *, kept: bool = False) -> None:
         self.device, self.buffer_sets = device, make_buffer_sets(program, device, dtype)
@@ -187,7 +181,7 @@ class Buffers:
 
 
 def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype) -> tuple[BufferSet, ...]:
-    """The buffer set of each bucket. Buckets of different rounds share sets. Local buckets get empty buffers."""
+    """The buffer set of each bucket. Rounds share sets. Local buckets get empty buffers."""
     places = [None if run.local else program.buffer_set(index) for index, run in enumerate(program.buckets)]
     sharing: dict[tuple[int, int], list[BucketProgram]] = {}
     for place, run in zip(places, program.buckets, strict=True):
@@ -199,13 +193,12 @@ def make_buffer_sets(program: Program, device: torch.device, dtype: torch.dtype)
 
 
 def _buffer_set(runs: Sequence[BucketProgram], device: torch.device, dtype: torch.dtype) -> BufferSet:
-    """Buffers large enough for each of these buckets."""
     home = max(max(run.gathering.home_numel, run.returning.home_numel if run.returning else 0) for run in runs)
     inbox = max(run.gathering.owned_numel for run in runs)
-    # If the return mirrors the gather, results overwrite the received pieces: no second buffer.
+    # A mirrored return overwrites the received pieces: no second buffer.
     outbox = max(0 if run.returning is None or run.mirrored else run.returning.owned_numel for run in runs)
     shared = max(0 if run.spreading is None else run.spreading.owned_numel for run in runs)
-    # One block, because an allocator finds a place for it more often than for four parts.
+    # One block, because an allocator finds a place for one more often than for four.
     sizes = (home, inbox, outbox, shared)
     block = torch.empty(sum(map(aligned, sizes)), device=device, dtype=dtype)
     parts = [part[:size] for part, size in zip(block.split([*map(aligned, sizes)]), sizes, strict=True)]

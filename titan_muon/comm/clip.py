@@ -1,8 +1,7 @@
 """Gradient clipping over parameters on different device meshes: one all-reduce of two numbers in each step.
 
-Each rank sums the squares of local gradients, divided by the number of ranks with the same elements. So one sum over
-the world counts every element once: dense parameters on fsdp x tp, experts on ep x efsdp, plain tensors, owned
-parameters, and pipeline stages.
+Each rank sums the squares of local gradients, divided by the number of ranks with the same elements, so that a sum over
+the world counts every element once.
 """
 
 from __future__ import annotations
@@ -36,9 +35,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients so that their total norm is at most `max_norm`, as torch.nn.utils.clip_grad_norm_.
 
-    Unlike torch's function, accepts any mixture of plain tensors, DTensors on different meshes, and owned parameters.
-    Plain tensors count as replicas on all ranks of a pipeline stage, as under DistributedDataParallel. Every rank of
-    the default process group calls this.
+    Accepts any mixture of plain tensors, DTensors on different meshes, and owned parameters. Plain tensors count as
+    replicas on all ranks of a pipeline stage, as under DDP. Every rank of the default process group calls this.
 
     Args:
         parameters: parameters of this rank. A missing gradient counts as zero.
@@ -47,9 +45,9 @@ def clip_grad_norm_(
         error_if_nonfinite: raise RuntimeError for a non-finite norm, which blocks the host.
         foreach: ignored; exists for torch's signature.
         stages: pipeline stages with separate parameters.
-        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, the next step of this optimizer
-            changes no weight and no state, and the step after it, or `check_last_step`, raises ValueError on all ranks
-            with the parameters and ranks (or warns, with nonfinite = "skip"). The host does not wait.
+        optimizer: Muon, AdamW of titan_muon or Hybrid. If the norm is not finite, its next step changes no weight and
+            no state, and the step after, or `check_last_step`, raises ValueError on all ranks with the parameters and
+            ranks (or warns, with nonfinite = "skip"). The host does not wait.
 
     Returns:
         The norm before scaling, () float32 on the gradients' device, equal on all ranks.
@@ -79,15 +77,12 @@ def clip_grad_norm_(
 
 
 class NormCheck:
-    """Whether the gradient norm of a step is finite, as a flag on the device that the next step reads.
+    """A flag on the device for the next step: whether the gradient norm is not finite (`broken`, () bool).
 
     Args:
-        norm: () norm over all ranks, equal on all ranks.
+        norm: () norm, equal on all ranks.
         names: names of this rank's parameters; without them `check` does nothing, and the caller reports.
         local_norms: (len(names),) norms of this rank's gradients.
-
-    Attributes:
-        broken: () bool on the device.
     """
 
     def __init__(self, norm: Tensor, names: Sequence[str] = (), local_norms: Tensor | None = None) -> None:
@@ -101,10 +96,7 @@ class NormCheck:
             self._copied.record()
 
     def check(self, *, skips: bool) -> None:
-        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Does nothing a second time.
-
-        All ranks of the default process group call this together.
-        """
+        """Raise NotFiniteError on all ranks if the norm was not finite; warn if `skips`. Collective, only once."""
         local_norms, self._local_norms = self._local_norms, None
         if local_norms is None:
             return
@@ -137,7 +129,6 @@ class SkipsSteps:
     _last_norm: NormCheck | None = None
 
     def names_of(self, parameters: Iterable[Tensor]) -> list[str]:
-        """The names of parameters, for an error."""
         groups: Sequence[Mapping[str, Any]] = self.param_groups  # type: ignore[attr-defined]
         named = (pair for g in groups if "param_names" in g for pair in zip(g["params"], g["param_names"], strict=True))
         names = dict(named)
@@ -148,7 +139,7 @@ class SkipsSteps:
         self._next_norm = norm
 
     def take_skip(self) -> Tensor | None:
-        """Whether this step changes nothing, () bool on the device; None if it does. Called once in each step."""
+        """Whether this step changes nothing, () bool on the device, or None. Called once in each step."""
         self._last_norm, self._next_norm = self._next_norm, None
         return None if self._last_norm is None else self._last_norm.broken
 
@@ -163,9 +154,9 @@ class GradientClip:
     """Scales gradients down to a largest norm. Every rank of the default process group calls this in every step.
 
     Args:
-        parameters: all parameters of this rank, of any dtype, as DTensors or plain tensors.
+        parameters: all parameters of this rank.
         clipped: parameters to scale. Only their norm determines the factor.
-        max_norm: largest norm of the clipped gradients, > 0.
+        max_norm: > 0.
         stage_ranks: ranks that share these parameters (world size / pipeline stages).
         norm_type: p of the p-norm.
     """
@@ -201,7 +192,7 @@ class GradientClip:
     def __call__(self) -> Tensor:
         """Scale the clipped gradients. Returns the norm of all gradients before scaling, () float64 on the device.
 
-        The norm is equal on every rank. The host does not wait. A missing gradient counts as zero.
+        The norm is equal on every rank. The host does not wait.
         """
         gradients = self.gradients()
         norm, clipped_norm = self.norms(gradients)
@@ -229,19 +220,15 @@ class GradientClip:
         return sums.pow(1 / self.norm_type)
 
     def scale(self, gradients: Sequence[Tensor | None], norm: Tensor) -> None:
-        """Scale the clipped gradients by min(1, max_norm / norm)."""
         pairs = zip(gradients, self.clipped, strict=True)
         scaled = [gradient for gradient, is_clipped in pairs if is_clipped and gradient is not None]
-        # A clamp on the device, because a condition on the norm would block the host.
+        # A condition on the norm would block the host.
         if scaled:
             torch._foreach_mul_(scaled, (self.max_norm / (norm + EPS)).clamp(max=1.0).float())
 
 
 def replica_count(parameter: Tensor, stage_ranks: int) -> int:
-    """The number of ranks with the same elements of `parameter`, including this rank.
-
-    `stage_ranks`: number of ranks in the world, or in a pipeline stage.
-    """
+    """The number of ranks with the same elements, of `stage_ranks` in the world or in a pipeline stage."""
     if not isinstance(parameter, DTensor):
         return stage_ranks
     mesh = parameter.device_mesh

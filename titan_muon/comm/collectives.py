@@ -15,7 +15,7 @@ _scatter_equal = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 @dataclass
 class Traffic:
-    """Number of collectives launched by this rank, and bytes sent to other ranks."""
+    """Collectives launched by this rank, and bytes sent to other ranks."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -58,7 +58,7 @@ class Collectives:
         parts = list(output[: sum(splits)].split(list(splits)))
         if input.device.type != "cpu":
             return self.all_gather_uneven(parts, input, group)
-        # gloo's all-gather takes only equal parts, so each rank broadcasts its part.
+        # gloo's all-gather takes only equal parts.
         me = dist.get_rank(group)
         parts[me].copy_(input)
         works = []
@@ -70,8 +70,7 @@ class Collectives:
 
     def all_gather_uneven(self, parts: list[Tensor], input: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
         """Fill `parts` with the inputs of all ranks, of different sizes, by direct sends."""
-        # NCCL gathers a list of different sizes by one broadcast for each rank. Direct sends move the same bytes in one
-        # launch, and empty parts have none.
+        # NCCL's own gather of different sizes takes a broadcast for each rank. Direct sends are a single launch.
         self.traffic.add(input.nbytes * (len(parts) - 1))
         me = dist.get_rank(group)
         parts[me].copy_(input)
@@ -106,7 +105,7 @@ def finish(works: Iterable[dist.Work]) -> None:
 def move(source: Tensor, target: Tensor, old: Sequence[int], new: Sequence[int]) -> None:
     """Copy a tensor from the global ranks `old` to the ranks `new`, in the dtype of `target`.
 
-    The ranks of `old` and `new` call this in the same order. The host waits.
+    All these ranks call this in the same order. The host waits.
     """
     this_rank = dist.get_rank() if dist.is_initialized() else 0
     for rank in new:

@@ -1,10 +1,10 @@
-"""A check that weights, states and hyperparameters are equal on all ranks that must hold equal ones."""
+"""A check that weights, states and hyperparameters are equal on all ranks with replicas."""
 
 # [Note: replicas]
 # - Ranks along a Replicate axis of a mesh hold equal shards, as under HSDP. Plain tensors are equal on all ranks, as
-#   under DDP. A flipped bit or another learning rate on one rank would go unnoticed: each rank trains on from its own.
+#   under DDP. Without a check, ranks would train on after a flipped bit or with another learning rate.
 # - Each rank sums the bits of its shards. The maximum of a sum and of its complement over the replicas shows a
-#   difference. Only then do ranks send names and sums, to say which rank differs.
+#   difference. Only then do ranks send names and sums.
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Held(NamedTuple):
 
 
 def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter name, label, tensor) of every parameter of the optimizers, and of its states."""
+    """(parameter name, label, tensor) of every parameter and state of the optimizers."""
     for optimizer in optimizers.values():
         for group in optimizer.param_groups:
             for fqn, parameter in zip(_names(group), group["params"], strict=True):
@@ -48,19 +48,19 @@ def tensors_of(optimizers: Mapping[str, Optimizer]) -> Iterator[tuple[str, str, 
 
 
 def hyperparameters(group: Mapping[str, Any]) -> dict[str, Hashable]:
-    """The hyperparameters of a parameter group as text. A value on a device is left out, because reading it waits."""
+    """The hyperparameters of a group as text, without values on a device, because reading would wait."""
     values = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     on_host = {key: v.item() if isinstance(v, Tensor) and v.device.type == "cpu" else v for key, v in values.items()}
     return {key: repr(value) for key, value in on_host.items() if not isinstance(value, Tensor)}
 
 
 def group_label(name: str, group: Mapping[str, Any]) -> str:
-    """What an error calls a group of the optimizer `name`."""
+    """Text for errors."""
     return f"{name}'s group of {_names(group)[0]}" if group["params"] else f"{name}'s empty group"
 
 
 def labeled(optimizers: Mapping[str, Optimizer]) -> dict[str, Hashable]:
-    """The hyperparameters of every group, by a name that says of which group."""
+    """The hyperparameters of every group, by name and group."""
     return {
         f"{key} of {group_label(name, group)}": value
         for name, optimizer in optimizers.items()
@@ -76,11 +76,8 @@ def _names(group: Mapping[str, Any]) -> Sequence[str]:
 def check_equal(optimizers: Mapping[str, Optimizer], agreement: Agreement, own: Iterable[str] = ()) -> None:
     """Raise ValueError on every rank if replicas or hyperparameters differ between ranks.
 
-    All ranks of the world call this together. The host waits for the device and for all ranks.
-
-    Args:
-        optimizers: optimizers by name.
-        own: globs on names of plain tensors that each rank trains separately.
+    All ranks of the world call this together. The host waits for the device and for all ranks. `own`: globs on names of
+    plain tensors that each rank trains separately.
     """
     patterns = tuple(own)
     shards: dict[tuple[DeviceMesh, tuple[int, ...]], dict[str, Tensor]] = {}
@@ -121,7 +118,6 @@ def difference(everywhere: Mapping[int, Mapping[str, Hashable]]) -> str:
 
 
 def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
-    """The mesh axes along which this rank has replicas."""
     mesh = tensor.device_mesh
     if mesh.get_coordinate() is None:
         return ()
@@ -129,20 +125,20 @@ def _replica_axes(tensor: DTensor) -> tuple[int, ...]:
 
 
 def _sums(tensors: Mapping[str, Tensor]) -> list[int]:
-    """The bit sum of each local tensor. Tensors on a device cost one transfer together."""
+    """The bit sum of each local tensor, with one transfer per device."""
     sums: dict[str, Tensor] = {label: bit_sum(local(tensor)) for label, tensor in tensors.items()}
     numbers: dict[str, int] = {}
     for device in dict.fromkeys(total.device for total in sums.values()):
-        there = [label for label, total in sums.items() if total.device == device]
-        numbers |= zip(there, torch.stack([sums[label] for label in there]).tolist(), strict=True)
+        labels = [label for label, total in sums.items() if total.device == device]
+        numbers |= zip(labels, torch.stack([sums[label] for label in labels]).tolist(), strict=True)
     return [numbers[label] for label in tensors]
 
 
 def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, Held]:
-    """The tensors that differ over the axes of a mesh. All ranks of the mesh call this with the same names."""
+    """The tensors that differ over the axes of a mesh. Collective over the mesh, with the same names."""
     sums = _sums(tensors)
     own = torch.tensor(sums, dtype=torch.int64, device=mesh.device_type)
-    # The complement instead of the negative, which overflows for the smallest integer.
+    # The complement, because the negative overflows for the smallest integer.
     extremes = torch.cat((own, ~own))
     for axis in axes:
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(axis))
@@ -155,7 +151,6 @@ def _differing_shards(mesh: DeviceMesh, axes: Sequence[int], tensors: Mapping[st
 
 
 def _lines(everywhere: Mapping[int, Mapping[str, Held]]) -> str:
-    """The differing values of all ranks, by rank and label, as text."""
     labels = list(dict.fromkeys(label for held in everywhere.values() for label in held))
     more = f"; and {len(labels) - LISTED} more" if len(labels) > LISTED else ""
     return "; ".join(_line(label, everywhere) for label in labels[:LISTED]) + more
@@ -171,7 +166,7 @@ def _line(label: str, everywhere: Mapping[int, Mapping[str, Held]]) -> str:
     if not is_tensor:
         (values,) = ranks.values()
         return f"{label} is " + " and ".join(f"{value} on ranks {where}" for value, where in values.items())
-    # The majority is right most likely, and among equals the lowest rank.
+    # The majority is right most likely.
     texts = []
     for values in ranks.values():
         first, *others = sorted(values.values(), key=lambda where: (-len(where), where))

@@ -1,7 +1,4 @@
-"""Collectives that gather sharded matrices at the owners and return the results.
-
-Every collective is asynchronous. `wait` blocks the host on gloo, and only the current stream on NCCL.
-"""
+"""Collectives that gather sharded matrices at the owners and return the results, all asynchronous."""
 
 from __future__ import annotations
 
@@ -81,7 +78,7 @@ class Exchange:
         return self.collectives.reduce_scatter(received, phase.owned_splits, buffer_set.outbox, group)
 
     def _spread(self, phase: Phase, buffer_set: BufferSet, before: Sequence[dist.Work]) -> list[dist.Work]:
-        # A separate stream waits for the return, so that the computing stream goes on with the next round.
+        # On a separate stream, so that the computing stream goes on with the next round.
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             finish(before)

@@ -83,7 +83,7 @@ REMEDIES: Mapping[Fault, str] = {
 def fault_of(trained: TrainedParam, param: Tensor | None, average: Tensor | None, *, in_place: bool) -> Fault:
     """The current fault of a parameter on this rank.
 
-    `param` and `average` are the optimizer's current tensors; `in_place`: whether the step's views are still valid.
+    `param` and `average`: the optimizer's current tensors; `in_place`: whether the step's views are still valid.
     """
     # A rank outside of the mesh gets no gradient in backward.
     if not trained.on_mesh:
@@ -116,7 +116,7 @@ def _replaces(average: Tensor, momentum: Tensor) -> bool:
 
 
 class NotFiniteError(ValueError, FloatingPointError):
-    """Gradients or momentum of some parameters were not finite: training has diverged."""
+    """Gradients or momentum were not finite: training has diverged."""
 
 
 def check_faults(names: Sequence[str], faults: Sequence[Fault], allowed: Collection[Fault], details: str = "") -> None:

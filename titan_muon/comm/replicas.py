@@ -1,9 +1,8 @@
 """Detection of replicas and of separate tensors of one name, so that one rank can orthogonalize all replicas."""
 
 # [Note: replicas of plain tensors]
-# - Plain tensors of one name are replicas under DDP. They have different values in custom tensor parallelism, in expert
-#   parallelism and in an ensemble.
-# - So ranks compare the values at construction. Each rank trains tensors with different values separately.
+# - Plain tensors of one name are replicas under DDP, but not in custom tensor parallelism, in expert parallelism and in
+#   an ensemble. So ranks compare the values at construction, and train different tensors separately.
 # - `mesh["dp"]` of a dp x tp mesh is a different mesh on each tp rank. Tensors of one name on these meshes may differ,
 #   as experts do. So each mesh orthogonalizes its own tensor. The plan has all meshes, to be equal on all ranks.
 # - Replicas diverge later if gradients are not reduced. Each step compares gradient sizes in the collective for faults,
@@ -26,7 +25,7 @@ from ..tensors.storage import TrainedParam
 from .agreement import Agreement
 
 INTEGERS: Mapping[int, torch.dtype] = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integer dtype by bytes of an element."""
+"""By bytes of an element."""
 
 NO_SIZE = -(2**30)
 """Stands for the size of a missing gradient."""
@@ -41,8 +40,8 @@ TOLERANCE = 2**6
 def separate_layouts(params: Sequence[TrainedParam], agreement: Agreement) -> Mapping[str, Layout]:
     """Layouts of plain tensors with unequal values on ranks, and of DTensors on several meshes, by name.
 
-    Warns of the plain tensors. All ranks of the world call this together. Raises ValueError on all ranks for meshes
-    that cannot share a plan.
+    Warns of the plain tensors. Collective over the world. Raises ValueError on all ranks for meshes that cannot share
+    a plan.
     """
     plain = {t.fqn: contents(t.param) for t in params if not isinstance(t.param, DTensor)}
     placed: dict[Layout, list[str]] = {}
@@ -105,12 +104,12 @@ def _on_several_meshes(reports: Sequence[Mapping[Layout, Sequence[str]]]) -> Ite
 
 
 def contents(tensor: Tensor) -> tuple[tuple[int, ...], str, int]:
-    """Shape, dtype, and a weighted sum of the elements' bits. Integer sums are exact in any order."""
+    """Shape, dtype, and `bit_sum`."""
     return tuple(tensor.shape), str(tensor.dtype), int(bit_sum(tensor).item())
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """A weighted sum of the elements' bits, () int64. A change of any single bit changes the sum."""
+    """A weighted sum of the elements' bits, () int64, exact in any order. Any changed bit changes the sum."""
     bits = tensor.detach().view(INTEGERS.get(tensor.element_size(), torch.int64))
     # Row weights distinguish permutations of the rows. Odd weights lose no bit modulo 2^64.
     rows = bits.sum(-1, dtype=torch.int64)
@@ -120,7 +119,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
 
 def sizes(grads: Sequence[Tensor]) -> Tensor:
     """(2, count) int32: scaled logarithms of the gradients' norms, and their negatives, for one maximum over ranks."""
-    # In float32, because neighbouring bfloat16 norms differ by more than the tolerance.
+    # Neighbouring bfloat16 norms differ by more than the tolerance.
     norms = torch.stack(torch._foreach_norm(list(grads), 2, dtype=torch.float32))
     logarithms = norms.log2().nan_to_num(LARGEST, LARGEST, -LARGEST).mul(UNIT).round().int()
     return torch.stack((logarithms, -logarithms))

@@ -23,12 +23,12 @@ PARAMETER_FAULTS = frozenset((Fault.HYPERPARAMETERS_DIFFER, Fault.STEPS_DIFFER))
 
 
 class Carried(Protocol):
-    """An optimizer whose faults Muon's report carries, so that its own need no collective."""
+    """An optimizer whose faults Muon's report carries, without further collectives."""
 
     param_groups: list[dict[str, Any]]
 
     def names(self) -> list[str]:
-        """The names of its parameters, in the order of its faults."""
+        """In the order of the faults."""
 
     def told(self, faults: Sequence[Fault]) -> None:
         """Raise ValueError for faults of the last step, equal on all ranks with this report."""
@@ -43,7 +43,7 @@ class FaultReport:
     Args:
         names: names of the optimizer's own parameters.
         optimizer: by name, the optimizer of the report.
-        carried: by name, further optimizers whose faults the report carries.
+        carried: by name, further optimizers.
         replicas: parameters for which one rank's gradient stands for the gradients of all replicas.
     """
 
@@ -64,7 +64,8 @@ class FaultReport:
         self._replicas, self._scaled, self.steps = tuple(replicas), False, 0
         groups = sum(len(optimizer.param_groups) for optimizer in self._optimizers.values())
         # Codes of the parameters, then the gradient sizes of replicas, then hashes of each group and the number of
-        # steps, then two flags: skipped and taken.
+        # steps,
+        # then two flags: skipped and taken.
         size, hashes = len(self.names) + 2 * len(self._replicas), 2 * (groups + 1)
         self._codes = torch.zeros(size + hashes + 2, dtype=torch.int32, device=device)
         self._sizes = self._codes[len(self.names) : size].view(2, -1)
@@ -84,7 +85,6 @@ class FaultReport:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks share the report."""
         return self._agreement.peers is not None
 
     def start_of(self, other: Carried) -> int:
@@ -101,18 +101,15 @@ class FaultReport:
         self._add(parameters, broken, Fault.NOT_FINITE)
 
     def add_changed(self, parameters: Tensor, changed: Tensor) -> None:
-        """Add changes after the send: `parameters` (count,) int64 and `changed` (count,) bool, on the device."""
+        """Add changes after the send, see `add_nonfinite`."""
         self._add(parameters, changed, Fault.GRADIENT_CHANGED)
 
     def add_zero_weights(self, parameters: Tensor, zero: Tensor) -> None:
-        """Add matrices of zeros under a rule that keeps norms: `parameters` and `zero` as in `add_changed`."""
+        """Add matrices of zeros under a rule that keeps norms, see `add_nonfinite`."""
         self._add(parameters, zero, Fault.ZERO_WEIGHTS)
 
     def add_too_large(self, parameters: Tensor, broken: Tensor, *, late: bool) -> None:
-        """Add impossible updates: `parameters` (count,) int64 and `broken` (count,) bool, on the device.
-
-        `late` updates run on another stream after `send`.
-        """
+        """Add impossible updates, see `add_nonfinite`. `late` updates run on another stream after `send`."""
         codes = self._late if late else self._codes
         codes.scatter_reduce_(0, parameters, broken.to(torch.int32) * Fault.UPDATE_TOO_LARGE, "amax")
 
@@ -137,7 +134,7 @@ class FaultReport:
         self._scaled = True
 
     def add_gradients(self, stored: Sequence[Tensor | None]) -> None:
-        """Add the gradient sizes of the replicas; `stored` are the gradients by parameter."""
+        """Add the gradient sizes of the replicas; `stored`: the gradients by parameter."""
         grads = {place: grad for place, p in enumerate(self._replicas) if (grad := stored[p]) is not None}
         if not grads:
             return
@@ -145,7 +142,7 @@ class FaultReport:
         if len(grads) == len(self._replicas):
             self._sizes.copy_(new)
         else:
-            # Separate copies, because indexing by a list blocks the host.
+            # Indexing by a list would block the host.
             for place, size in zip(grads, new.unbind(1), strict=True):
                 self._sizes[:, place].copy_(size)
 
@@ -182,7 +179,7 @@ class FaultReport:
             self._sent.record()
 
     def send_late(self) -> None:
-        """Share the faults since the last `send`. All ranks that share the report call this together."""
+        """Share the faults since the last `send`. Collective over the peers."""
         self.add_late()
         self.send()
 
@@ -212,7 +209,7 @@ class FaultReport:
     def details(self, faults: Sequence[Fault]) -> str:
         """The differing hyperparameters or numbers of steps of all ranks; empty for other faults.
 
-        The faults are equal on all ranks that share the report, and these ranks call this together.
+        Collective over the peers, which have equal faults.
         """
         if PARAMETER_FAULTS.isdisjoint(faults):
             return ""
@@ -224,7 +221,7 @@ class FaultReport:
                 for label, group in zip(labels, self._sent_values, strict=True)
                 for key, value in group.items()
             }
-        # Told once: later steps are compared from here on.
+        # Once: later steps are compared from here on.
         self._told_steps = self.steps
         return difference(self._agreement.gathered_from_peers(values))
 

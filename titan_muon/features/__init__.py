@@ -22,7 +22,7 @@ def features_of(
 ) -> Iterator[Feature]:
     """The features of these options, innermost first.
 
-    `previous` are the features of a replaced engine. Hooks of a model may refer to the previous LateApplies.
+    `previous`: of a replaced engine, because hooks of a model may refer to the previous LateApplies.
     """
     if any(matrix.slice is not None for matrix in rank.plan.matrices):
         from .slices import Slices
@@ -47,7 +47,7 @@ def features_of(
     if options.state_dtype == "int8":
         from .eight_bit import EightBit
 
-        # Outside of the others, so that their changes of the momentum are encoded.
+        # Outside of the rest, to encode their changes of the momentum.
         yield EightBit()
     feature = rank.rule.feature(agreement)
     if feature is not None:
@@ -55,14 +55,11 @@ def features_of(
 
 
 def features_of_step(optimizer: Optimizer, rank: RankStages, skipped: Tensor | None) -> Iterator[Feature]:
-    """Features of one step alone.
+    """Features of one step alone. Raises OptionError for options without support for a gradient scale.
 
     Args:
         optimizer: torch.amp.GradScaler sets `found_inf` on it during a step.
-        skipped: () bool on the device: whether the step changes nothing; None if it does.
-
-    Raises:
-        OptionError: for options without support for a gradient scale.
+        skipped: () bool on the device: whether the step changes nothing; None for a normal step.
     """
     found_inf: Any = getattr(optimizer, "found_inf", None)
     if found_inf is not None:

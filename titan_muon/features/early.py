@@ -5,8 +5,7 @@
 #   remaining gathers. Backward launches only the gathers at the start of a step, before any return.
 # - Early gathers have separate process groups, because the order relative to FSDP's collectives differs between
 #   ranks.
-# - Backward packs the input of Newton-Schulz without advancing the momentum. So a failed backward changes nothing, and
-#   an early gather does not change the bits of a step.
+# - Backward packs the input of Newton-Schulz without advancing the momentum, so that a failed backward changes nothing.
 # - Abandoned gathers must still complete, because launch counts differ between ranks. Every rank launches the remaining
 #   gathers and waits before the next use of the buffers.
 
@@ -47,8 +46,8 @@ class Packed(NamedTuple):
     def of(cls, trained: TrainedParam) -> Packed:
         assert trained.param.grad is not None, "a parameter is packed after its gradient is ready"
         grad = trained.param.grad
-        # Not the version of the local gradient, which all gradients of an FSDP module share: clipping another
-        # optimizer's gradients would count as a change.
+        # Not the version of the local gradient, which all gradients of an FSDP module share, also of further
+        # optimizers.
         return cls(grad, grad._version, trained.group["momentum"], trained.group["nesterov"])
 
     def is_current(self, trained: TrainedParam) -> bool:
@@ -79,8 +78,7 @@ def _first_rows(stored: Sequence[Tensor | None], parameters: Sequence[int]) -> T
 class EarlyGathers(Feature):
     """The gathers of the first rounds, launched in the backward before the step.
 
-    Attributes:
-        needed: for each of the first gathers, the parameters with a shard on this rank, ascending.
+    `needed`: for each of these gathers, the parameters with a shard on this rank, ascending.
     """
 
     def __init__(self, rank: RankStages) -> None:
@@ -113,7 +111,6 @@ class EarlyGathers(Feature):
             )
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Skip the packing and the gather of buckets launched in backward."""
         self._rank = rank
 
         def advance(bucket: int, step: Step) -> None:
@@ -133,7 +130,7 @@ class EarlyGathers(Feature):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Launch gathers in this backward, and discard them after an exception. All ranks enter this together."""
+        """Launch gathers in this backward, and discard them after an exception. Collective."""
         self.flush(discard=True)
         if not self.first:
             yield
@@ -184,7 +181,7 @@ class EarlyGathers(Feature):
         self._stream.wait_stream(computing)
 
     def ready(self) -> None:
-        """Complete abandoned gathers. All ranks call this together."""
+        """Complete abandoned gathers. Collective."""
         if not self._abandoned:
             return
         rank = self._rank
@@ -231,8 +228,8 @@ class EarlyGathers(Feature):
 
     def _compare(self, place: int, step: Step) -> None:
         """Report gradients scaled after packing, on the device."""
-        # Foreach calls and FSDP's accumulation do not change a DTensor's version. One row is enough, because clipping
-        # scales every row.
+        # Foreach calls and FSDP's accumulation do not change a DTensor's version. Clipping scales every row, so one is
+        # enough.
         before, now = self._rows[place], _first_rows(step.grads, self.needed[place])
         if before is not None and now is not None:
             self.report.add_changed(self._numbers[place], before.nan_to_num(-1) != now.nan_to_num(-1))

@@ -22,14 +22,13 @@ from ..tensors.storage import Storage
 
 Stage = Literal["advance", "apply"]
 Name = Literal["param", "average", "grad"]
-"""Kind of a tensor."""
 Key = tuple[Name, int, int]
 """Kind of tensor, parameter, first row."""
 
 
 @dataclass(frozen=True)
 class HostTensors:
-    """Kinds of tensors fetched from the host by a stage. `changed` tensors also return."""
+    """Tensors fetched from the host by a stage. `changed` tensors also return."""
 
     changed: tuple[Name, ...]
     read: tuple[Name, ...] = ()
@@ -71,7 +70,6 @@ class OnHost(OnDevice):
         self.window.begin(transfers)
 
     def _rows(self, names: Iterable[Name], rows: Iterable[Rectangle], step: Step) -> dict[Key, Tensor]:
-        """The tensors of this step, by key."""
         return {
             (name, part.parameter, part.start): tensor
             for name in names

@@ -4,7 +4,7 @@
 # - A step launches all returns, but leaves the apply stage of the last rounds to forward, because their buffers are
 #   free until the next step.
 # - A late update uses the hyperparameters of its step, even if a scheduler changes them after the step.
-# - Late updates run on a separate stream. On the computing stream they would wait for all earlier layers.
+# - On the computing stream, late updates would wait for all earlier layers, so they run on a separate stream.
 # - A late update launches no collective, so ranks may apply updates in any order.
 # - State dicts, loading and the next step first apply all late updates.
 
@@ -51,15 +51,12 @@ class Update:
 class LateApplies(Feature):
     """The late updates of steps, see [Note: updates in forward].
 
-    Attributes:
-        attached: whether a forward applies late updates.
-        count: number of late updates so far.
+    `attached`: whether a forward applies late updates. `count`: late updates so far.
     """
 
     def __init__(self) -> None:
         self.attached, self.count = False, 0
         self._updates: list[Update] = []
-        # The streams of late updates and of the step.
         self._stream: Any = None
         self._computing: Any = None
         self._rank: RankStages | None = None
@@ -69,7 +66,6 @@ class LateApplies(Feature):
         return bool(self._updates)
 
     def wrap(self, stages: Stages, rank: RankStages) -> Stages:
-        """Leave the apply stage of the last rounds to the next forward."""
         self._rank = rank
 
         def apply(bucket: int, step: Step) -> None:
@@ -112,7 +108,7 @@ class LateApplies(Feature):
         """Apply the late updates of these parameters before the next work on `streams`."""
         # A bucket without local parameters is finished together with the first other bucket.
         self._finish([u for u in self._updates if not u.params or not u.params.isdisjoint(params)])
-        # Wait even without a new update, because another module may have applied a shared bucket.
+        # Even without a new update, because another module may have applied a shared bucket.
         for stream in streams:
             stream.wait_stream(self._stream)
 

@@ -4,7 +4,7 @@
 # - If one rank omitted a step after an overflow, the other ranks would wait for shards. So Muon always runs the step,
 #   and a skipped step changes no tensor.
 # - The decision stays on the device, so that the host does not wait.
-# - If the scalers of ranks disagree, the next step raises on all ranks, as after any fault.
+# - If the scalers of ranks disagree, the next step raises on all ranks.
 
 from __future__ import annotations
 
@@ -23,12 +23,7 @@ from ..step.update import Tensors
 
 
 class GradScaling(Feature):
-    """One step that the device may skip.
-
-    Args:
-        found_inf: positive if the step changes nothing.
-        scale: scale of the gradients, or None.
-    """
+    """One step that the device may skip. `found_inf`: positive to skip. `scale`: of the gradients, or None."""
 
     def __init__(self, rank: RankStages, found_inf: Any, scale: Tensor | None) -> None:
         device, self._rank = rank.device, rank
@@ -56,9 +51,7 @@ class GradScaling(Feature):
 class ScaledRule(Rule):
     """A rule for scaled gradients and skipped steps.
 
-    Args:
-        inverse: () float32 factor on the gradients; None for 1.
-        skipped: () bool, on the device: whether the step changes nothing.
+    `inverse`: () float32 factor on the gradients, or None. `skipped`: () bool, on the device.
     """
 
     def __init__(self, rule: Rule, inverse: Tensor | None, skipped: Tensor) -> None:

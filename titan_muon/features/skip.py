@@ -1,8 +1,8 @@
 """`missing_grad="skip"` and `nonfinite="skip"`: a step leaves out matrices without a usable gradient, on all ranks."""
 
 # [Note: skipped matrices]
-# - A skipped matrix keeps its momentum and its weights on every rank. So all holders must know before the momentum
-#   advances that some holder has no gradient, or a gradient that is not finite.
+# - A skipped matrix keeps its momentum and its weights on every rank. So all holders must know of a missing or
+#   non-finite gradient before the momentum advances.
 # - The ranks decide on the device, by a maximum over the ranks that share matrices. On NCCL no host waits.
 # - The calls of a step run as always. Then skipped matrices get back the values from before the call.
 
@@ -79,7 +79,7 @@ class Skips(Feature):
         if not kept:
             return
         grads = [self._parts[place].of(step.grads[self._parts[place].parameter]) for place in kept]
-        # An empty norm is 0. Offloaded gradients have their norms on the host.
+        # Offloaded gradients have their norms on the host.
         norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float32)).to(
             self._flags.device, non_blocking=True
         )
@@ -95,7 +95,6 @@ class Skips(Feature):
         before = [torch.empty_like(tensor) for tensor in tensors]
         torch._foreach_copy_(before, tensors)
         yield
-        # PyTorch has no foreach call that selects, so each tensor has a launch of its own.
         for part, old, tensor in zip(parts, before, tensors, strict=True):
             torch.where(self._by_matrix[part.matrix], old, tensor, out=tensor)
 

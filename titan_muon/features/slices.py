@@ -18,26 +18,19 @@ from ..step.stages import BucketRun, RankStages, Stages
 
 @dataclass(frozen=True)
 class SliceBatch(Batch):
-    """One slice of a matrix, (1, rows, cols). `slice` has the team of owners."""
+    """One slice of a matrix, (1, rows, cols)."""
 
     slice: TeamSlice
 
     def norms(self) -> Tensor:
-        """The Frobenius norm of the whole matrix, (1,), equal on all ranks of the team."""
         return sliced_norms(self.whole, self.slice.team)
 
     def orthogonalize(self, norms: Tensor) -> None:
-        """Replace the slice by the slice of the orthogonalized matrix."""
         orthogonalize(self.whole, self.iteration, self.method, norms=norms, out=self.whole, of=self.slice)
 
 
 class SliceTeam:
-    """The owners of the slices of a matrix, for `orthogonalize.sliced`.
-
-    Args:
-        ranks: owners in the order of the slices, ascending.
-        rank: this rank.
-    """
+    """The owners of a matrix's slices, for `orthogonalize.sliced`. `ranks`: in the order of the slices, ascending."""
 
     # Teams share ranks, but cannot deadlock, because every rank runs its teams in the same order: turns of the program,
     # buckets of a round, numbers of matrices.
@@ -47,14 +40,12 @@ class SliceTeam:
         self._collectives, self._group = collectives, group
 
     def summed(self, whole: Tensor) -> Tensor:
-        """This rank's rows / k rows of the sum of `whole` (rows, cols) over the k ranks of the team."""
         part = whole.new_empty(whole.size(0) // self._size, whole.size(1))
         splits = [part.numel()] * self._size
         finish(self._collectives.reduce_scatter(part.view(-1), splits, whole.view(-1), self._group))
         return part
 
     def gathered(self, part: Tensor) -> Tensor:
-        """The tensors of all ranks, in order, joined along the first dim."""
         whole = part.new_empty(self._size * part.size(0), *part.shape[1:])
         splits = [part.numel()] * self._size
         finish(self._collectives.all_gather(whole.view(-1), splits, part.view(-1), self._group))

@@ -42,7 +42,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Iteration:
-    """An iteration: name of the coefficients, (a, b, c) of each step, and the least norm for the normalization."""
+    """Name of the coefficients, (a, b, c) of each step, and the least norm for the normalization."""
 
     name: str
     steps: Coefficients
@@ -58,7 +58,7 @@ class Iteration:
 
 
 def iteration(choice: str | Sequence[Sequence[float]], steps: int, eps: float) -> Iteration:
-    """The iteration of a named set of coefficients or of custom triples. Raises OptionError like `coefficients`."""
+    """A named set of coefficients or custom triples. Raises OptionError like `coefficients`."""
     rows = coefficients(choice, steps)
     return Iteration(choice if isinstance(choice, str) else str(rows), rows, eps)
 
@@ -75,7 +75,7 @@ def orthogonalize(
 
     Returns a new tensor of the stack's shape and dtype (bfloat16 for the reference), or `out`, which may be `stack`.
     `norms`: the stack's `frobenius_norms` for the method's dtype, if already computed. `of`: the stack is a slice of a
-    matrix, with the remaining slices on the team; `norms` are then `sliced_norms`.
+    matrix, and `norms` are `sliced_norms`.
     """
     steps, eps = iteration.steps, iteration.eps
     if method.algorithm == "reference":
@@ -97,11 +97,10 @@ def orthogonalize(
 def zero_nonfinite_(stack: Tensor, norms: Tensor) -> Tensor:
     """Zero the matrices of `stack` (count, rows, cols) with a non-finite Frobenius norm in `norms`, in place.
 
-    Returns a mask of the zeroed matrices, (count,) bool on the stack's device; the host does not wait for a GPU.
+    Returns a mask of the zeroed matrices, (count,) bool. The host does not wait for a GPU.
     """
-    # By norm, not by element: with elements around 1e19 the norm overflows, and Newton-Schulz cannot normalize either.
+    # By norm, not by element, because Newton-Schulz cannot normalize if the norm overflows (elements around 1e19).
     broken = norms.isfinite().logical_not_()
-    # No check on a GPU, because the host would wait.
     if stack.device.type != "cpu" or broken.any():
         stack.masked_fill_(broken[:, None, None], 0)
         norms.masked_fill_(broken, 0)

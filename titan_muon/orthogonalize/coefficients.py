@@ -19,7 +19,6 @@ POLAR_EXPRESS_NORM = 1.02
 """Factor on the Frobenius norm in the set with a cushion."""
 
 CANS_NORM = 1.02
-"""The same for `cans`."""
 
 COEFFICIENTS: Mapping[str, Coefficients] = {
     # Keller Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024); torch.optim.Muon's default.
@@ -41,7 +40,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (3.1603996737, -2.1496495189, 0.3996366908),
         (2.1910971619, -1.4416620102, 0.3281464876),
     ),
-    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion. These divide the matrix by 1.02
+    # The same with "safety 2e-2, cushion 2", as in modded-nanogpt, nanochat and dion, which divide the matrix by 1.02
     # times the norm; here the first step contains the factor.
     "polar_express_cushion": (
         (
@@ -58,7 +57,7 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
     "deepseek_v4": (*((3.4445, -4.7750, 2.0315),) * 8, *((2.0, -1.5, 0.5),) * 2),
     # Grishina et al., "Accelerating Newton-Schulz Iteration for Orthogonalization via Chebyshev-type Polynomials"
     # (CANS, arXiv:2506.10935), as in Emerging-Optimizers. The published steps have no margin at the singular value 1:
-    # rounding in bfloat16 takes it to 1.9. The first step divides by CANS_NORM besides the Frobenius norm.
+    # rounding in bfloat16 takes it to 1.9. So the first step divides by CANS_NORM too.
     "cans": (
         (8.4703 / CANS_NORM, -25.1081 / CANS_NORM**3, 18.6293 / CANS_NORM**5),
         (4.1828, -3.1087, 0.5806),
@@ -67,8 +66,8 @@ COEFFICIENTS: Mapping[str, Coefficients] = {
         (2.2737, -1.6447, 0.4162),
     ),
     # Boissin et al., "Turbo-Muon" (arXiv:2512.04632): the scaling of `standard.almost_orthogonal_` instead of a first
-    # step, here of you_jiacheng's. Singular values stay positive up to 1. (The steps tuned for it in
-    # flash-newton-schulz turn singular values above 0.88 negative, as that of a matrix of rank one.)
+    # step, here of you_jiacheng's. The steps in flash-newton-schulz turn singular values above 0.88 negative, as that
+    # of a matrix of rank one.
     "aol": (
         (3.9505, -6.3029, 2.6377),
         (3.7418, -5.5913, 2.3037),
@@ -86,8 +85,8 @@ PRESCALED = ("aol",)
 
 POLAR_EXPRESS_SAFETY = 1.05
 CONTINUED: Mapping[str, Coefficients] = {
-    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal. The last step needs no
-    # safety, because singular values are near 1.
+    # The paper's steps 6 and 7, with the same safety, and the step that all later ones equal, without safety, because
+    # singular values are near 1.
     "polar_express": (
         (
             1.891301407787398 / POLAR_EXPRESS_SAFETY,
@@ -102,13 +101,13 @@ CONTINUED: Mapping[str, Coefficients] = {
         (1.875, -1.25, 0.375),
     ),
 }
-"""Steps after those of COEFFICIENTS, by set. The last step is repeated."""
+"""Steps after those of COEFFICIENTS. The last step is repeated."""
 
 
 def coefficients(choice: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
     """(a, b, c) for each of `steps` steps, from the name of a set, a list of `steps` triples, or a single triple.
 
-    Raises OptionError for an unknown name, a wrong number of steps, or a triple without three finite numbers.
+    Raises OptionError for an unknown name, a wrong number of steps, or an invalid triple.
     """
     if steps < 1:
         raise OptionError("ns_steps", f"= {steps} must be at least 1")

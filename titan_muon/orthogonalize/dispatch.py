@@ -28,9 +28,9 @@ DTYPES: Mapping[str, torch.dtype] = {
     "float32": torch.float32,
 }
 GRAM_ASPECT = 1.5
-"""Side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
+"""Least side ratio for the Gram iteration: near-square matrices save no products and lose accuracy."""
 GRAM_ROWS = 32
-"""Smaller side for the Gram iteration: below, launches dominate, and the Gram iteration has more launches."""
+"""Least side for the Gram iteration, which has more launches."""
 UNBROKEN_ROWS, UNBROKEN_ASPECT, UNBROKEN_STEPS = 256, 4, 5
 """Limits of float32 without restarts: longer iterations on low-rank matrices overflow."""
 SAME_RATE = 0.9
@@ -40,7 +40,7 @@ KERNEL_SIDES = 16
 
 
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16")
-"""CPU capabilities with fast bfloat16 products: x86, then ARM."""
+"""Capabilities for fast bfloat16 products: x86, then ARM."""
 
 
 def cpu_has_bfloat16() -> bool:
@@ -64,12 +64,12 @@ class Method:
 
     Attributes:
         algorithm: `standard`, `gram` or `reference`.
-        dtype: dtype of the iteration, a name in DTYPES.
+        dtype: of the iteration, a name in DTYPES.
         restarts: the Gram iteration restarts before these steps.
-        products: kernel of symmetric products, `plain` or a name in `symmetric.KERNELS`.
+        products: `plain` or a name in `symmetric.KERNELS`.
         batch: most matrices at a time.
-        reason: reason of the choice by `auto`, else empty.
-        slices: number of ranks that orthogonalize a matrix together.
+        reason: of the choice by `auto`, else empty.
+        slices: ranks that orthogonalize a matrix together.
     """
 
     algorithm: str
@@ -108,8 +108,7 @@ class Method:
     def work_bytes(self, rows: int, cols: int, device: str, out_bytes: int = 0) -> int:
         """Working bytes of a matrix or slice, without the input and the kernels' scratch memory.
 
-        `out_bytes`: bytes per element of the output, if written in place; for whole matrices the output then serves as
-        one of the X buffers.
+        `out_bytes`: bytes per element of an output in place, which serves whole matrices as an X buffer.
         """
         if self.slices > 1:
             iteration = sliced_elements(rows, cols, self.slices) * DTYPES[self.dtype].itemsize
@@ -132,11 +131,10 @@ class Dispatch:
     Attributes:
         algorithm: option `orthogonalize`; `auto` takes the cheapest safe algorithm for each shape.
         dtype: option `ns_dtype`; `auto` takes the fastest, and among equally fast dtypes the most precise.
-        device: device type.
         cpu_bfloat16: whether the CPU has bfloat16 instructions; by default of this machine.
         kernels: symmetric products measured as fastest on this GPU; plain products otherwise.
-        machine: the planned machine; by default the machine of the device type. CPUs always use the entry of their
-            instructions, so that a plan for a different machine computes the same bits.
+        machine: the planned machine; by default of the device type. CPUs always use the entry of their instructions,
+            so that a plan for a different machine computes the same bits.
 
     Raises OptionError for unknown names and unsafe combinations.
     """
@@ -162,7 +160,6 @@ class Dispatch:
     def of(
         cls, options: StepOptions, device: str, kernels: tuple[Kernel, ...] = (), machine: MachineRates | None = None
     ) -> Dispatch:
-        """The dispatch for a Muon's options on a device type."""
         return cls(options.orthogonalize, options.ns_dtype, device, kernels, machine=machine)
 
     def choose(self, rows: int, cols: int, steps: Coefficients, slices: int = 1) -> Method:
@@ -173,7 +170,7 @@ class Dispatch:
             return replace(self.choose(rows, cols, steps), products="plain", batch=1, slices=slices)
         if self.algorithm == "reference":
             return Method("reference", "bfloat16")
-        # By tabulated rates, not by timing: timings differ between ranks, and so would the plans.
+        # By tabulated rates, because timings, and so plans, would differ between ranks.
         candidates = self._candidates(rows, cols, len(steps))
         seconds = {method: self._seconds(method, rows, cols, steps) for method in candidates}
         best = min(candidates, key=lambda method: seconds[method])

@@ -27,9 +27,8 @@ def gram(
 ) -> Tensor:
     """Approximately U Vᵀ of each matrix U S Vᵀ of `stack` (count, rows, cols), in its shape and dtype.
 
-    The standard iteration multiplies X by polynomials in R = X Xᵀ, and polynomials in R commute. So iterate on the
-    small R, accumulate the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the
-    end.
+    The standard iteration multiplies X by polynomials in R = X Xᵀ, which commute. So iterate on the small R, accumulate
+    the product Q of all polynomials, and multiply X by Q before each step of `restarts` and at the end.
     Source: Zhang et al., "Gram Newton-Schulz" (2026). Result, `norms`, `out` and `prescale` as in `standard`.
     """
     x = normalized(stack, eps, dtype, norms)
@@ -40,8 +39,7 @@ def _iterated(
     x: Tensor, spare: Tensor, steps: Coefficients, restarts: Sequence[int], products: Products, prescale: bool
 ) -> Tensor:
     work = tuple(x.new_empty(x.size(0), *[min(x.size(1), x.size(2))] * 2) for _ in range(4))
-    # R is iterated without X, so rounding errors in small eigenvalues grow with each step. A restart recomputes R from
-    # X, for two products with X.
+    # Rounding errors in small eigenvalues of R grow with each step. A restart recomputes R from X, for two products.
     starts = (0, *restarts, len(steps))
     for first, last in pairwise(starts):
         q = _accumulated(x, steps[first:last], work, products, prescale and first == 0)

@@ -59,7 +59,7 @@ def polynomial(products: Products, r: Tensor, b: float, c: float, *, delta: floa
     if c != 0:
         products.symmetric(r, r, r, alpha=c, beta=b, delta=delta, out=out)
         return
-    # Not a product with alpha = 0, because PyTorch 2.13 ignores alpha = 0 in float16 on CPUs.
+    # PyTorch 2.13 ignores alpha = 0 of a product in float16 on CPUs.
     torch.mul(r, b, out=out)
     if delta != 0:
         out.diagonal(dim1=1, dim2=2).add_(delta)

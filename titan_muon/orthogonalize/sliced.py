@@ -2,8 +2,7 @@
 
 # The longer side is cut, so that each slice X_i has the whole smaller side m, and the Gram matrix is the sum of all
 # X_i X_iᵀ. Each of k ranks computes m / k rows of every m x m matrix, by products of its rows with a gathered whole
-# matrix, and so exactly 1/k of all FLOPs. With m x m products repeated on each rank, eight ranks on a matrix with sides
-# 1 : 3 would be less than twice as fast as a single rank.
+# matrix, and so exactly 1/k of all FLOPs.
 
 from __future__ import annotations
 
@@ -21,10 +20,7 @@ from .standard import delivered, normalized, start_norm
 
 
 class Team(Protocol):
-    """The ranks of a matrix's slices, in the order of slices; `place`: index of this rank.
-
-    Methods are collective, in equal order on all ranks.
-    """
+    """The ranks of a matrix's slices, in order; `place`: index of this rank. Methods are collective."""
 
     place: int
 
@@ -37,7 +33,7 @@ class Team(Protocol):
 
 @dataclass(frozen=True)
 class TeamSlice:
-    """A slice of a matrix, of rows if `cuts_rows`, else of columns, with the remaining slices on `team`."""
+    """A slice of a matrix, of rows if `cuts_rows`, else of columns."""
 
     team: Team
     cuts_rows: bool
@@ -45,8 +41,8 @@ class TeamSlice:
 
 def sliced_norms(stack: Tensor, team: Team) -> Tensor:
     """The Frobenius norm of the matrix with slice `stack` (1, rows, cols), (1,) float32; equal on all ranks."""
-    # Separately, not from the trace of the first Gram matrix, because all ranks must zero a non-finite matrix before
-    # the first product. 4 bytes within a node take little time.
+    # Not from the trace of the first Gram matrix, because all ranks must zero a non-finite matrix before the first
+    # product.
     norms = torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=torch.float32)
     return torch.linalg.vector_norm(team.gathered(norms), dim=0, keepdim=True)
 
@@ -85,7 +81,7 @@ def sliced(
 
 def _gram(x: Tensor, of: TeamSlice) -> Tensor:
     """This rank's rows of X Xᵀ, summed over all slices."""
-    # Summed in float32 and rounded once: 16-bit partial sums would add a quarter to the error of the result.
+    # 16-bit partial sums would add a quarter to the error of the result.
     wide = of.team.summed(wide_gram(x.mT if of.cuts_rows else x))
     return wide.mul_(start_norm(x.dtype) ** -2).to(x.dtype)
 
@@ -106,7 +102,6 @@ def _accumulated(r: Tensor, steps: Coefficients, team: Team) -> tuple[float, Ten
         else:
             q = torch.addmm(q, q, whole_z, beta=a)
         if index + 1 < len(steps):
-            # R (Z + a I)² is the next X Xᵀ, because all factors commute.
             r = torch.addmm(r, r, whole_z, beta=a)
             r = torch.addmm(r, r, whole_z, beta=a)
             whole = team.gathered(r)

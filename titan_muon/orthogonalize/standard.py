@@ -52,7 +52,7 @@ def almost_orthogonal_(x: Tensor, gram: Tensor) -> None:
 
     The spectral norm of S X is at most 1, and closer to 1 than after a division by the Frobenius norm (Prach and
     Lampert, "Almost-Orthogonal Layers", 2022; Boissin et al., "Turbo-Muon", arXiv:2512.04632). S changes the polar
-    factor if rows of X, the smaller side, have unequal norms.
+    factor if rows of X have unequal norms.
     """
     # float16 rounds squares below 2^-24 to zero. Such rows are scaled by at most 2^12.
     wide = gram.to(torch.promote_types(gram.dtype, torch.float32))
@@ -63,11 +63,11 @@ def almost_orthogonal_(x: Tensor, gram: Tensor) -> None:
 
 
 FLOAT16_NORM = 2.0**10
-"""Norm of X in float16, where elements of a matrix of norm 1 would be subnormal numbers, which have fewer digits."""
+"""Norm of X in float16, because elements of a matrix of norm 1 would be subnormal, with fewer digits."""
 
 
 def start_norm(dtype: torch.dtype) -> float:
-    """The Frobenius norm from which an iteration starts. X keeps this scale, and the last product removes it."""
+    """The Frobenius norm from which an iteration starts. The last product removes the scale."""
     return FLOAT16_NORM if dtype == torch.float16 else 1.0
 
 
@@ -83,14 +83,14 @@ def delivered(x: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
     """The result of an iteration, copied to `out` or cast to `dtype`."""
     if out is None:
         return x.to(dtype)
-    # Copy even in place for different dtypes, because each element is read before its memory is overwritten.
+    # Copies even in place for different dtypes, because each element is read before its memory is overwritten.
     return out if x.data_ptr() == out.data_ptr() and x.dtype == out.dtype else out.copy_(x)
 
 
 def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
     """The Frobenius norm of each matrix of `stack` (count, rows, cols), for an iteration in `dtype`."""
-    # In float32, because gradients in float16 overflow above 65,504 and small gradients underflow. Between bfloat16
-    # tensors the norm is bfloat16, as in torch.optim.Muon.
+    # In float32, because float16 overflows above 65,504 and underflows. Between bfloat16 tensors the norm is bfloat16,
+    # as in torch.optim.Muon.
     rounded = stack.dtype == dtype != torch.float16
     wide = None if rounded else torch.promote_types(stack.dtype, torch.float32)
     return torch.linalg.vector_norm(stack.flatten(1), dim=1, dtype=wide)
@@ -98,7 +98,7 @@ def frobenius_norms(stack: Tensor, dtype: torch.dtype) -> Tensor:
 
 def normalized(stack: Tensor, eps: float, dtype: torch.dtype, norms: Tensor | None = None) -> Tensor:
     """Each matrix of `stack` (count, rows, cols) over max(norm, eps), times `start_norm`: a new tensor in `dtype`."""
-    # The scale keeps the norms' dtype, because a wider scale would make the CPU compute all of X in float32.
+    # In the norms' dtype, because a wider scale would make the CPU compute all of X in float32.
     norms = frobenius_norms(stack, dtype) if norms is None else norms
     scale = norms.clamp(min=eps).reciprocal_()[:, None, None]
     if dtype == torch.float16:

@@ -20,10 +20,10 @@ from .products import PLAIN, Products
 
 @dataclass(frozen=True)
 class TritonProducts:
-    """This package's kernels, see `symmetric_kernel`."""
+    """Kernels of `symmetric_kernel`."""
 
     def gram(self, x: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        # Imported on use, because only CUDA builds of PyTorch include Triton.
+        # On use, because only CUDA builds of PyTorch include Triton.
         from .symmetric_kernel import symmetric_product
 
         symmetric_product(x, x.mT, None, out, alpha=alpha)
@@ -57,7 +57,6 @@ class QuackProducts:
 
 KERNELS: Mapping[str, Products] = {"triton": TritonProducts(), "quack": QuackProducts()}
 PACKAGES: Mapping[str, str] = {"triton": "triton", "quack": "quack-kernels"}
-"""The distribution of each kernel."""
 HALVES = ("float16", "bfloat16")
 """Dtypes with kernels. float32 without TF32 (TF32 rounds like float16) cannot use tensor cores."""
 

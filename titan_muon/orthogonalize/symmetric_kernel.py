@@ -1,8 +1,7 @@
 """Triton kernels for symmetric products: half of the squares are computed, the rest mirrored.
 
-Imported on use, because the module needs Triton, included in CUDA builds of PyTorch. With TRITON_INTERPRET=1 they
-run on the CPU, in float32 and float16 (the interpreter reads bfloat16 operands of a dot product as integers).
-`benchmarks/compile_kernels.py` shows the compiled code of each tile.
+Imported on use, because only CUDA builds of PyTorch include Triton. With TRITON_INTERPRET=1 the kernels run on the CPU,
+in float32 and float16 (the interpreter reads bfloat16 operands of a dot product as integers).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Tile:
         depth: columns of A per iteration of the loop.
         warps: warps that compute.
         stages: loop iterations with operands in shared memory at the same time.
-        tma: tensor descriptors for operands and results, copied by the tensor memory accelerator.
+        tma: tensor descriptors, copied by the tensor memory accelerator.
         specialized: separate warps to copy, to issue products and to store.
     """
 
@@ -48,12 +47,12 @@ class Tile:
 
 
 TILES: Mapping[int, tuple[Tile, ...]] = {
-    # Ampere has no tensor memory accelerator; cp.async copies to addresses computed by threads. Not 4 warps, with fewer
-    # reads of shared memory: Triton 3.9 spills their registers for the addition of C.
+    # Ampere has no tensor memory accelerator. Not 4 warps, with fewer reads of shared memory: Triton 3.9 spills their
+    # registers for the addition of C.
     8: (Tile(stages=3),),
     # 128 x 256 reads a quarter less from L2 per product than 128 x 128, and uses the widest instruction. Not
-    # specialized: Triton 3.7 and 3.9 silently ignore specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM,
-    # and overlap compute and stores.
+    # specialized: Triton 3.7 and 3.9 ignore specialization on Hopper, or spill. Two 128 x 128 tiles fit an SM, and
+    # overlap compute and stores.
     9: (Tile(wide=2, tma=True), Tile(warps=4, stages=3, tma=True)),
     # Likewise, with sums in tensor memory, stored by separate warps.
     10: (Tile(wide=2, tma=True, specialized=True), Tile(warps=4, stages=3, tma=True)),
@@ -97,8 +96,7 @@ def _store(  # type: ignore[no-untyped-def]
     result = alpha * sums
     if HAS_C:
         result += beta * c.load([batch, row * SIDE, col * SIDE]).reshape(SIDE, SIDE).to(tl.float32)
-    # Mirror the rounded square, because a second sum could differ in order, and the iteration relies on symmetry to the
-    # last bit.
+    # A second sum could differ in order, and the iteration relies on symmetry to the last bit.
     if row == col:
         rounded = _symmetric((result + _diagonal(delta, SIDE)).to(d.dtype), SIDE)
         d.store([batch, row * SIDE, col * SIDE], rounded.reshape(1, SIDE, SIDE))
@@ -119,7 +117,7 @@ def by_descriptors(  # type: ignore[no-untyped-def]
     row, col = _place(tl.program_id(0), WIDE)
     sums = tl.zeros((SIDE, SIDE * WIDE), dtype=tl.float32)
     for start in tl.range(0, depth, DEPTH, warp_specialize=SPECIALIZED):
-        # A descriptor's last stride must be 1, so transposed operands are described and loaded transposed.
+        # A descriptor's last stride must be 1, so transposed operands are loaded transposed.
         if A_TURNED:
             left = a.load([batch, start, row * SIDE]).reshape(DEPTH, SIDE).T
         else:
@@ -147,8 +145,7 @@ def by_pointers(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """For GPUs without a tensor memory accelerator. WHOLE: no masks, because tiles cover the matrices exactly."""
     row, col = _place(tl.program_id(0), 1)
-    # 64-bit batch offset, because a stack of experts can exceed 2³¹ elements. A matrix cannot, and 64-bit offsets would
-    # take registers.
+    # 64-bit batch offset, because a stack can exceed 2³¹ elements. A matrix cannot, and 64-bit offsets take registers.
     batch = tl.program_id(1).to(tl.int64)
     a += batch * a_batch
     b += batch * b_batch
@@ -239,8 +236,7 @@ def _described(matrices: Tensor, rows: int, cols: int) -> TensorDescriptor:
 
 def _is_aligned(matrices: Tensor) -> bool:
     """Whether rows or columns are contiguous and aligned for the kernels."""
-    # Required by the accelerator and by 16-byte copies. Triton only knows divisibility by 16: with any further number
-    # every copy is a single element wide.
+    # For the accelerator and 16-byte copies. Otherwise Triton copies single elements.
     batch, *strides = matrices.stride()
     sides = matrices.shape[1:]
     numbers = (batch, max(strides), *sides, matrices.data_ptr())

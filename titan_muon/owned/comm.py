@@ -32,17 +32,14 @@ HIGH_PRIORITY = -1
 
 
 class Streams:
-    """Streams with FSDP2's roles and priorities. On the CPU all operations are synchronous.
+    """Streams with FSDP2's roles and priorities: to `gather` from owners, `reduce` to owners, `all_reduce` replicas.
 
-    Attributes:
-        gather: fills unsharded buffers on the owner and broadcasts to all ranks.
-        reduce: copies gradients, reduces to the owners, and adds to the owners' gradients.
-        all_reduce: sums an owner's gradients over replicas.
+    On the CPU all operations are synchronous.
     """
 
     def __init__(self, device_type: str) -> None:
         self._device: Any = torch.get_device_module(device_type)
-        # High priority: few short kernels with all ranks waiting. Behind a layer's products every rank would be late.
+        # High priority, because all ranks wait for a few short kernels, which must not queue behind a layer's products.
         # The all-reduce over replicas has the time of a whole layer.
         self.gather: Any = self._device.Stream(priority=HIGH_PRIORITY)
         self.reduce: Any = self._device.Stream(priority=HIGH_PRIORITY)
@@ -84,7 +81,7 @@ class Peers:
         for part in parts:
             view = part.of(unsharded[part.param])
             if part.holder == self.rank:
-                # Cast to the compute dtype before sending, for fewer bytes.
+                # In the compute dtype, for fewer bytes.
                 pieces = ((peer, part.stored(peer).to(view).contiguous()) for peer in self._peers())
                 messages += [self._message(dist.isend, piece, peer) for peer, piece in pieces]
             elif part.holder is not None:
@@ -121,7 +118,7 @@ class Peers:
 
     def _exchange(self, messages: Iterable[dist.P2POp]) -> None:
         """Exchange messages as a group; the current stream waits, or on gloo the host."""
-        # Uneven division leaves some peers without a piece; both ends then skip the message.
+        # After an uneven division both ends skip empty pieces.
         started = [message for message in messages if message.tensor.numel() > 0]
         for work in dist.batch_isend_irecv(started) if started else ():
             work.wait()
@@ -132,12 +129,8 @@ class OwnerCollectives:
     """Collectives of a layer's parameters and gradients between the ranks of a group.
 
     Parts are contiguous tensors, each with an owner, a rank of the group. All ranks pass equal owners in equal order.
-    Every method starts operations and returns the works to wait for: none if the operations run in a stream.
-
-    Attributes:
-        group: process group of the owners.
-        in_stream: whether the operations of a layer are launched together, in the current stream.
-        traffic: bytes and calls sent from this rank to gather and reduce.
+    Every method starts operations and returns the works to wait for: none if the operations run `in_stream`, launched
+    together in the current stream. `traffic`: bytes and calls sent from this rank.
     """
 
     group: dist.ProcessGroup
@@ -148,8 +141,8 @@ class OwnerCollectives:
     def of(cls, group: dist.ProcessGroup, device: torch.device) -> OwnerCollectives:
         """The collectives of a group, in the fastest mode of its backend."""
         # NCCL launches coalesced operations as a single kernel, and synchronous operations in the current stream with
-        # the stream's priority. gloo supports neither: after a refused coalescing later collectives silently do
-        # nothing, and a synchronous operation blocks the host.
+        # its priority. gloo supports neither: after a refused coalescing later collectives silently do nothing, and a
+        # synchronous operation blocks the host.
         return cls(group, private.coalesces(group, device))
 
     def gather(self, owners: Sequence[int], parts: Sequence[Tensor]) -> list[dist.Work]:
@@ -167,7 +160,7 @@ class OwnerCollectives:
     def _start(
         self, operation: Callable[[Tensor, int], dist.Work | None], owners: Sequence[int], parts: Sequence[Tensor]
     ) -> list[dist.Work]:
-        # Compute before launch, because an exception within a coalesced group leaves the group open forever.
+        # Before launch, because an exception within a coalesced group leaves the group open forever.
         owned = [(part, owner) for owner, part in zip(owners, parts, strict=True) if part.numel() > 0]
         if self.in_stream and owned:
             with private.coalesced(self.group, owned[0][0].device):

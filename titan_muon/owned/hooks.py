@@ -24,11 +24,9 @@ from .reduction import Reductions
 
 
 class HookContext:
-    """State shared by the hooks of a model: the order of modules, and pending reductions.
+    """State shared by the hooks of a model, in the order of the forward pass.
 
-    Attributes:
-        reduce_grads: whether a backward pass sends gradients to the owners; if not, gradients add up on each rank.
-        hooks: hooks of each module, in the order of the forward pass.
+    `reduce_grads`: whether a backward pass sends gradients to the owners, or adds them up on each rank.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -42,11 +40,11 @@ class HookContext:
 
     def enter_forward(self, index: int) -> None:
         """Before the forward of module `index`, free groups left unsharded without further use."""
-        # No backward pass is running now, because a successful pass resets `_backward`.
+        # A successful backward pass has reset `_backward`, and none is running now.
         if self._backward is not None:
             self._forget_backward()
-        # A failed or branching forward leaves a prefetched group, and a forward without backward leaves the last group
-        # unsharded. An index not above the last means a new forward, so even the expected group may hold old weights.
+        # A failed or branching forward leaves a prefetched group, and a forward without backward the last group. In a
+        # new forward (an index not above the last) even the expected group may hold old weights.
         new_forward, self._last_forward = index <= self._last_forward, index
         for hooks in self.hooks:
             if hooks.group.state is OwnedState.UNSHARDING and (new_forward or hooks.index != index):
@@ -73,7 +71,7 @@ class HookContext:
 
     def enter_backward(self) -> None:
         """Register the cleanup at the end of the current backward pass, once per pass."""
-        # Identify the pass by number, not by a flag: a pass that raised has no end, and the flag would stay set.
+        # By number, not by a flag, because a pass that raised would leave the flag set.
         current = private.backward_pass()
         if current == self._backward:
             return
@@ -127,7 +125,7 @@ class ModuleHooks:
         # After an exception too, or the unsharded parameters would outlive the weights.
         module.register_forward_hook(self._post_forward, always_call=True)
 
-    # torch.compile would trace the parameter swap and the collectives into the module's graph.
+    # torch.compile would trace the parameter swap and the collectives into the graph.
     @torch.compiler.disable
     def _pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -136,8 +134,7 @@ class ModuleHooks:
             self._context.enter_forward(self.index)
         self.group.unshard()
         self.group.wait_for_unshard()
-        # No prefetch in a forward within backward (activation checkpointing), because backward has passed the next
-        # module already.
+        # No prefetch within backward (activation checkpointing), which has passed the next module already.
         if private.backward_pass() is None:
             self._context.prefetch_forward(self.index)
         if self._policy.cast_forward_inputs:
@@ -154,11 +151,11 @@ class ModuleHooks:
 
     @torch.compiler.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        # Within backward (recomputation) the parameters stay for use, and the outer graph already has a hook.
+        # Within backward (recomputation) the parameters stay, and the outer graph already has a hook.
         if private.backward_pass() is None:
             differentiable = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
             if differentiable:
-                # "any": the first of several output gradients already needs the weights, and some may never come.
+                # "any": the first output gradient already needs the weights, and some may never come.
                 register_multi_grad_hook(differentiable, self._pre_backward, mode="any")
                 self.awaits_backward = True
             # Without a backward nothing frees the group, and the next update would make it stale.
@@ -169,7 +166,7 @@ class ModuleHooks:
         return _cast(output, self._policy.output_dtype)
 
     def _leave_for_backward(self) -> None:
-        # The backward of the last module is next, and a freed group would be gathered again without overlap. `keep`
+        # The last module's backward is next, so a freed group would be gathered again without overlap. `keep`
         # unregisters the parameters, so that a further forward gathers the current weights.
         if self.index + 1 == len(self._context.hooks):
             self.group.keep()
@@ -188,13 +185,12 @@ class ModuleHooks:
     def post_backward(self) -> None:
         self._context.enter_backward()
         self.in_backward = self.awaits_backward = False
-        # None means the dtype of the unsharded parameter on every torch version; FSDP2 itself uses the parameter's
-        # original dtype from 2.15 on.
+        # None: the dtype of the unsharded parameter. FSDP2 uses the parameter's original dtype from torch 2.15 on.
         reduces, dtype = self._context.reduce_grads, self._policy.reduce_dtype
         for param in self.group.trained:
             # Sums over microbatches stay in the reduce dtype; gradients for immediate reduction are cast in the copy.
             param.accumulate_unsharded_grad(None if reduces else dtype)
-        # Reshard before the reduction allocates its input, to lower the peak.
+        # Before the reduction allocates its input, to lower the peak.
         self.group.reshard()
         if reduces:
             self._context.reductions.start(self.group, dtype, self._divide_factor)
@@ -203,7 +199,7 @@ class ModuleHooks:
 class _PostBackward(torch.autograd.Function):
     """Identity on a module's inputs; backward runs after all gradients of the module's weights."""
 
-    # On the inputs, not on the weights: a frozen weight has no gradient, and the order of weight gradients is unknown.
+    # Not on the weights: a frozen weight has no gradient, and the order of weight gradients is unknown.
     @staticmethod
     def forward(ctx: Any, post_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.post_backward = post_backward
@@ -216,7 +212,7 @@ class _PostBackward(torch.autograd.Function):
 
 
 def refuse_use_while_owned(module: nn.Module, group: OwnedParamGroup) -> None:
-    """Make a module raise ValueError on compute while the param group of its parameters is not unsharded."""
+    """Make a module raise ValueError on compute while its owned parameters are not unsharded."""
 
     def check_unsharded(*_: object) -> None:
         # An owned parameter has the global shape on every rank, so the product would fail elsewhere without a hint.

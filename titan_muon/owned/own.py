@@ -37,16 +37,15 @@ def own(
 ) -> set[nn.Parameter]:
     """Store each matrix of a module whole on a single rank, so that a Muon step needs no communication.
 
-    Call `own` in the order of the forward pass. A parameter may be used only within the forward of its module.
+    Call `own` in the order of the forward pass. Only the forward of `module` may use its parameters.
 
     Args:
         module: plain module, or a module given to `fully_shard` with the same parameters ignored.
-        mesh: mesh as for `Owners`, with `params`, if nothing else of the model is owned.
-        params, rules, tensor_parallel: see `Owners`; rules match names of the module's parameters.
-        owners: owners of the whole model's parameters, instead of `mesh`, `params`, `rules` and `tensor_parallel`.
+        mesh, params, rules, tensor_parallel: see `Owners`, if nothing else of the model is owned.
+        owners: owners of the whole model's parameters, instead of these arguments.
         mp_policy: policy of `fully_shard`; gradients travel in `reduce_dtype`, or without it in `param_dtype`.
         reshard_after_forward: whether to free unsharded parameters between forward and backward; by default all except
-            the last owned module's, because these would be gathered again at once.
+            the last owned module's, which backward needs first.
         offload_policy: CPUOffloadPolicy keeps owned parameters and gradients on the host.
         gradient_divide_factor: divisor of gradient sums; by default the number of ranks, for the mean.
 

@@ -25,16 +25,13 @@ from .param import Inner, ParamModuleInfo, is_owned, owner_mesh
 from .param_group import CommContext
 
 FlopCount = Callable[[int, int], int]
-"""FLOPs to orthogonalize a matrix of (rows, columns)."""
+"""FLOPs to orthogonalize a (rows, columns) matrix."""
 
 FIVE_STANDARD_STEPS: FlopCount = partial(standard_flops, steps=5)
 
 
 def cut_by_peers(parameters: Mapping[str, Tensor]) -> dict[str, DeviceMesh]:
-    """The parameters cut by tensor parallelism, with their common mesh.
-
-    Raises ValueError for a placement without a single-rank holder.
-    """
+    """The parameters cut by tensor parallelism, with their common mesh. Raises ValueError for other placements."""
     meshes: dict[str, DeviceMesh] = {}
     for fqn, parameter in parameters.items():
         inner = Inner.of(parameter)
@@ -59,10 +56,7 @@ def owned_items(
     flops: FlopCount,
     elementwise: Collection[Tensor],
 ) -> list[OwnedItem]:
-    """The load of each parameter.
-
-    For `gathered` parameters a single peer of the mesh holds all pieces; then every peer has a replica of the rest.
-    """
+    """The load of each parameter. A single peer of its mesh holds a `gathered` parameter; all peers hold the rest."""
     peers = next((mesh.size() for mesh in gathered.values()), 1)
     items = []
     for fqn, parameter in parameters.items():
@@ -84,10 +78,10 @@ def _item(
     stack = stack_of(fqn, parameter.shape, split)
     columns = prod(parameter.shape[stack.row_dims :])
     cost = sum(flops(*matrix.shape(columns)) for matrix in stack.matrices)
-    # A parameter gathered along dim 0 has a single owner, because a piece's rows would not match several owners' parts.
+    # A parameter gathered along dim 0 has a single owner, because a piece's rows would match no owner's part.
     if not _is_stack(parameter, stack) or (whole and inner.placements[0].is_shard(0)):
         return OwnedItem(fqn, layer_of(fqn), cost, size, owner=owner)
-    # For a stack cut by expert parallelism, this rank and its peers divide only the local experts.
+    # Expert parallelism: this rank and its peers divide only the local experts.
     return OwnedItem(fqn, layer_of(fqn), cost * held[0] // len(parameter), size, held[0], owner)
 
 
@@ -112,8 +106,8 @@ def placed(names: Iterable[str], chosen: Collection[str], rules: Sequence[Placem
 
 
 def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
-    """Raise ValueError for a rule without a matching parameter, and for an invalid rule."""
-    # A misspelt glob would otherwise silently leave parameters unplaced.
+    """Raise ValueError for an invalid rule or a rule without parameters."""
+    # A misspelt glob would otherwise leave parameters unplaced.
     used = {_first(name, rules) for name in names}
     for index, rule in enumerate(rules):
         place = f"placement.rule[{index}]"
@@ -133,7 +127,7 @@ def check_rules(names: Iterable[str], rules: Sequence[PlacementRule]) -> None:
 
 
 def _first(name: str, rules: Sequence[PlacementRule]) -> int | None:
-    # fnmatchcase, because fnmatch ignores case on some systems, and placements must not depend on the system.
+    # Not fnmatch, which ignores case on some systems.
     return next((index for index, rule in enumerate(rules) if fnmatchcase(name, rule.match)), None)
 
 
@@ -148,14 +142,14 @@ class Owners:
     """The owner of each parameter to store whole on a single rank, balanced over a model.
 
     Longest processing time first, by FLOPs of Newton-Schulz within a limit of bytes; the matrices of a layer are spread
-    over ranks. Deterministic: every rank computes equal owners without communication.
+    over ranks. Every rank computes equal owners without communication.
 
     Args:
         model: contains all modules to own, after tensor parallelism, activation checkpointing and torch.compile, and
             before `fully_shard` of the same parameters. May be on the meta device.
         mesh: data-parallel mesh as in `fully_shard`: (shard,), or (replicate, shard) for HSDP with an owner in each
-            replica. For a single owner among all replicas pass the flattened mesh. For stacks under expert parallelism
-            pass the mesh of the ranks with the same experts.
+            replica (flattened: a single owner among all replicas). Under expert parallelism, the mesh of the ranks with
+            the same experts.
         params: parameters to own if no rule matches, or their owner settings; by default every matrix of the model. A
             stack of matrices along dim 0 may have several owners.
         rules: rules on names, for any parameter of the model; the first match decides.
@@ -163,8 +157,8 @@ class Owners:
         flops: FLOPs of orthogonalizing a (rows, columns) matrix, for the balance; by default five standard steps.
         elementwise: parameters for AdamW and similar rules, balanced by bytes like all vectors.
         tensor_parallel: storage of matrices cut by tensor parallelism. "peers": a piece on each tensor-parallel rank,
-            gathered in every step. "whole": everything on a single rank, without communication in a step; forward and
-            backward move pieces to the tensor-parallel ranks and back.
+            gathered in every step. "whole": on a single rank, without communication in a step; forward and backward
+            move pieces to the tensor-parallel ranks and back.
 
     Attributes:
         ownership: owners of each parameter as ranks of the shard axis; for "whole" with cut parameters, as ranks of the
@@ -205,7 +199,7 @@ class Owners:
         self.comm = CommContext.of(mesh, next(iter(self._gathered.values()), None))
         self.traffic = self.comm.collectives.traffic
         self.context = HookContext(self.comm)
-        # Balance all parameters at once: module by module, the first ranks would get most of each module.
+        # All parameters at once: module by module, the first ranks would get most of each module.
         items = owned_items(
             parameters, choices, gathered=self._gathered, split=split, flops=flops, elementwise=set(elementwise)
         )
@@ -224,19 +218,19 @@ class Owners:
         return shards, peers if fqn in self._gathered else None
 
     def within(self, module: nn.Module) -> dict[str, ParamModuleInfo]:
-        """The parameters of `module` with an owner and not yet owned."""
+        """The parameters of `module` to own and not yet owned."""
         inside = set(module.modules())
         return {fqn: info for fqn, info in self.infos.items() if info.module in inside and not is_owned(info.param)}
 
     def set_requires_gradient_sync(self, reduces: bool) -> None:
-        """Whether the next backward passes send gradients to the owners, like FSDP2's method of the same name.
+        """Whether backward passes send gradients to the owners, like FSDP2's method of the same name.
 
         With False gradients add up on each rank, in the reduce dtype, until a pass with True.
         """
         self.context.reduce_grads = reduces
 
     def table(self) -> str:
-        """The load of each rank as a table, with ranks as in `ownership`."""
+        """The load of each rank, with ranks as in `ownership`."""
         return "\n".join(load_lines(dict(enumerate(self.ownership.loads()))))
 
 
@@ -280,7 +274,7 @@ def _only_place(places: Sequence[tuple[str, ParamModuleInfo]]) -> ParamModuleInf
 
 
 def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequence[Split], *, named: bool) -> None:
-    """Raise ValueError for a parameter that cannot be owned; `named`: a rule or `params` names the parameter."""
+    """`named`: a rule or `params` names the parameter."""
     if is_owned(parameter):
         raise ValueError(f"{fqn}: owned already; call own once for every module")
     if parameter.ndim == 0:
@@ -296,8 +290,8 @@ def _check_ownable(fqn: str, parameter: Tensor, mesh: DeviceMesh, split: Sequenc
 def _check_not_sharded(fqn: str, parameter: Tensor, mesh: DeviceMesh) -> None:
     if not isinstance(parameter, DTensor):
         return
-    # The owner mesh needs slices of a common root mesh. A tensor-parallel mesh can be joined with the data-parallel
-    # mesh; a mesh of FSDP2 already contains the data-parallel axis.
+    # The owner mesh needs slices of a common root mesh. A tensor-parallel mesh can join the data-parallel mesh; a mesh
+    # of FSDP2 already contains the data-parallel axis.
     try:
         owner_mesh(mesh, parameter.device_mesh, [0])
     except (RuntimeError, ValueError) as error:

@@ -20,12 +20,7 @@ from .private import OwnerMesh, joint_mesh, stored_tensor
 
 @dataclass(frozen=True)
 class Inner:
-    """Mesh and placements of a parameter before `own`; empty for a plain tensor.
-
-    Attributes:
-        mesh: mesh of tensor or expert parallelism, or None.
-        placements: a placement for each axis of the mesh.
-    """
+    """Mesh and placements of a parameter before `own`, by tensor or expert parallelism; empty for a plain tensor."""
 
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
@@ -42,7 +37,7 @@ class Inner:
         return torch.Size(sum(stop - start for start, stop in dim) for dim in self._region(shape, coordinate))
 
     def piece(self, shape: Sequence[int], rank: int) -> tuple[slice, ...]:
-        """Index ranges of a rank's piece in the whole parameter, for a mesh of a single axis with `Shard`."""
+        """A rank's piece of the whole parameter, for a mesh of a single axis with `Shard`."""
         runs = [[*dim, (0, 0)][0] for dim in self._region(shape, (rank,))]
         return tuple(slice(start, stop) for start, stop in runs)
 
@@ -56,7 +51,7 @@ class Inner:
 
 def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> DTensor:
     """A DTensor with the shape of `like` from this rank's piece."""
-    # With shape and stride, and without check, because DTensor would communicate to compute or check these.
+    # Shape and stride, and no check, because DTensor would communicate for these.
     return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
@@ -71,9 +66,9 @@ def from_local(piece: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 #   is whole on the holder, without an axis of tensor parallelism in its mesh. In a pass the holder sends each peer its
 #   piece, and the peer then acts as an owner of the piece.
 # - Owned part: an owner's share of a parameter, all of it or some of its experts.
-# - Unsharded buffer: flat, a single buffer per param group, in the compute dtype. Parameters with a single owner come
-#   first, sorted by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part,
-#   because the module needs each stack contiguous.
+# - Unsharded buffer: flat, one per param group, in the compute dtype. Parameters with a single owner come first, sorted
+#   by owner, so that each owner broadcasts a single run of elements. Stacks follow with a run per part, because the
+#   module needs each stack contiguous.
 # - Unsharded parameter: a view of the buffer, wrapped as a DTensor if the original was a DTensor. An autograd leaf, on
 #   the module of every rank during compute.
 # - Unsharded accumulated gradient: the sum of the unsharded parameter's gradients before reduction.
@@ -83,12 +78,12 @@ OWNER_AXIS = "owner"
 HOLDER_AXIS = "holder"
 """Replaces OWNER_AXIS for a holder, because DTensor treats meshes of equal ranks and names as equal."""
 DATA_AXES = ("replicate", "shard")
-"""Axis names of a data-parallel mesh without names."""
+"""Default axis names of a data-parallel mesh."""
 
 
 @dataclass(frozen=True)
 class ParamModuleInfo:
-    """Location of a parameter: module and attribute."""
+    """Location of a parameter."""
 
     module: nn.Module
     param_name: str
@@ -100,7 +95,7 @@ class ParamModuleInfo:
         return param
 
     def register(self, param: nn.Parameter) -> None:
-        # Not setattr, because its checks cost host time in every forward.
+        # Not setattr, whose checks cost host time in every forward.
         self.module._parameters[self.param_name] = param
 
 
@@ -108,8 +103,8 @@ class OwnedParam:
     """An owned parameter of a param group, see [Note: owned tensors]. The constructor registers it on the module.
 
     `owners`: ranks of the mesh's last axis; several owners divide dim 0. `holders`: tensor-parallel rank of each
-    owner's holder, or None if each rank keeps its piece. `parts`: the part of each owner, in the order of dim 0.
-    `unsharded_accumulated_grad`: sum of gradients in the reduce dtype, or None.
+    owner's holder, or None if each rank keeps its piece. `parts`: by owner, in the order of dim 0.
+    `unsharded_accumulated_grad`: in the reduce dtype, or None.
     """
 
     def __init__(
@@ -142,13 +137,12 @@ class OwnedParam:
 
     @property
     def owned_param(self) -> nn.Parameter:
-        # `to_empty` and similar methods register a new parameter, from then on the owned parameter.
+        # `to_empty` and similar methods register a new parameter, which then is the owned parameter.
         registered = self._info.param
         return self._owned_param if registered is self._unsharded_param else registered
 
     @property
     def unsharded_param(self) -> nn.Parameter:
-        """The unsharded parameter. Requires a first unshard."""
         assert self._unsharded_param is not None, f"{self.fqn}: not yet unsharded"
         return self._unsharded_param
 
@@ -175,8 +169,7 @@ class OwnedParam:
         if grad is None:
             return
         if isinstance(grad, DTensor):
-            # Backward may leave a partial sum over tensor-parallel ranks, but the owner needs its piece of the full
-            # sum.
+            # Backward may leave a partial sum over tensor-parallel ranks, but the owner needs its piece of the sum.
             placements = self.unsharded_param.placements  # type: ignore[attr-defined]
             grad = grad.redistribute(placements=placements).to_local()
         total = self.unsharded_accumulated_grad
@@ -187,13 +180,13 @@ class OwnedParam:
         return grad
 
     def discard_unsharded_grads(self) -> None:
-        """Drop gradients before reduction, after a backward pass that raised."""
+        """Drop gradients after a backward pass that raised."""
         self.unsharded_accumulated_grad = None
         if self._unsharded_param is not None:
             self._unsharded_param.grad = None
 
     def add_reduced_grad(self, reduced: Tensor) -> None:
-        """Set the owned parameter's gradient, or add to it, and call its gradient hooks."""
+        """Add to the owned parameter's gradient, and call its gradient hooks."""
         owned, reduced = self.owned_param, reduced.to(self.owned_param.dtype)
         place = local(owned).device
         if owned.grad is not None:
@@ -205,8 +198,7 @@ class OwnedParam:
             # On the host, pinned, because `from_local` would move the gradient to the mesh's device.
             owned.grad = torch.empty_like(owned, pin_memory=True)
             local(owned.grad).copy_(reduced)
-        # Autograd never sees an owned parameter. Like FSDP2 for sharded parameters, call the hooks here, because early
-        # gathers wait for them.
+        # Autograd never sees an owned parameter. Early gathers wait for these hooks.
         for hook in private.gradient_hooks(owned):
             hook(owned)
 
@@ -232,8 +224,8 @@ class OwnedPart:
         return unsharded.narrow(0, self.start, self.stop - self.start)
 
     def piece(self, rank: int) -> tuple[slice, ...]:
-        """Index ranges of a tensor-parallel rank's piece within the holder's tensor."""
-        # Several owners divide a stack's rows, and tensor parallelism does not cut these rows.
+        """A tensor-parallel rank's piece within the holder's tensor."""
+        # Several owners divide a stack's rows, which tensor parallelism does not cut.
         return self.param.inner.piece(self.param.owned_param.shape, rank)
 
     def stored(self, rank: int) -> Tensor:
@@ -270,7 +262,7 @@ def held_elements(tensor: DTensor) -> dict[int, int]:
 
 
 def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
-    """A DTensor with the placement of `owned` from a local tensor, for example its gradient."""
+    """A DTensor with the placement of `owned` from a local tensor."""
     assert isinstance(owned, DTensor), "an owned parameter is a DTensor"
     return from_local(piece, owned.device_mesh, owned.placements, owned)
 
@@ -278,7 +270,7 @@ def owned_like(piece: Tensor, owned: Tensor) -> DTensor:
 def place_on_owners(
     param: Tensor, data_mesh: DeviceMesh, owners: Sequence[int], holders: Sequence[int] | None = None
 ) -> nn.Parameter:
-    """The owned parameter of an original parameter. A single owner keeps the original storage, further ranks nothing.
+    """The owned parameter of an original parameter. A single owner keeps the original storage.
 
     With holders, the tensor-parallel ranks exchange all pieces, once.
     """
@@ -287,7 +279,7 @@ def place_on_owners(
     placements = inner.placements if holders is None else ()
     piece, coordinate = local(param.detach()) if holders is None else _whole(param), mesh.get_coordinate()
     if coordinate is None:
-        # Keep global size and stride on every rank, because checkpoints and state dicts compare these.
+        # Global size and stride on every rank, because checkpoints and state dicts compare these.
         piece = piece.new_empty(0)
     elif len(owners) > 1:
         part = chunk(len(piece), len(owners), coordinate[-1])
@@ -313,8 +305,7 @@ def owner_mesh(
 
     Args:
         data_mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        inner: mesh of the original parameter (tensor or expert parallelism), with the same root mesh as `data_mesh`, or
-            None.
+        inner: mesh of the original parameter, a slice of the same root mesh, or None.
         owners: ranks of the last axis, in the order of dim 0.
         holders: for each owner the rank of `inner`, a mesh of a single axis, with all pieces; None: a piece on each.
     """

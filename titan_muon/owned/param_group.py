@@ -22,8 +22,8 @@ from .param import OwnedParam, OwnedPart
 
 # [Note: a permanent buffer]
 # Autograd saves views of unsharded parameters for backward. So the buffer and its parameters are created once, and
-# resharding resizes the storage to zero. Refilling the storage makes saved views valid again. The new content equals
-# the content in forward, so the buffer's autograd version counter is restored.
+# resharding resizes the storage to zero. Refilled storage makes saved views valid again. The new content equals the
+# content in forward, so the buffer's autograd version counter is restored.
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class CommContext:
 
     Attributes:
         mesh: data-parallel mesh, (shard,) or (replicate, shard).
-        collectives: gathers from owners and reductions to owners, in the group of the owners.
-        replicate_group: process group of the owners of the same parameters in each replica, or None.
+        collectives: in the group of the owners.
+        replicate_group: the owners of the same parameters in each replica, or None.
         shard_rank: this rank among the owners.
         peers: the tensor-parallel ranks with holders among them, or None.
     """
@@ -46,10 +46,7 @@ class CommContext:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, tensor: DeviceMesh | None = None) -> CommContext:
-        """The context of a mesh, and of a tensor-parallel mesh with holders.
-
-        Raises ValueError for a mesh of more than 2 axes, and on a rank outside the mesh.
-        """
+        """The context of a mesh, and of a tensor-parallel mesh with holders. Raises ValueError for an invalid mesh."""
         if mesh.ndim not in (1, 2):
             raise ValueError(f"mesh has {mesh.ndim} axes; give (shard,) or (replicate, shard), as to fully_shard")
         if mesh.get_coordinate() is None:
@@ -71,7 +68,6 @@ class CommContext:
 
     @property
     def peer_size(self) -> int:
-        """Number of tensor-parallel ranks with holders among them; 1 without holders."""
         return 1 if self.peers is None else self.peers.size
 
     # Created on first use, because a dry run builds models without the device.
@@ -81,7 +77,7 @@ class CommContext:
 
     @property
     def device(self) -> torch.device:
-        # Not the parameters' device, because parameters may be on meta or offloaded to the host.
+        # Not the parameters' device, which may be meta or the host.
         if self.mesh.device_type == "cpu":
             return torch.device("cpu")
         return torch.device(self.mesh.device_type, torch.accelerator.current_device_index())
@@ -96,19 +92,16 @@ class OwnedState(Enum):
 
 
 class OwnedParamGroup:
-    """Owned parameters that are unsharded, used and resharded together.
-
-    `param_dtype`: dtype of the unsharded parameters, or None to keep the dtype.
-    """
+    """Owned parameters of a module. `param_dtype`: dtype of the unsharded parameters, or None to keep the dtype."""
 
     def __init__(
         self, name: str, params: Sequence[OwnedParam], comm: CommContext, param_dtype: torch.dtype | None
     ) -> None:
         self.name, self.state = name, OwnedState.OWNED
-        # Sorted so that each owner's elements are a single run, see [Note: owned tensors].
+        # So that each owner's elements are a single run, see [Note: owned tensors].
         self.params = tuple(sorted(params, key=lambda param: (len(param.parts) > 1, param.parts[0].owner)))
         self._comm, self._param_dtype = comm, param_dtype
-        # Computed once, because with many experts the host time in forward matters.
+        # Once, because with many experts the host time in forward matters.
         self._mine, self._runs = owned_by(comm.shard_rank, self.params), runs(parts_of(self.params))
         self._stored = [part for part in self._mine if part.holder in (None, comm.peer_rank)]
         self._buffer: Tensor | None = None
@@ -120,7 +113,7 @@ class OwnedParamGroup:
 
     @property
     def trained(self) -> list[OwnedParam]:
-        """The parameters with gradients; equal on every rank if all ranks freeze the same parameters."""
+        """The parameters with gradients, equal on every rank."""
         return [param for param in self.params if param.unsharded_param.requires_grad]
 
     @property
@@ -153,8 +146,7 @@ class OwnedParamGroup:
 
         Raises RuntimeError on an owner if its parameters changed since `unshard`.
         """
-        # Also if unsharded already: an update between forward and backward changes only the owner's weights, and all
-        # further ranks would use old weights.
+        # Also if unsharded already: an update between forward and backward would change only the owner's weights.
         if self._versions != self._owned_versions():
             raise RuntimeError(
                 f"{self.name}: owned parameters were changed while other ranks held copies of them; change them after "
@@ -178,7 +170,7 @@ class OwnedParamGroup:
         if self.state is OwnedState.OWNED:
             return
         if self.state is OwnedState.UNSHARDING:
-            # Wait first: memory freed during a collective could be reused while the collective still writes.
+            # Memory freed during a collective could be reused while the collective still writes.
             self._wait()
         else:
             for param in self.params:
@@ -188,7 +180,7 @@ class OwnedParamGroup:
         self.state = OwnedState.OWNED
 
     def _wait(self) -> None:
-        # Wait within the context, because gloo's threads write until then, and writes increase the buffer's version.
+        # Within the context, because gloo's threads write until then, and writes increase the buffer's version.
         with self._unchanged:
             for work in self._works:
                 work.wait()
@@ -196,7 +188,7 @@ class OwnedParamGroup:
         self._works = []
 
     def _owned_versions(self) -> list[int]:
-        # DTensor and local tensor count versions separately: DTensor operations and optimizers each change only one.
+        # DTensor operations and optimizers each increase only one of the two versions.
         owned = [part.param.owned_param for part in self._stored]
         return [param._version + local(param)._version for param in owned]
 
@@ -211,7 +203,7 @@ class OwnedParamGroup:
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
-        # Created on first use, because a model built on the meta device gets storage only after own().
+        # On first use, because a model built on the meta device gets storage only after own().
         for param in self.params:
             if param.owned_param.is_meta:
                 raise ValueError(f"{param.fqn}: on the meta device; give it storage (to_empty) before use")
@@ -221,17 +213,17 @@ class OwnedParamGroup:
 
 
 def parts_of(params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """The parts of these parameters, in buffer order."""
+    """In buffer order."""
     return [part for param in params for part in param.parts]
 
 
 def owned_by(rank: int, params: Iterable[OwnedParam]) -> list[OwnedPart]:
-    """The parts owned by a rank of the shard axis."""
+    """Parts of a rank of the shard axis."""
     return [part for part in parts_of(params) if part.owner == rank]
 
 
 def numel(parts: Iterable[OwnedPart]) -> int:
-    """Unsharded elements of these parts."""
+    """Unsharded elements."""
     return sum(part.size.numel() for part in parts)
 
 
@@ -242,5 +234,5 @@ def runs(parts: Iterable[OwnedPart]) -> tuple[list[int], list[int]]:
 
 
 def views(flat: Tensor, sizes: Sequence[torch.Size]) -> list[Tensor]:
-    """Consecutive views of a flat buffer with these sizes."""
+    """Consecutive views of a flat buffer."""
     return [part.view(size) for part, size in zip(flat.split([s.numel() for s in sizes]), sizes, strict=True)]

@@ -23,8 +23,7 @@ class OwnerMesh(MeshWithoutGroups):
     """The holders of an owned parameter. Ranks outside the mesh have the parameter as non-participants.
 
     Attributes:
-        data: data-parallel mesh of this rank, with the owners on its last axis.
-        owners: the owners.
+        data: data-parallel mesh of this rank, with the `owners` on its last axis.
         inner: mesh of tensor parallelism for this rank's piece, or None.
         holders: for each owner the rank of `inner` with all pieces; None if every rank holds its piece.
     """
@@ -72,14 +71,14 @@ def unchanged_version(tensor: Tensor) -> AbstractContextManager[Any]:
 def backward_pass() -> int | None:
     """The number of this thread's current backward pass, or None.
 
-    Within a forward hook, a number means recomputation of activations.
+    In a forward hook, a number means recomputation of activations.
     """
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the current backward pass."""
+    """Queue `callback` for the current backward pass."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -89,13 +88,13 @@ def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
 
 
 def coalesces(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group's backend for a device launches several operations as a single kernel."""
+    """Whether the group's backend launches several operations as a single kernel."""
     return bool(group._get_backend(device).supports_coalescing)
 
 
 def coalesced(group: ProcessGroup, device: torch.device) -> AbstractContextManager[Any]:
     """A context that launches its operations as a single kernel at exit; operations must not raise.
 
-    Without a device only some operations coalesce, and broadcasts and reductions do not.
+    Without a device, broadcasts and reductions do not coalesce.
     """
     return _coalescing_manager(group, device)

@@ -29,7 +29,7 @@ class Reduction:
         self._gradients = {param: param.take_accumulated_grad() for param in params}
         self._summed: Any = None
         device, streams = params[0].unsharded_param.device, comm.streams
-        # Copy on the reduce stream, so that the compute stream continues at once.
+        # On the reduce stream, so that the compute stream continues at once.
         streams.reduce.wait_stream(streams.current)
         with streams.within(streams.reduce):
             self._sum = torch.empty(numel(self._mine), dtype=dtype, device=device)
@@ -51,8 +51,7 @@ class Reduction:
     def _copy_in(self, parts: Sequence[OwnedPart], flat: Tensor) -> None:
         for part, view in zip(parts, views(flat, [part.size for part in parts]), strict=True):
             gradient = self._gradients[part.param]
-            # An unused parameter counts as zero. Sizes must be equal on all ranks, or the collective would hang or mix
-            # up parameters.
+            # An unused parameter counts as zero. With unequal sizes the collective would hang or mix up parameters.
             if gradient is None:
                 view.zero_()
             else:
@@ -63,8 +62,8 @@ class Reduction:
         if self._input is None:
             return
         self._release()
-        # Skipped on ranks without parameters of this group. All ranks of the replicate group agree, because owners are
-        # at equal positions in each replica.
+        # Ranks without parameters of this group skip. The replicate group agrees, because owners are at equal positions
+        # in each replica.
         group, streams = self._comm.replicate_group, self._comm.streams
         if group is not None and self._sum.numel() > 0:
             streams.all_reduce.wait_stream(streams.reduce)
@@ -76,7 +75,7 @@ class Reduction:
         self.advance()
         self._wait()
         with self._comm.streams.within(self._comm.streams.reduce):
-            # Divide after the sum, because gloo has no reduction with a premultiplied factor as used by FSDP2.
+            # After the sum, because gloo has no reduction with a premultiplied factor as used by FSDP2.
             if self._divide_factor != 1:
                 self._sum.div_(self._divide_factor)
             sums, peers = views(self._sum, [part.size for part in self._mine]), self._comm.peers
@@ -85,7 +84,6 @@ class Reduction:
                 part.param.add_reduced_grad(total)
 
     def discard(self) -> None:
-        """Wait without a result."""
         # Memory freed during a collective could be reused while the collective still writes.
         self._release()
 
@@ -102,7 +100,7 @@ class Reduction:
                 work.wait()
         self._works = []
         if self._summed is not None:
-            # Wait for the event, not the stream, because the next group's all-reduce may have started.
+            # Not for the stream, because the next group's all-reduce may have started.
             streams.reduce.wait_event(self._summed)
 
 
@@ -110,7 +108,7 @@ class Reductions:
     """The pending reductions of a backward pass, oldest first.
 
     While backward computes the next gradients, a group is in its reduction and, with replicas, the previous group in
-    its all-reduce. Every rank starts reductions in the order of backward, equal on all ranks.
+    its all-reduce. Every rank starts reductions in the order of backward.
     """
 
     def __init__(self, comm: CommContext) -> None:
@@ -122,8 +120,8 @@ class Reductions:
         params = group.trained
         if not params:
             return
-        # Finish first, so that only a single input is allocated at a time. With replicas the previous group stays
-        # pending, without input: its all-reduce overlaps this group's reduction.
+        # First, so that only a single input is allocated. With replicas the previous group stays pending, without
+        # input: its all-reduce overlaps this group's reduction.
         self._finish_but(0 if self._comm.replicate_group is None else 1)
         reduce_dtype = params[0].unsharded_param.dtype if dtype is None else dtype
         self.pending.append(Reduction(params, self._comm, reduce_dtype, divide_factor))
@@ -141,8 +139,8 @@ class Reductions:
         self.pending.clear()
 
     def _finish_but(self, left: int) -> None:
-        # Start all-reduces at a fixed point of backward. Starting at the end of a reduction would differ between ranks
-        # and mix up the order of collectives.
+        # Start all-reduces at a fixed point of backward, because ends of reductions differ between ranks and would mix
+        # up the order of collectives.
         for reduction in self.pending:
             reduction.advance()
         while len(self.pending) > left:

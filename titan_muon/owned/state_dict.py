@@ -1,7 +1,7 @@
 """Whole values of owned tensors on every rank, and full state dicts.
 
-For a rank outside the mesh, PyTorch's `full_tensor()` silently returns an empty tensor. Owned parameters and state dict
-entries raise there instead.
+On a rank outside the mesh, PyTorch's `full_tensor()` silently returns an empty tensor. Owned parameters and state dict
+entries raise instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def gather(tensor: Tensor) -> Tensor:
         return tensor.full_tensor().clone()
     if mesh.holders is not None:
         return _from_owners(tensor, mesh, tensor.shape)
-    # First over data-parallel ranks, so that each tensor-parallel rank has its piece, then over tensor-parallel ranks.
+    # Data-parallel ranks first, so that each tensor-parallel rank has its piece, then tensor-parallel ranks.
     inner = Inner() if mesh.inner is None else Inner(mesh.inner, tensor.placements[-1 - mesh.inner.ndim : -1])
     whole = inner.wrap(_from_owners(tensor, mesh, inner.size(tensor.shape)), tensor)
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
@@ -61,7 +61,7 @@ def _from_owners(tensor: DTensor, mesh: OwnerMesh, size: torch.Size) -> Tensor:
 
 def full_state_dict(model: nn.Module) -> dict[str, Any]:
     """The state dict of a model with whole tensors on the host of every rank; collective over all ranks."""
-    # Tensor by tensor to the host, because the whole model may exceed device memory.
+    # Tensor by tensor, because the whole model may exceed device memory.
     return {
         name: gather(value).cpu() if isinstance(value, Tensor) else value for name, value in model.state_dict().items()
     }
@@ -72,10 +72,6 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     """Load whole tensors, as from a checkpoint of an unsharded model, into owned, sharded and plain parameters.
 
     Without communication: every rank passes the whole tensors, on any device, and copies its piece.
-
-    Args:
-        model: a model with owned parameters.
-        state_dict: whole tensors with the names of `model.state_dict()`, for example from `full_state_dict`.
 
     Raises:
         ValueError: for missing or unknown names, and for a tensor of a different shape; nothing is loaded then.
@@ -102,8 +98,7 @@ def load_full_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
 
 def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None:
     """Make a module's state dict contain the owned parameters, and make reads of a missing whole raise."""
-    # Between forward and backward the module may have unsharded parameters: every rank would save them, and loaded
-    # values would be lost at reshard.
+    # Every rank would save unsharded parameters, and loaded values would be lost at reshard.
     module.register_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_load_state_dict_pre_hook(lambda *_: group.reshard())
     module.register_state_dict_post_hook(partial(_refuse_in_state_dict, group))
@@ -112,7 +107,7 @@ def register_state_dict_hooks(module: nn.Module, group: OwnedParamGroup) -> None
 def _refuse_in_state_dict(
     group: OwnedParamGroup, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    # The parameters too, because PyTorch's full_state_dict does not read through the state dict's entries.
+    # The parameters too, because PyTorch's full_state_dict does not read through the entries of the state dict.
     for param in group.params:
         _refuse_empty_reads(param.owned_param, param.fqn)
     for name, _ in module.named_parameters(recurse=False):

@@ -29,8 +29,8 @@ def make_plan(
 ) -> Plan:
     """The plan of an optimizer step. Deterministic: equal arguments give equal plans on every rank.
 
-    `machine`: rates of the ranks; by default a GPU machine by `options.machine`. Raises OptionError for an unknown
-    exchange, for options that contradict each other, and for too small a `buffer_bytes`.
+    `machine`: by default a GPU machine by `options.machine`. Raises OptionError for an unknown exchange, contradicting
+    options, and too small a `buffer_bytes`.
     """
     names = [name for name, pattern in PATTERNS.items() if not pattern.automatic]
     if options.exchange not in names:
@@ -80,10 +80,7 @@ def _separate_reasons(parameters: Sequence[Parameter]) -> Iterator[str]:
 
 
 def _best(problem: Problem, geometries: Geometries, work_of: WorkOf) -> tuple[Candidate, Simulation]:
-    """The candidate with the least price / (1 - must_save), with its best simulation.
-
-    Raises OptionError if `buffer_bytes` is too small for every candidate.
-    """
+    """The candidate with the least price / (1 - must_save), and its best simulation."""
     simulations, faults = list[tuple[float, Candidate, Simulation]](), list[OptionError]()
     for candidate in (candidate for make in CANDIDATES for candidate in make(problem, work_of)):
         try:
@@ -104,7 +101,7 @@ def _matrices(
     matrices = []
     works: dict[Work, int] = {}
     for number, parameter in enumerate(parameters):
-        # Call work_of once per shape, because a parameter may have hundreds of equal experts.
+        # A parameter may have hundreds of equal experts.
         work_at: dict[tuple[int, int], tuple[int, int]] = {}
         for index in range(len(parameter.stack.matrices)):
             shape = geometries[number].shape(index)

@@ -24,10 +24,8 @@ class Program:
     """The buckets and acts of a rank in a step.
 
     Attributes:
-        rank: the global rank.
-        buckets: first the buckets with communication, in the order of the plan, then the local buckets.
-        rounds: by round, the indices of the rank's buckets: none, one, or several for a rank in several groups.
-        buffer_sets: number of buffer sets.
+        buckets: first the plan's, then the local buckets.
+        rounds: by round, the indices of the rank's buckets: several for a rank in several groups.
         acts: (act, index of a bucket), in the order of the plan's schedule, so that each process group launches
             collectives in equal order on all ranks.
         teams: by slice on this rank, the owners of all slices of the matrix, in order.
@@ -46,7 +44,7 @@ class Program:
 
     @cached_property
     def late(self) -> frozenset[int]:
-        """The buckets applied after every orthogonalization, see `late_rounds`."""
+        """The buckets of `late_rounds`."""
         return frozenset(
             bucket for number in late_rounds(self.buffer_sets, len(self.rounds)) for bucket in self.rounds[number]
         )
@@ -57,7 +55,7 @@ class Program:
         return tuple(bucket for _, bucket in first)
 
     def buffer_set(self, index: int) -> tuple[int, int]:
-        """The buffers of a bucket: the buffer set of its round, and the bucket's position in the round."""
+        """The buffer set of a bucket's round, and the bucket's position in the round."""
         number = self.buckets[index].bucket.round
         return number % self.buffer_sets, self.rounds[number].index(index)
 
@@ -73,7 +71,7 @@ def collective_ranks(plan: Plan, geometries: Geometries) -> tuple[set[Ranks], se
 
 def replicated_plain(plan: Plan) -> tuple[int, ...]:
     """The plain tensors, by index, with a result sent from a single rank to all ranks."""
-    # Gradients of plain tensors may differ between ranks unnoticed; gradients of a DTensor come from a collective.
+    # Their gradients may differ between ranks unnoticed; gradients of a DTensor come from a collective.
     travelling = {plan.matrices[number].parameter for bucket in plan.buckets for number in bucket.matrices}
     return tuple(index for index in sorted(travelling) if plan.parameters[index].plain)
 
@@ -112,7 +110,7 @@ def make_program(plan: Plan, rank: int, geometries: Geometries | None = None) ->
     opening, turns = schedule(plan.rounds, buffer_sets)
     acts = (
         *((act, index) for act, number in opening for index in rounds[number]),
-        # Local buckets run one after another, because all batches share a workspace.
+        # One after another, because all batches share a workspace.
         *((act, len(buckets) + index) for index in range(len(local)) for act in ACTS),
         *((act, index) for act, number in turns for index in rounds[number]),
     )

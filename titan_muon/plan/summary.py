@@ -17,10 +17,9 @@ from .terms.types import Plan
 
 @dataclass(frozen=True)
 class RankCost:
-    """Counts of a rank in a step: FLOPs of Newton-Schulz, bytes to and from other ranks.
+    """Counts of a rank in a step. `matrices` includes slices.
 
-    `matrices` counts whole matrices and slices. `state_elements`: momentum on the rank. Offloaded momentum comes to the
-    device in `loads` loads of at most `load_elements` elements.
+    `state_elements`: momentum on the rank, streamed in `loads` loads of at most `load_elements` elements if offloaded.
     """
 
     rank: int
@@ -41,14 +40,10 @@ class Summary:
     """Totals and maxima of a plan.
 
     Attributes:
-        ranks: counts of each rank.
         muon_matrices: matrices over the whole world; replicas count once.
-        orthogonalizations: matrices orthogonalized over all ranks; above `muon_matrices` if replicas repeat work.
-        ns_flops_max: most FLOPs of a rank.
-        bytes_sent_max: most bytes sent by a rank.
-        collectives_per_step: most collective calls of a rank. On gloo an uneven all-gather runs as a broadcast per
-            rank.
-        buffer_bytes_max: most bytes of exchange buffers on a rank, allocated at construction.
+        orthogonalizations: over all ranks; above `muon_matrices` if replicas repeat work.
+        collectives_per_step: most calls of a rank. On gloo an uneven all-gather runs as a broadcast per rank.
+        buffer_bytes_max: most bytes of exchange buffers on a rank.
         work_bytes_max: most bytes of a rank in a step besides exchange buffers, `StepBytes.work`.
     """
 
@@ -66,7 +61,6 @@ def summarize(plan: Plan) -> Summary:
     """Count the FLOPs, bytes and collectives of a plan."""
     geometries = Geometries(plan.parameters)
     pieces = Pieces(plan.matrices, geometries)
-    # Counts do not depend on the machine.
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine_of(Machine()), plan.passes)
     totals, states = Totals(plan.buckets, pieces), state_elements(plan)
     ranks = tuple(

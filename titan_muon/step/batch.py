@@ -17,7 +17,7 @@ class Batch:
 
     Attributes:
         matrices: indices in the plan.
-        whole: (count, rows, cols) assembled matrices, then the results. All batches of a rank share this memory.
+        whole: (count, rows, cols) assembled matrices, then the results, in memory shared by all batches of a rank.
         parameters: (count,) parameter indices, on the device.
     """
 
@@ -36,7 +36,7 @@ class Batch:
 
 
 def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """The copies of gathered pieces into whole matrices."""
+    """Gathered pieces into whole matrices."""
     return Copies.of(
         (batch.whole[place][span.whole], source.view[span.piece])
         for place, matrix in enumerate(batch.matrices)
@@ -46,7 +46,7 @@ def assembling(batch: Batch, buffers: BucketBuffers) -> Copies:
 
 
 def splitting(batch: Batch, buffers: BucketBuffers) -> Copies:
-    """The copies of orthogonalized matrices into the pieces to return."""
+    """Orthogonalized matrices into the pieces to return."""
     return Copies.of(
         (target.view[span.piece], batch.whole[place][span.whole])
         for place, matrix in enumerate(batch.matrices)

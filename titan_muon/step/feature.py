@@ -14,10 +14,8 @@ class Feature:
     """An option that changes how stages run. By default every method does nothing.
 
     The engine calls `wrap` at construction. Each step calls `ready` and `faults` before any tensor changes, then
-    `before` and `after` around the stages. `told`, `flush` and `backward` run between steps.
-
-    Attributes:
-        holds_buffers: whether the buffers are in use after the step.
+    `before` and `after` around the stages. `told`, `flush` and `backward` run between steps. `holds_buffers`: whether
+    the buffers are in use after the step.
     """
 
     holds_buffers = False
@@ -30,7 +28,7 @@ class Feature:
         """Prepare a step. Raises ValueError on all ranks if no step is possible."""
 
     def faults(self, faults: Sequence[Fault]) -> Sequence[Fault]:
-        """The faults of a step by parameter, after adding this feature's faults on this rank."""
+        """The faults of a step by parameter, with this feature's faults on this rank."""
         return faults
 
     def told(self, faults: Sequence[Fault]) -> None:

@@ -21,18 +21,18 @@ from .update import Tensors, lr_scale
 ACCELERATOR_BYTES = 2**25
 """Limit on the wide elements of a call, which may allocate as much memory."""
 CPU_BYTES = 2**15
-"""The limit on a CPU for several tensors in a call, so that they stay in the L1 cache."""
+"""The limit for several tensors in a call on a CPU: the L1 cache."""
 CPU_CHUNK_BYTES = 2**20
-"""The limit on a CPU for the rows of a large tensor. Smaller chunks would have more overhead than they save."""
+"""The limit for a large tensor in a call on a CPU. Smaller chunks have more overhead."""
 
 
 def call_bytes(device: str) -> int:
-    """Limit in bytes on the wide elements of several tensors in a call, by device type."""
+    """Limit on the wide elements of several tensors in a call."""
     return CPU_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
 def chunk_bytes(device: str) -> int:
-    """Limit in bytes on the wide elements of one tensor in a call, by device type. Larger tensors are cut into rows."""
+    """Limit on the wide elements of one tensor in a call. Larger tensors are cut into rows."""
     return CPU_CHUNK_BYTES if device == "cpu" else ACCELERATOR_BYTES
 
 
@@ -43,7 +43,7 @@ WIDE_BYTES = 4
 class Rectangle(NamedTuple):
     """A rectangle `place` of a parameter's (rows, cols) view; None for the whole view. `matrix`: index in the plan."""
 
-    # A single slice if all columns are included, because indexing by one slice takes half the time.
+    # One slice for whole rows takes half the time to index.
     parameter: int
     place: tuple[slice, slice] | slice | None
     matrix: int = -1
@@ -87,7 +87,7 @@ class Rectangle(NamedTuple):
 def rectangle_of(parameter: int, span: Span, stored: Tensor) -> Rectangle:
     """The rectangle of a span in (rows, cols) storage."""
     rows, cols = span.local
-    # Compare steps too, because interleaved matrices span all rows.
+    # With steps, because interleaved matrices span all rows.
     if cols != slice(0, stored.size(1)):
         return Rectangle(parameter, span.local)
     return Rectangle(parameter, None if rows == slice(0, stored.size(0)) else rows)
@@ -119,7 +119,7 @@ class Advance:
 class Apply:
     """Rectangles of matrices with one shape, `out_in`, decayed and updated in one call.
 
-    `scratch` takes the updates if the parameters' dtype is wider. `chunk` updates stochastically rounded parameters.
+    `scratch` takes the updates if the parameters' dtype is wider. `chunk` rounds parameters stochastically.
     """
 
     group: Mapping[str, Any]
@@ -174,7 +174,6 @@ class Copies:
         return cls(tuple(target for target, _ in listed), tuple(source for _, source in listed))
 
     def run(self) -> None:
-        # PyTorch refuses a call without tensors.
         if self.targets:
             torch._foreach_copy_(self.targets, self.sources)
 
@@ -196,10 +195,7 @@ class StoredPiece(NamedTuple):
 def advances(
     pieces: Iterable[StoredPiece], groups: Sequence[Mapping[str, Any]], storage: Sequence[Storage], device: str
 ) -> tuple[Advance, ...]:
-    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter.
-
-    `device`: type of the device, which limits calls.
-    """
+    """The advance calls of these pieces, packed into `view`. `groups` and `storage` are by parameter."""
     placed = []
     for piece in pieces:
         stored = storage[piece.parameter]
@@ -239,8 +235,7 @@ def applies(
 ) -> tuple[Apply, ...]:
     """The apply calls of these pieces; `view` is a piece of an orthogonalized matrix.
 
-    All calls share the `scratch_bytes` of `scratch`. `device`: type of the device, which limits calls. `stochastic`:
-    whether to round bfloat16 parameters stochastically.
+    All calls share the `scratch_bytes` of `scratch`. `stochastic`: round bfloat16 parameters stochastically.
     """
     draws = [stochastic and stored.param.dtype == torch.bfloat16 for stored in storage]
     placed = []
@@ -272,7 +267,7 @@ def applies(
 
 
 def scratch_bytes(storage: Sequence[Storage], device: str) -> int:
-    """Scratch bytes for any Apply on a type of device."""
+    """Scratch bytes for any Apply."""
     return max([call_bytes(device), chunk_bytes(device), *(memory_bytes(stored.param[:1]) for stored in storage)])
 
 

@@ -18,7 +18,7 @@ class Step:
     """The gradients of a step, by parameter.
 
     Attributes:
-        grads: (rows, cols) local gradient; None if the gradient is missing or released, or the parameter is excluded.
+        grads: (rows, cols) local gradient; None if missing or released, or the parameter is excluded.
         excluded: parameters without an update or decay. Other parameters decay even without a gradient.
         uniform: whether every parameter on this rank has a gradient, all in one dtype.
     """
@@ -44,8 +44,8 @@ class Step:
 
 def check_first_gradients(params: Sequence[TrainedParam]) -> None:
     """Raise ValueError if no parameter on this rank has a gradient in the first step."""
-    trained = [each for each in params if each.on_mesh]
-    if trained and all(each.param.grad is None for each in trained):
+    trained = [param for param in params if param.on_mesh]
+    if trained and all(param.param.grad is None for param in trained):
         raise ValueError(
             f"no gradient for {trained[0].fqn} or any other parameter of Muon in the first step: either backward did "
             "not run, or other tensors replaced these parameters in the model after Muon was made. Make Muon from the "

@@ -22,9 +22,9 @@ from ..plan.terms.layout import Span
 from .update import Tensors
 
 ALIGNMENT = 16
-"""Alignment in elements of tensors in the memory of a chunk, for vectorized kernels."""
+"""In elements of a chunk, for vectorized kernels."""
 BYTES = 12
-"""Memory for an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
+"""For an element: float32 weight, float32 update (then the draw), and 4 temporary bytes."""
 
 # Factors of Knuth's multiplicative hash and of MurmurHash3. The upper bits of the products are the most random.
 FACTORS = (0x9E3779B1, 0x85EBCA6B)
@@ -54,8 +54,8 @@ class Chunk:
 
     Attributes:
         starts: by tensor, the count of the first element minus the tensor's offset in a row of `memory`.
-        wide: views of row 0 of `memory`: the weights.
-        added: views of row 1: the updates.
+        wide: the weights, as views of row 0 of `memory`.
+        added: the updates, as views of row 1.
         draws: views of row 1 as int32.
         memory: (3, elements) float32.
     """
@@ -79,7 +79,7 @@ class Chunk:
         # On the whole memory: one kernel for all tensors.
         wide, added, _ = self.memory.unbind()
         apply([wide], [added])
-        # Normalize NaN: CUDA's NaN has all bits set, and adding a draw would overflow to zero.
+        # CUDA's NaN has all bits set, and adding a draw would overflow to zero.
         wide.nan_to_num_(math.nan, math.inf, -math.inf)
         bits, draws, spare = self.memory.view(torch.int32).unbind()
         self._draw(draws, spare, step)
@@ -97,7 +97,7 @@ class Chunk:
 
 
 def chunk_of(shapes: Sequence[torch.Size], firsts: Sequence[int], scratch: Tensor) -> Chunk:
-    """The chunk of tensors with these shapes, in `scratch`. `firsts` are the counts of their first elements."""
+    """The chunk of tensors with these shapes, in `scratch`. `firsts`: counts of their first elements."""
     ends = list(accumulate((_aligned(shape.numel()) for shape in shapes), initial=0))
     memory = scratch[: BYTES * ends[-1]].view(torch.float32).view(3, ends[-1])
     starts = tuple(_wrapped(first - place) for first, place in zip(firsts, ends, strict=False))

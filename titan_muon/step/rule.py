@@ -12,20 +12,19 @@ from ..state.rule_states import StateSpec
 from .update import Tensors
 
 Group = Mapping[str, Any]
-"""Hyperparameters of a parameter group, by name."""
 
 
 Limits = Literal["spectrum", "norm", "nothing"]
 
 
 class Rule(Protocol):
-    """The arithmetic of one optimizer. The engine decides where and when each method runs.
+    """The arithmetic of an optimizer. The engine decides where and when each method runs.
 
-    `advance`, `pack` and `apply` run on every holder. Their arithmetic is element-wise, so that any sharding of a
-    parameter gives the same bits. `finish` runs on the owner, on whole matrices, if the rule has states.
+    `advance`, `pack` and `apply` run on every holder, element-wise, so that any sharding gives the same bits. `finish`
+    runs on the owner, on whole matrices, if the rule has states.
 
     Attributes:
-        states: states of each matrix besides the momentum.
+        states: of each matrix besides the momentum.
         limits: bound on finished matrices: the singular values of an orthogonalized matrix, its norm, or none.
         finish_bytes: temporary bytes of `finish` for an element of a matrix.
     """
@@ -35,7 +34,7 @@ class Rule(Protocol):
     finish_bytes: int = 0
 
     def check(self, group: Group) -> None:
-        """Raise OptionError for hyperparameters of a parameter group that the rule cannot use."""
+        """Raise OptionError for hyperparameters of a group that the rule cannot use."""
         return None
 
     def feature(self, agreement: Agreement) -> Any:
@@ -67,5 +66,5 @@ class Rule(Protocol):
             params: parts of weights, of one dtype.
             updates: the same parts of orthogonalized matrices, of one dtype.
             scale: factor on the learning rate.
-            scratch: memory for the updates in the dtype of the weights; empty unless this dtype is wider.
+            scratch: memory for the updates in the dtype of the weights, if wider.
         """

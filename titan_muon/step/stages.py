@@ -76,12 +76,9 @@ class BatchRun:
 
 @dataclass(frozen=True)
 class UpdateBounds:
-    """The largest possible norms of arriving updates.
+    """The largest possible Frobenius norms of arriving updates, (count,) float32.
 
-    Attributes:
-        views: the updates, as views of a buffer.
-        parameters: (count,) parameter indices, on the device.
-        norms: (count,) float32 largest Frobenius norms, on the device.
+    `views`: of a buffer. `parameters`: (count,) indices, on the device.
     """
 
     views: tuple[Tensor, ...]
@@ -96,7 +93,7 @@ class BucketRun:
     Attributes:
         repeats: copies of packed shards for further ranks.
         cleared: buffer to zero before splitting results, or None.
-        releases: parameters to release after packing, by `release_grads`.
+        releases: parameters to release after packing.
     """
 
     advances: tuple[Advance, ...]
@@ -136,16 +133,13 @@ class Arithmetic:
 class RankStages:
     """The stages of a Muon step on this rank, with views of every tensor except gradients.
 
-    Args:
-        params: trained parameters, in the plan's order.
-        states: states of the rule, by matrix and name.
-
     Attributes:
-        states: the same, to which a feature of the rule may add.
+        params: trained parameters, in the plan's order.
+        states: states of the rule, by matrix and name, to which a feature of the rule may add.
         storage: by parameter, the views of the parameter and the momentum.
         runs: calls by bucket.
         source: provides momentum, gradients and weights to calls.
-        orthogonalized: number of matrices orthogonalized in the current step.
+        orthogonalized: number of matrices in the current step.
     """
 
     def __init__(
@@ -173,7 +167,7 @@ class RankStages:
         self._scratch = torch.empty(size, dtype=torch.uint8, device=buffers.device)
         by_bucket = [batches(run.matrices, plan.matrices, plan.works) for run in program.buckets]
         largest = max((self._numel(matrices) for run in by_bucket for matrices in run), default=0)
-        # Local matrices also use the wire dtype, so that every layout gives the same bits.
+        # Also local matrices, so that every layout gives the same bits.
         dtype = torch.float32 if options.wire_dtype == "float32" else torch.bfloat16
         workspace = torch.empty(largest, dtype=dtype, device=buffers.device)
         releases = self._last_packed() if options.release_grads else [()] * len(program.buckets)
@@ -183,7 +177,6 @@ class RankStages:
                 for index, run in enumerate(by_bucket)
             )
         self._workspace = StepMemory((workspace,), kept=options.keep_buffers)
-        # Each call allocates its scratch.
         self._scratch.untyped_storage().resize_(0)
         self.stages = Stages(self.advance, self.gather, self.orthogonalize, self.send_back, self.apply)
 
@@ -281,7 +274,7 @@ class RankStages:
     def _piece(self, number: int, places: tuple[Span, ...], view: Tensor) -> StoredPiece:
         matrix = self.plan.matrices[number]
         draws = Draws.of(self.plan.parameters[matrix.parameter].fqn, matrix.index, matrix.cols)
-        # The learning rate depends on the shape of the whole matrix, not of the shard.
+        # The learning rate depends on the shape of the whole matrix.
         return StoredPiece(number, matrix.parameter, self.plan.out_in(number), places, view, draws)
 
     def _calls(
@@ -415,10 +408,9 @@ class RankStages:
             start = stop
 
     def release(self, bucket: int, step: Step) -> None:
-        """Drop the gradients whose last shard this bucket has packed, by `release_grads`."""
+        """Drop the gradients whose last shard this bucket has packed."""
         for index in self.runs[bucket].releases:
             if step.grads[index] is not None:
-                # Both references keep the gradient's memory alive.
                 step.grads[index] = None
                 self.params[index].param.grad = None
 

@@ -13,10 +13,7 @@ Tensors = tuple[Tensor, ...] | list[Tensor]
 
 
 def lr_scale(choice: float | str, rows: int, cols: int) -> float:
-    """Factor on the learning rate for a rows x cols matrix, by a root mean square or a name.
-
-    Raises OptionError for an unknown name.
-    """
+    """Factor on the learning rate for a rows x cols matrix. Raises OptionError for an unknown name."""
     if isinstance(choice, int | float):
         return choice * math.sqrt(max(rows, cols))
     factors = {
@@ -69,7 +66,7 @@ def _pack(
 
 
 def rate(lr: float | Tensor) -> float | Tensor:
-    """A learning rate as a number, or as a scalar tensor of a device, whose value would cost the host a wait."""
+    """A learning rate as a number, or as a scalar tensor of a device, because reading would wait."""
     if not isinstance(lr, Tensor):
         return lr
     return lr.item() if lr.device.type == "cpu" else lr.reshape(())
@@ -94,10 +91,7 @@ def apply(
 
 
 def decay_cautiously(params: Tensors, updates: Tensors, factor: float | Tensor) -> None:
-    """param <- (1 - factor) param where the update also moves the weight towards zero, in place.
-
-    Cautious weight decay (Chen et al., 2025, arXiv:2510.12402): weights decay only where param * update >= 0.
-    """
+    """param <- (1 - factor) param where param * update >= 0, in place (Chen et al., 2025, arXiv:2510.12402)."""
     decays = torch._foreach_mul(params, updates)
     torch._foreach_sign_(decays)
     torch._foreach_add_(decays, 1)

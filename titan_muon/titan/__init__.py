@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 
-# TorchTitan takes seconds to import, and `compat.install()` must run before.
+# Lazy: TorchTitan takes seconds to import, and `compat.install()` must run first.
 def __getattr__(name: str) -> Any:
     if name == "HybridOptimizers":
         import_module(f"{__name__}.compat").install()

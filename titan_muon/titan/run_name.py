@@ -1,4 +1,4 @@
-"""Keys that tell a run from its recipe's file and from earlier runs: for its name, and for whether to continue one."""
+"""Differences between the recipes of two runs, for a run's name and for a resume."""
 
 import hashlib
 import re
@@ -10,16 +10,15 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import read_file, value_text
 
 LONGEST = 80
-"""Longest list of differences, in characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
+"""Limit on a name in characters: folder names end at 255 bytes, and TensorBoard's column is narrow."""
 
 LONGEST_VALUE = 24
 COMPARED = 20
 """Number of earlier runs to compare with."""
 
-# Keys without influence on the computation: name, folders and the checkpoint to load.
 IGNORED = frozenset({"name", "dump_folder", "data.cache", "checkpoint.load", "checkpoint.load_step"})
 OVERRIDES_FILE = "overrides.txt"
-"""File of a run's folder with the keys that the command line changed, one a line."""
+"""File in a run's folder: keys set on the command line, one per line."""
 
 SAME_EXPERIMENT = frozenset(
     {
@@ -30,7 +29,7 @@ SAME_EXPERIMENT = frozenset(
         *("muon.buffer_gib", "optimizer.offload", "optimizer.implementation", "loss.chunks"),
     }
 )
-"""Keys that may change within an experiment, besides the tables below: how far, on what, and how fast a run trains."""
+"""Keys that may change within an experiment, like the tables below: length, hardware and speed of training."""
 
 SAME_EXPERIMENT_TABLES = frozenset(
     {"activation_checkpoint", "checkpoint", "comm", "compile", "machine", "metrics", "monitor", "parallelism"}
@@ -39,15 +38,15 @@ SAME_EXPERIMENT_TABLES = frozenset(
 
 
 def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequence[str]) -> str:
-    """`key=value` for the keys that tell a recipe from its file and from earlier runs; empty without any.
+    """`key=value` pairs that distinguish a run; empty without any.
 
-    First come `overrides`, the keys that the command line changed. Then come changes of the file, the newest first:
-    keys with another value in an earlier run, unless the command line of one of the two runs set the key.
+    First `overrides`, then keys with another value in an earlier run, the newest first. Keys from the command line of
+    an earlier run are not compared.
 
     Args:
         recipe: recipe of the new run.
         earlier: recipe files in the folders of earlier runs, the newest first.
-        overrides: dotted keys.
+        overrides: dotted keys from the command line.
     """
     mine, defaults = written_values(recipe), written_values(Recipe())
     keys = [*overrides]
@@ -65,28 +64,36 @@ def distinguishing_keys(recipe: Recipe, earlier: Sequence[Path], overrides: Sequ
 
 
 def other_experiment(recipe: Recipe, file: Path) -> list[str]:
-    """Differences that make an earlier run another experiment, as `muon.lr = 0.001, here 0.02`; empty for the same one.
+    """Differences between two experiments, as `muon.lr = 0.001, here 0.02`; empty within an experiment.
 
     Args:
-        recipe: recipe of the run that may continue the earlier run.
-        file: recipe file in the folder of the earlier run. Without a readable file there is no difference.
+        recipe: recipe of the new run.
+        file: recipe file of the earlier run. An unreadable file has no differences.
     """
-    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
-    if other is None:
-        return []
     may_change = set(SAME_EXPERIMENT)
-    keys = _differing(mine, other, defaults)
+    keys = changes(recipe, file)
     if "training.steps" in keys:
-        # A schedule follows the number of steps.
+        # The schedule depends on the number of steps.
         may_change |= {"lr_scheduler.total_steps", "lr_scheduler.warmup_steps"}
     if recipe.training.global_batch_size != -1:
-        # Sequences at once of a step whose size is fixed.
+        # The global batch fixes the size of a step.
         may_change.add("training.local_batch_size")
     return [
-        f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
-        for key in keys
+        line
+        for key, line in keys.items()
         if key not in may_change and key.partition(".")[0] not in SAME_EXPERIMENT_TABLES
     ]
+
+
+def changes(recipe: Recipe, file: Path) -> dict[str, str]:
+    """All differences from the recipe of an earlier run by key, as `muon.lr = 0.001, here 0.02`; empty without one."""
+    mine, defaults, other = written_values(recipe), written_values(Recipe()), _values_of(file)
+    if other is None:
+        return {}
+    return {
+        key: f"{key} = {_text(other.get(key, defaults.get(key)))}, here {_text(mine.get(key))}"
+        for key in _differing(mine, other, defaults)
+    }
 
 
 def _text(value: object) -> str:
@@ -94,7 +101,7 @@ def _text(value: object) -> str:
 
 
 def _values_of(file: Path) -> Mapping[str, object] | None:
-    """The values of a resolved recipe by dotted key; None for a run that ended before it wrote one."""
+    """Values of a resolved recipe by dotted key; None for a run that ended before it wrote its recipe."""
     try:
         return {key: entry.value for key, entry in read_file(file).items()}
     except RecipeError:
@@ -102,7 +109,6 @@ def _values_of(file: Path) -> Mapping[str, object] | None:
 
 
 def _overrides_of(file: Path) -> frozenset[str]:
-    """The keys that the command line changed in the run with the recipe `file`."""
     try:
         return frozenset(file.with_name(OVERRIDES_FILE).read_text(encoding="utf-8").split())
     except OSError:
@@ -115,7 +121,7 @@ def _differing(mine: Mapping[str, object], other: Mapping[str, object], defaults
 
 
 def _short(key: str, keys: Mapping[str, object]) -> str:
-    """Last word of a key if unique; the table's name for the main key of a table; else the full key."""
+    """Last word of a key if unique; its table's name if the word is a table's name; else the full key."""
     table, _, leaf = key.rpartition(".")
     if any(other.partition(".")[0] == leaf for other in keys):
         return table
@@ -125,7 +131,7 @@ def _short(key: str, keys: Mapping[str, object]) -> str:
 
 def _value(value: object) -> str:
     text = value if isinstance(value, str) else _text(value)
-    # Brackets and quotes at the ends go. A minus stays: -1 is not 1.
+    # Strip brackets and quotes. Keep a minus: -1 is not 1.
     plain = re.sub(r"[^A-Za-z0-9_.+-]+", "-", re.sub(r"^[^A-Za-z0-9_.+-]+|[^A-Za-z0-9_.+-]+$", "", text))
     # A digest distinguishes long values with the same beginning.
     return plain if len(plain) <= LONGEST_VALUE else hashlib.sha256(text.encode()).hexdigest()[:6]

@@ -2,7 +2,7 @@
 
 A fixed number of seeds runs in the suite. More:
 
-    TITAN_MUON_FUZZ=100 python -m pytest tests/dist/step/test_fuzz.py
+    make test-long
 """
 
 import os
@@ -24,7 +24,7 @@ from titan_muon import Muon
 from titan_muon.tensors.dtensor import held_indices
 
 RANKS, STEPS = 4, 3
-SEEDS = int(os.environ.get("TITAN_MUON_FUZZ", "8"))
+SEEDS = 8 * int(os.environ.get("TITAN_MUON_LONG", "1"))
 SIZES = (1, 2, 3, 5, 8, 12, 17, 24)
 
 

@@ -165,6 +165,8 @@ def test_run_folder_has_what_a_run_leaves(tmp_path: Path) -> None:
     assert {"loss/train", "loss/validation", "loss/bits_per_byte"} <= tags
     assert {"tokens_per_second", "time/optimizer", "memory_gib"} <= tags
     assert any(tag.startswith("lr/") for tag in tags)
+    assert events.Scalars("loss_by_tokens/train")[-1].step == step["tokens"]
+    assert b"Muon step: " in events.Tensors("plan/text_summary")[0].tensor_proto.string_val[0]
     assert_ranges(folder / "profile_traces")
 
 

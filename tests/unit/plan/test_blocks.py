@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch.distributed.tensor import Replicate as TorchReplicate
 from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.unit.plans import MODES, PROPERTY, parameter_lists, plan_of, taken
+from tests.unit.plans import MODES, examples, parameter_lists, plan_of, taken
 from titan_muon.options import OptionError
 from titan_muon.plan.terms.blocks import in_blocks
 from titan_muon.plan.terms.layout import Geometries
@@ -48,7 +48,7 @@ def blocks(parameter: Parameter) -> list[MatrixRows]:
     return list(found.stack.matrices)
 
 
-@settings(PROPERTY, max_examples=150)
+@examples(50)
 @given(parameter_lists())
 def test_blocks_are_what_the_ranks_at_each_place_store(parameters: list[Parameter]) -> None:
     """Together they are the matrix, each element once, and no rank has a part of two blocks of one matrix."""

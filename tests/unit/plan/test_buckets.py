@@ -5,11 +5,11 @@ from dataclasses import replace
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.test_timeline import FREE
-from tests.unit.plans import PROPERTY, plan_of, plans, ranks_of, recut
+from tests.unit.plans import examples, plan_of, plans, ranks_of, recut
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.program import make_program
 from titan_muon.plan.search.owners import Task
@@ -42,7 +42,7 @@ def task_lists(draw: st.DrawFn) -> tuple[list[Task], list[tuple[int, ...]]]:
     return [Task(i, group, size, size, "l") for i, (group, size) in enumerate(drawn)], groups
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(task_lists(), st.integers(1, 20))
 def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[int, ...]]], count: int) -> None:
     tasks, groups = case
@@ -57,7 +57,7 @@ def test_rounds_keep_order_and_lose_nothing(case: tuple[list[Task], list[tuple[i
         assert [task.matrix for task in chosen] == sorted(task.matrix for task in chosen)
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(st.integers(1, 60), st.integers(1, 20))
 def test_rounds_have_about_the_same_bytes(tasks: int, count: int) -> None:
     found = rounds([Task(i, 0, 1, 1, "l") for i in range(tasks)], [(0, 1)], count)
@@ -148,7 +148,7 @@ class Clock:
         self.work[rank] += flops
 
 
-@settings(PROPERTY, max_examples=400)
+@examples(100)
 @given(plans(exchanges=("all_to_all", "all_gather_reduce_scatter")), st.integers(0, 1000))
 def test_a_step_without_link_time_takes_what_the_executor_waits_for(plan: Plan, seed: int) -> None:
     """On a machine where nothing but Newton-Schulz takes time, at one FLOP a second."""

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.unit.plans import PROPERTY, parameter_lists
+from tests.unit.plans import examples, parameter_lists
 from titan_muon.plan.terms.groups import Assembly, assemblies
 from titan_muon.plan.terms.layout import Geometry
 from titan_muon.plan.terms.types import (
@@ -36,7 +36,7 @@ def copies(geometry: Geometry, ranks: Iterable[int]) -> set[tuple[int, ...]]:
     return {geometry.replica[rank] for rank in ranks}
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(parameter_lists())
 def test_each_matrix_is_at_home_or_whole_in_each_group(parameters: list[Parameter]) -> None:
     for parameter in parameters:
@@ -66,7 +66,7 @@ def check_assembly(geometry: Geometry, index: int, assembly: Assembly, split: bo
     assert set(elements) <= {*taking_part, *assembly.local}, "every holder takes part"
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(parameter_lists())
 def test_matrices_of_common_ranks_share_a_group(parameters: list[Parameter]) -> None:
     """Groups of one parameter are equal or disjoint, so its matrices can travel together."""

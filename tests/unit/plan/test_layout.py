@@ -4,11 +4,11 @@ from math import prod
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import LARGE_MESHES, PROPERTY, coordinates, layouts, stacks, taken, torch_local
+from tests.unit.plans import LARGE_MESHES, coordinates, examples, layouts, stacks, taken, torch_local
 from titan_muon.plan.terms.layout import Geometry, chunk, flattened, intersect, merged, region, spans, stored_as, take
 from titan_muon.plan.terms.types import (
     Cut,
@@ -44,7 +44,7 @@ def at(full: Tensor, dims: tuple[tuple[Interval, ...], ...]) -> Tensor:
     return full
 
 
-@settings(PROPERTY, max_examples=600)
+@examples(150)
 @given(cases())
 def test_a_rank_stores_what_torch_gives_it(layout: Layout) -> None:
     full = indices(layout.shape)
@@ -52,7 +52,7 @@ def test_a_rank_stores_what_torch_gives_it(layout: Layout) -> None:
         assert torch.equal(at(full, region(layout, coordinate)), torch_local(layout, coordinate, full))
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(cases())
 def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None:
     full = indices(layout.shape)
@@ -65,7 +65,7 @@ def test_the_ranks_of_a_replica_store_every_element_once(layout: Layout) -> None
         assert torch.equal(torch.cat(pieces).sort().values, full.flatten())
 
 
-@settings(PROPERTY, max_examples=600)
+@examples(150)
 @given(st.data())
 def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.DataObject) -> None:
     """Each segment of a piece names the same element in the rank's 2D storage and in the whole matrix."""
@@ -88,7 +88,7 @@ def test_pieces_are_the_elements_that_local_storage_and_matrix_share(data: st.Da
         assert seen == local.numel()
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(st.data())
 def test_several_dims_flatten_to_rows_and_columns(data: st.DataObject) -> None:
     layout = data.draw(cases())

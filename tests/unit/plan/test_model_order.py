@@ -5,11 +5,11 @@ from dataclasses import replace
 from typing import get_args
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.plan.test_timeline import parameters
-from tests.unit.plans import PROPERTY, plan_of, plans
+from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Overlap
 from titan_muon.plan.search.model_order import ModelOrder
 from titan_muon.plan.search.owners import Task
@@ -36,7 +36,7 @@ def pieces_of(plan: Plan) -> Pieces:
     return Pieces(plan.matrices, Geometries(plan.parameters))
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)
@@ -53,7 +53,7 @@ def test_swapped_matrices_cost_their_owner_the_same(plan: Plan, overlap: Overlap
     assert all(owned[key] == owners[key] for key in owners if key[0] in sliced)
 
 
-@settings(PROPERTY, max_examples=100)
+@examples(50)
 @given(plans(exchanges=["all_to_all"]), st.sampled_from(["backward", "forward"]))
 def test_of_a_kind_rounds_are_in_the_order_of_the_pass(plan: Plan, overlap: Overlap) -> None:
     pieces, (rounds, owners) = pieces_of(plan), tasks_of(plan)

@@ -7,10 +7,10 @@ import sys
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plans import PROPERTY, plan_of
+from tests.unit.plans import examples, plan_of
 from titan_muon.plan.search.owners import (
     BYTES_OVER_MEAN,
     STRATEGIES,
@@ -38,7 +38,7 @@ def loads(owners: OwnerOf, tasks: list[Task], load: dict[int, int] | None = None
     return total
 
 
-@settings(PROPERTY, max_examples=400)
+@examples(100)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 12))
 def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int) -> None:
     """Graham's bound, against max(mean, largest, two of the ranks + 1 largest), which the best cannot beat."""
@@ -52,7 +52,7 @@ def test_balanced_is_within_four_thirds_of_the_best(flops: list[int], ranks: int
         assert path == ordered[0]
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 8), st.data())
 def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int, data: st.DataObject) -> None:
     """No rank that was given a matrix could hand its smallest to the least loaded one and be better off."""
@@ -69,7 +69,7 @@ def test_balanced_fills_up_what_ranks_have_at_home(flops: list[int], ranks: int,
         assert not roomy or total[rank] - task.flops <= max(min(roomy), at_home[rank])
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=60), st.integers(1, 8))
 def test_bytes_stay_below_the_cap_or_everybody_is_at_it(sizes: list[tuple[int, int]], ranks: int) -> None:
     tasks = [Task(i, 0, flops, bytes_, "l") for i, (flops, bytes_) in enumerate(sizes)]

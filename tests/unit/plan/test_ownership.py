@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.plans import PROPERTY
+from tests.unit.plans import examples
 from titan_muon.plan.owned.ownership import OwnedItem, OwnedTotals, Ownership, assign_owners, load_lines
 from titan_muon.plan.terms.work import standard_flops
 
@@ -43,7 +43,7 @@ def by_layer(ownership: Ownership) -> dict[str, list[int]]:
     return found
 
 
-@settings(PROPERTY)
+@examples(50)
 @given(items(), st.integers(1, 12))
 def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], size: int) -> None:
     ownership = assign_owners(given_items, size)
@@ -55,14 +55,14 @@ def test_every_item_has_an_owner_and_loads_add_up(given_items: list[OwnedItem], 
     assert sum(load.flops for load in loads) == sum(i.flops for i in given_items)
 
 
-@settings(PROPERTY)
+@examples(50)
 @given(items(), st.integers(2, 12))
 def test_no_rank_owns_a_whole_layer(given_items: list[OwnedItem], size: int) -> None:
     for owners in by_layer(assign_owners(given_items, size)).values():
         assert len(owners) == 1 or len(set(owners)) > 1
 
 
-@settings(PROPERTY)
+@examples(50)
 @given(items(), st.integers(1, 12), st.randoms(use_true_random=False))
 def test_owners_do_not_depend_on_the_order_of_items(given_items: list[OwnedItem], size: int, random: object) -> None:
     shuffled = list(given_items)
@@ -71,7 +71,7 @@ def test_owners_do_not_depend_on_the_order_of_items(given_items: list[OwnedItem]
     assert dict(zip(first.items, first.owners, strict=True)) == dict(zip(second.items, second.owners, strict=True))
 
 
-@settings(PROPERTY)
+@examples(50)
 @given(st.integers(1, 8), st.integers(1, 8))
 def test_more_ranks_than_matrices_leave_ranks_without_any(matrices: int, more: int) -> None:
     ownership = assign_owners([item(f"{i}", f"{i}", 8, 8) for i in range(matrices)], matrices + more)
@@ -96,7 +96,7 @@ def stacks(draw: st.DrawFn) -> list[OwnedItem]:
     ]
 
 
-@settings(PROPERTY)
+@examples(50)
 @given(stacks(), st.integers(1, 12))
 def test_a_stack_is_divided_among_different_ranks(given_items: list[OwnedItem], size: int) -> None:
     """As many as it has units for, in runs that torch.chunk would make, none of them empty."""

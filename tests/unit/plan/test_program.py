@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.plans import PROPERTY, coordinates, plan_of, plans, ranks_of, recut, taken, torch_local
+from tests.unit.plans import coordinates, examples, plan_of, plans, ranks_of, recut, taken, torch_local
 from titan_muon.comm.buffers import BufferSet, bucket_buffers, make_buffer_sets
 from titan_muon.plan.cost.batches import batches
 from titan_muon.plan.program import BucketProgram, Collective, Phase, make_program
@@ -410,7 +410,7 @@ def check_routes(phases: dict[int, Phase]) -> None:
         assert peers == sorted(peers)
 
 
-@settings(PROPERTY, max_examples=2000)
+@examples(400)
 @given(plans())
 def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: Plan) -> None:
     world = check_step(plan, late=True)
@@ -418,7 +418,7 @@ def test_every_matrix_is_whole_once_and_every_holder_gets_its_piece_back(plan: P
     check_legs(world)
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(plans(cut=False, overlaps=("backward", "forward")))
 def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
     """Their rounds are in its order, and matrices that are alike have taken each other's owners."""
@@ -427,7 +427,7 @@ def test_plans_that_a_pass_of_the_model_hides_cover_too(plan: Plan) -> None:
     check_legs(world)
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(plans())
 def test_collectives_that_finish_at_once_give_the_same(plan: Plan) -> None:
     check_step(plan, late=False)
@@ -509,7 +509,7 @@ def test_buckets_that_return_in_place_share_slots_with_those_that_do_not() -> No
     check_step(plan, late=True)
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(plans(), st.integers(0, 1000))
 def test_every_group_sees_its_collectives_in_one_order(plan: Plan, seed: int) -> None:
     """Members that launched them in different orders would take each other's pieces for their own, or hang."""

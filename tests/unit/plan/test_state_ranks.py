@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
-from tests.unit.plans import PROPERTY, parameter_lists, ranks_of, work
+from tests.unit.plans import examples, parameter_lists, ranks_of, work
 from titan_muon.options import MuonOptions
 from titan_muon.plan.planner import make_plan
 from titan_muon.plan.program import make_program
@@ -40,7 +40,7 @@ def advanced(plan: Plan, rank: int) -> Counter[int]:
     return found
 
 
-@settings(PROPERTY, max_examples=100)
+@examples(50)
 @given(parameter_lists())
 def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
     plan = kept_on_owners(parameters)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.owners import Choose, owned_by, per_layer, round_robin
 from scripts.bounds import least_flops, least_sent
-from tests.unit.plans import BATCH, PROPERTY, parameter_lists, plan_of, plans, ranks_of
+from tests.unit.plans import BATCH, examples, parameter_lists, plan_of, plans, ranks_of
 from titan_muon.comm.buffers import make_buffer_sets
 from titan_muon.options import OptionError
 from titan_muon.plan.cost.batches import batches
@@ -122,7 +122,7 @@ def buffer_numel(program: Program) -> int:
     return sum(block.numel() for block in blocks.values())
 
 
-@settings(PROPERTY, max_examples=500)
+@examples(125)
 @given(plans())
 def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
     summary = summarize(plan)
@@ -136,7 +136,7 @@ def test_every_rank_costs_what_its_program_says(plan: Plan) -> None:
     assert sum(cost.bytes_sent for cost in summary.ranks) == sum(cost.bytes_received for cost in summary.ranks)
 
 
-@settings(PROPERTY, max_examples=300)
+@examples(75)
 @given(plans())
 def test_lower_bounds_are_below_what_the_plan_does(plan: Plan) -> None:
     summary = summarize(plan)
@@ -201,7 +201,7 @@ def test_buffers_stay_within_what_the_user_gave(exchange: str, budget: int) -> N
     assert summarize(plan_of(parameters, exchange=exchange, buffer_bytes=budget)).buffer_bytes_max <= budget
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(parameter_lists(), st.sampled_from([128, 256, 512, 1024]))
 def test_no_plan_has_more_buffers_than_the_user_gave(parameters: list[Parameter], budget: int) -> None:
     try:
@@ -241,7 +241,7 @@ def test_everyone_owns_only_what_everyone_gathers(exchange: str) -> None:
         plan_of([matrix(0, 4, 4)], exchange=exchange, owners="everyone")
 
 
-@settings(PROPERTY, max_examples=200)
+@examples(50)
 @given(plans())
 def test_json_is_read_back_whole(plan: Plan) -> None:
     data = json.loads(plan.to_json())

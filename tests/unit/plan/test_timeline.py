@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import get_args, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from scripts.bounds import Chain, chains, least_seconds, least_whole
-from tests.unit.plans import PROPERTY, plan_of, plans
+from tests.unit.plans import examples, plan_of, plans
 from titan_muon.options import Machine, MuonOptions, OptionError, Overlap
 from titan_muon.plan.cost.timeline import timeline
 from titan_muon.plan.cost.times import Costs
@@ -166,7 +166,7 @@ def test_waits_between_ranks_are_not_exposed_exchange() -> None:
     assert played.tail == pytest.approx(0, abs=1e-12)
 
 
-@settings(PROPERTY, max_examples=100)
+@examples(50)
 @given(plans())
 def test_no_rank_waits_a_negative_time_and_no_step_beats_its_limit(plan: Plan) -> None:
     for overlap in get_args(Overlap):
@@ -185,7 +185,7 @@ def least(plan: Plan, machine: MachineRates) -> float:
     return least_whole(chains(plan.buckets, costs), [0.0] * len(pieces.ranks()), 100 * seconds(plan, machine))
 
 
-@settings(PROPERTY, max_examples=100)
+@examples(50)
 @given(plans())
 def test_no_step_beats_the_least_for_whole_matrices(plan: Plan) -> None:
     """In particular not one of other buckets, owners and rounds."""

@@ -11,8 +11,8 @@ from ..terms.work import Work
 
 def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[Work]) -> tuple[tuple[int, ...], ...]:
     """Batches of matrices with equal shape and work, by index, in order; first the slices, each in its own batch."""
-    # The owners of a sliced matrix wait for each other in every product. Slices first, so that no owner waits for an
-    # owner's whole matrices. In order of the plan, because owners with two sliced matrices would otherwise deadlock.
+    # Slices first, because the owners of a sliced matrix wait for each other. In order of the plan, because owners with
+    # two sliced matrices would otherwise deadlock.
     result: list[tuple[int, ...]] = [(index,) for index in sorted(chosen) if matrices[index].slice is not None]
     equal: dict[tuple[int, int, int], list[int]] = {}
     for index in chosen:
@@ -29,8 +29,8 @@ def batches(chosen: Sequence[int], matrices: Sequence[Matrix], works: Sequence[W
 
 def batch_sizes(count: int, work: Work) -> list[int]:
     """The sizes of the batches of `count` equal matrices."""
-    # Even sizes: 9 matrices with room for 8 become 5 and 4, not 8 and 1. The workspace is as large as the largest
-    # batch, and a batch of a single matrix runs at a low rate.
+    # 9 matrices with room for 8 become 5 and 4, because the largest batch sets the workspace, and a small batch runs at
+    # a low rate.
     parts = -(-count // work.batch)
     size = -(-count // parts)
     return [size] * (count // size) + ([count % size] if count % size else [])
@@ -39,7 +39,7 @@ def batch_sizes(count: int, work: Work) -> list[int]:
 def counted_batches(
     counts: Iterable[tuple[int, int]], pieces: Pieces, works: Sequence[Work]
 ) -> Iterator[tuple[Matrix, int]]:
-    """(example matrix, size) of each batch, from (kind, count) pairs; equal to the batches of `batches`."""
+    """(example matrix, size) of each batch of `batches`, from (kind, count) pairs."""
     equal: dict[tuple[int, int, int], list[int]] = {}
     for kind, count in counts:
         matrix = pieces.matrices[pieces.examples[kind]]

@@ -13,8 +13,8 @@ class StepBytes(NamedTuple):
     """Bytes that a step allocates on one rank.
 
     Attributes:
-        buffers: exchange buffers, in all stages.
-        workspace: the largest batch of whole matrices, in all stages.
+        buffers: exchange buffers.
+        workspace: the largest batch of whole matrices.
         advance: temporary bytes of the largest call for the momentum.
         orthogonalize: temporary bytes of Newton-Schulz and of the rule, on the largest batch.
         apply: temporary bytes of the largest call for the weights.
@@ -28,32 +28,23 @@ class StepBytes(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Peak bytes without the exchange buffers."""
-        # The computing stream runs one stage at a time.
+        """Peak bytes without the exchange buffers: the computing stream runs one stage at a time."""
         return self.workspace + max(self.advance, self.orthogonalize, self.apply)
 
     @property
     def peak(self) -> int:
-        """Peak bytes of the step."""
         return self.buffers + self.work
 
 
 def step_bytes(local: OwnerTime, buckets: Sequence[BucketTotals], buffer_elements: int, costs: Costs) -> StepBytes:
-    """The peak of a step on one rank.
-
-    Args:
-        local: cost of the local matrices.
-        buckets: totals of the buckets that travel.
-        buffer_elements: elements of the exchange buffers.
-        costs: costs of the plan.
-    """
+    """The peak of a step on one rank, with `local` matrices and `buckets` that travel."""
     owned = [local, *(costs.owned(bucket.owned) for bucket in buckets)]
     stored = max([local.assembled // costs.wire_bytes, *(bucket.stored for bucket in buckets)])
     passes, row = costs.passes, costs.longest_row
     return StepBytes(
         buffers=buffer_elements * costs.wire_bytes,
-        workspace=max(each.assembled for each in owned),
+        workspace=max(time.assembled for time in owned),
         advance=min(stored, max(passes.advance_elements, row)) * passes.advance_bytes,
-        orthogonalize=max(each.iteration for each in owned),
+        orthogonalize=max(time.iteration for time in owned),
         apply=min(stored, max(passes.apply_elements, row)) * passes.apply_bytes,
     )

@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> list[Span]:
-    """The spans of every rank, by start. Modelled by the clock of `timeline`."""
+    """The spans of every rank, by start, modelled like `timeline`."""
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
     ranks = pieces.ranks()
@@ -46,8 +46,6 @@ def spans(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> li
 
 
 class _Recorder(Clock):
-    """A clock that keeps spans."""
-
     def __init__(self, times: Sequence[BucketTimes], ranks: Sequence[int]) -> None:
         super().__init__(times, len(ranks))
         self._ranks, self.spans = ranks, list[Span]()
@@ -70,8 +68,8 @@ class _Recorder(Clock):
         times = self._times[bucket]
         super().orthogonalize(bucket)
         stops = [self.now[index] for index in times.group]
-        taken = (copies + owned.seconds for copies, owned in zip(times.copies, times.owned, strict=True))
-        starts = [stop - seconds for stop, seconds in zip(stops, taken, strict=True)]
+        durations = (copies + owned.seconds for copies, owned in zip(times.copies, times.owned, strict=True))
+        starts = [stop - seconds for stop, seconds in zip(stops, durations, strict=True)]
         self._add("orthogonalize", bucket, times.group, starts, stops)
         if len(times.phases) > 1:
             self._add_links("send_back", bucket, times.phases[1])

@@ -23,8 +23,7 @@ from .totals import Totals
 class RankTime:
     """Seconds of a rank in a step: Newton-Schulz, memory passes, waits for collectives, and the busiest link.
 
-    Excludes gathers in the previous backward, and returns and applies in the next forward. `host`: seconds in which the
-    host launches the step.
+    Excludes the communication hidden in the model's passes. `host`: to launch the step.
     """
 
     rank: int
@@ -45,15 +44,13 @@ class Timeline:
     """Seconds of a step.
 
     Attributes:
-        machine: name of the machine.
-        overlap: the model's pass with hidden communication.
-        ranks: seconds of each rank.
         least: lower bound by Newton-Schulz: the mean over ranks, or the largest matrix.
-        exposed: seconds saved if communication took no time.
-        hidden: most seconds of a rank's gathers in the previous backward ("backward"), or seconds from the end of the
-            step until the next forward has all results ("forward"). None without overlap.
-        tail: seconds from the last Newton-Schulz of any rank to the end of the step: the last return, and apply. Upper
-            bound of the gain by waiting for returns in the next forward.
+        exposed: saved if communication took no time.
+        hidden: most seconds of a rank's gathers in the previous backward ("backward"), or from the end of the step
+        until
+            the next forward has all results ("forward"). None without overlap.
+        tail: from the last Newton-Schulz of any rank to the end of the step. Upper bound of the gain by waiting for
+            returns in the next forward.
     """
 
     machine: str
@@ -81,8 +78,7 @@ class Timeline:
 def timeline(plan: Plan, machine: MachineRates, *, overlap: Overlap = "none") -> Timeline:
     """Simulate a plan. Deterministic; time grows with ranks, matrices and collectives, not with pieces.
 
-    With `overlap` the first gathers run in the previous backward, or the last returns in the next forward; the pass is
-    assumed to be long enough.
+    A pass with `overlap` is assumed to hide all of its gathers or returns.
     """
     pieces = Pieces(plan.matrices, Geometries(plan.parameters), machine.ranks_per_node)
     costs = Costs(pieces, plan.works, plan.wire_bytes, machine, plan.passes)
@@ -145,7 +141,7 @@ def simulate(
 
 
 def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_sets: int, hidden: Hidden = NOTHING) -> C:
-    """Play the turns of a step on a clock; `rounds` by bucket, `local` seconds by rank. Returns the clock."""
+    """Play the turns of a step on a clock. Arguments as for `simulate`."""
     count = max(rounds, default=-1) + 1
     by_round: list[list[int]] = [[] for _ in range(count)]
     for index, number in enumerate(rounds):
@@ -169,9 +165,9 @@ def run_clock(clock: C, rounds: Sequence[int], local: Sequence[float], buffer_se
 class Clock:
     """Clocks of every rank's compute stream and links during a step."""
 
-    # The host enqueues without waiting. A rank's compute continues when the awaited collective ends, at the end of its
-    # slowest rank. Collectives of a group are serialized, because a communicator has a single stream. Collectives of
-    # different groups run concurrently but share a rank's links, occupied only by the rank's own traffic.
+    # The host enqueues without waiting. Compute continues when the awaited collective ends on its slowest rank.
+    # Collectives of a group are serialized, because a communicator has a single stream. Collectives of different groups
+    # run concurrently but share a rank's links, occupied only by the rank's own traffic.
 
     def __init__(self, times: Sequence[BucketTimes], ranks: int) -> None:
         self._times = times
@@ -190,7 +186,6 @@ class Clock:
             self._launch(bucket, times.phases[0])
 
     def stay(self, local: Sequence[float]) -> None:
-        # Local matrices are applied right after orthogonalization, without a return.
         self.now = [now + seconds for now, seconds in zip(self.now, local, strict=True)]
         self.computed = max(self.now, default=0.0)
 
@@ -199,8 +194,8 @@ class Clock:
         for index in times.group:
             now[index] = max(now[index], over)
         for team, seconds in times.teams:
-            # Slices of a matrix start together, at the last of their owners, and end together. Slices run before whole
-            # matrices (`batches`); subtract their seconds because `owned` below includes them.
+            # Slices of a matrix start together, at the last of their owners, and end together, before whole matrices
+            # (`batches`). `owned` below includes their seconds.
             start = max(now[index] for index in team)
             for index in team:
                 now[index] = start + seconds
@@ -217,7 +212,6 @@ class Clock:
         times, now, over = self._times[bucket], self.now, self._over[bucket]
         for index, seconds in zip(times.group, times.apply, strict=True):
             if late:
-                # Late applies run on the stream of updates.
                 self.behind[index] = max(self.behind[index], now[index], over) + seconds
             else:
                 now[index] = max(now[index], over) + seconds
@@ -267,7 +261,6 @@ def _links(
 
 
 def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, OwnerTime], costs: Costs) -> list[float]:
-    """Seconds in which the host of each rank launches the step."""
     launches = {rank: [time.matrices, time.batches, 0] for rank, time in local.items()}
     for bucket in totals:
         for rank, rank_totals in bucket.items():
@@ -279,7 +272,6 @@ def _hosts(totals: Iterable[Mapping[int, BucketTotals]], local: Mapping[int, Own
 
 
 def _least(plan: Plan, costs: Costs, ranks: int) -> float:
-    """Lower bound of Newton-Schulz: the mean over ranks, or the largest matrix."""
     kinds = Counter((matrix.work, min(matrix.rows, matrix.cols)) for matrix in plan.matrices)
     examples = {(matrix.work, min(matrix.rows, matrix.cols)): matrix for matrix in plan.matrices}
     alone = {kind: costs.alone(matrix) for kind, matrix in examples.items()}

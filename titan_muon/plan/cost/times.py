@@ -16,10 +16,10 @@ from .batches import counted_batches
 
 
 class OwnerTime(NamedTuple):
-    """Cost of a rank's matrices in a bucket, or of its local matrices; seconds and FLOPs of Newton-Schulz.
+    """Cost of a rank's matrices in a bucket, or of its local matrices.
 
     `assembled`: bytes of the largest assembled batch. `iteration`: most bytes of the iteration on a batch. `team_sent`
-    and `team_calls`: bytes sent to the owners of further slices of the same matrices, and collectives among them.
+    and `team_calls`: bytes and collectives among the owners of slices.
     """
 
     elements: int
@@ -45,10 +45,7 @@ class LocalTime(NamedTuple):
 
 
 class Costs:
-    """Seconds from a plan's counts, on a machine; `wire_bytes` per element in transit.
-
-    `passes`: element-wise stages. `longest_row`: columns of the widest matrix.
-    """
+    """Seconds from a plan's counts, on a machine. `longest_row`: columns of the widest matrix."""
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class Costs:
         self._owned: dict[KindCounts, OwnerTime] = {}
 
     def owned(self, counts: KindCounts) -> OwnerTime:
-        """Cost of orthogonalizing `counts` = (kind, number of matrices) pairs in batches."""
+        """Cost of orthogonalizing `counts` in batches."""
         # Cached, because most ranks have equal counts.
         if counts not in self._owned:
             self._owned[counts] = self._find(counts)
@@ -129,13 +126,13 @@ class BucketTimes:
     """Seconds of a bucket on each rank of its group, in the order of `group`.
 
     Attributes:
-        group: positions of the ranks among all ranks of the plan.
+        group: positions among all ranks of the plan.
         pack: momentum of the local pieces, and packing for the gather.
         owned: Newton-Schulz.
         copies: assembling matrices, and filling the return buffer.
         apply: decay and update of the local pieces.
         phases: link seconds of each rank in the gather and, if any, in the return.
-        latency: seconds of latency of each collective.
+        latency: of each collective.
         teams: for each sliced matrix the positions of the owners, and its seconds within `owned`.
     """
 
@@ -152,7 +149,7 @@ class BucketTimes:
 def bucket_times(
     bucket: Bucket, totals: Mapping[int, BucketTotals], costs: Costs, place: Mapping[int, int]
 ) -> BucketTimes:
-    """The times of a bucket; `place` is the position of each rank among the plan's ranks."""
+    """The times of a bucket; `place`: position of each rank among the plan's ranks."""
     machine, wire = costs.machine, costs.wire_bytes
     rank_totals = [totals[rank] for rank in bucket.group]
     across = len({costs.pieces.node(rank) for rank in bucket.group}) > 1

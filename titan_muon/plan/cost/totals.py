@@ -13,7 +13,7 @@ from ..terms.types import Bucket
 
 
 class Totals:
-    """Totals of each bucket by rank (`of_buckets`), and for each rank (round, totals) of its buckets (`buckets`)."""
+    """`of_buckets`: by bucket and rank. `buckets`: by rank, (round, totals) of its buckets."""
 
     def __init__(self, buckets: Sequence[Bucket], pieces: Pieces) -> None:
         self.of_buckets = [PATTERNS[bucket.exchange].totals(bucket, pieces) for bucket in buckets]
@@ -23,8 +23,8 @@ class Totals:
                 self.buckets[rank].append((bucket.round, totals))
 
     def buffer_elements(self, rank: int, buffer_sets: int) -> int:
-        # Buckets of a round are in flight together, and each needs separate buffers. Buckets at equal positions of
-        # rounds with a common buffer set reuse buffers of the largest size.
+        # Buckets of a round need separate buffers. Buckets at equal positions of rounds with a common buffer set share
+        # buffers of the largest size.
         largest: dict[tuple[int, int], list[int]] = {}
         last, place = -1, 0
         for number, totals in self.buckets[rank]:

@@ -1,7 +1,6 @@
 """The all-gather patterns, and the table of all exchange patterns."""
 
-# A pattern is a single class with all pattern-specific code, so that a new pattern is a class and a line in PATTERNS.
-# Files outside this folder read has_owners, one_replica, spreads and automatic, and never compare pattern names.
+# A new pattern is a class and a line in PATTERNS. Files outside this folder never compare pattern names.
 
 from __future__ import annotations
 
@@ -56,8 +55,8 @@ class AllGather(Pattern):
 class AllGatherReduceScatter(AllGather):
     """All-gather to the owners; the results return as a reduce-scatter of a sum with zeros."""
 
-    # Sends as many times the bytes of an all-to-all as there are ranks, so the cost model never prefers this pattern.
-    # For networks with a slow all-to-all, and for comparison: xtuner uses the pattern for remainder matrices.
+    # Sends as many times the bytes of an all-to-all as there are ranks. For networks with a slow all-to-all, and for
+    # comparison: xtuner uses the pattern for remainder matrices.
 
     name = "all_gather_reduce_scatter"
     has_owners = True
@@ -87,4 +86,4 @@ PATTERNS: Mapping[str, Pattern] = {
     pattern.name: pattern
     for pattern in (AllToAll(), AllGatherReduceScatter(), AllGather(), Duplicated(), Hierarchical())
 }
-"""All exchange patterns, by name: the values of the option `exchange`, and the automatic patterns."""
+"""The values of the option `exchange`, and the automatic patterns."""

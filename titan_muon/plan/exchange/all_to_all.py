@@ -22,12 +22,7 @@ GATHER, RETURN = 0, 1
 
 
 class Routes(NamedTuple):
-    """The exchange partners of a matrix, [Note: routes].
-
-    Attributes:
-        keys: key of a rank in the gather, and in the return.
-        workers: for an owner with several workers, all workers.
-    """
+    """See [Note: routes]. `keys`: of a rank in the gather, and in the return. `workers`: by owner, if several."""
 
     keys: tuple[Key, Key]
     workers: Mapping[int, Ranks] = {}
@@ -44,8 +39,7 @@ class AllToAll(Pattern):
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
         """Gather from the owner's replica, return to all replicas."""
-        # Replicas store equal momentum, so the pieces of a single replica suffice. The result must reach all replicas,
-        # or their weights would diverge.
+        # The pieces of a single replica suffice, but without the result replicas would diverge.
         return Routes((pieces.geometry(matrix).replica.__getitem__, _everywhere))
 
     def program(self, bucket: Bucket, rank: int, pieces: Pieces) -> BucketProgram:
@@ -87,7 +81,7 @@ class AllToAll(Pattern):
         return {rank: _totals(gather[rank], back[rank], mine.get(rank, ()), calls) for rank in bucket.group}
 
     def _kinds(self, bucket: Bucket, pieces: Pieces) -> Iterable[tuple[int, Routes, Counter[int], int]]:
-        """For each kind in the bucket: its routes, the number of matrices by worker, and their number."""
+        """By kind in the bucket: the routes, the number of matrices by worker, and their number."""
         for kind, owners in owned_by_kind(bucket, pieces).items():
             routes, workers = self.routes(pieces.examples[kind], pieces), Counter[int]()
             for owner, count in owners.items():
@@ -110,14 +104,14 @@ class AllToAll(Pattern):
 
 
 class Duplicated(AllToAll):
-    """Every rank of the owner's tensor-parallel group assembles a matrix cut by tensor parallelism, and returns its
-    part: Newton-Schulz and gather once per rank, but a shorter return."""
+    """Every rank of the owner's tensor-parallel group assembles a cut matrix, and returns its part: Newton-Schulz and
+    gather once per rank, but a shorter return."""
 
     name = "duplicated"
     automatic = True
 
     def routes(self, matrix: int, pieces: Pieces) -> Routes:
-        """Routes of an all-to-all, except for the return: to the ranks at equal tensor-parallel coordinates."""
+        """As an all-to-all, but the return is to the ranks at equal tensor-parallel coordinates."""
         geometry, routes = pieces.geometry(matrix), super().routes(matrix, pieces)
         if pieces.matrices[matrix].index not in geometry.cut_by_peers:
             return routes
@@ -130,14 +124,13 @@ class _Amounts:
     """Elements exchanged by a rank in a phase.
 
     Attributes:
-        home: elements of the rank's pieces, once per worker.
-        kept: elements of `home` for the rank itself.
-        owned: elements of pieces from further ranks, for the matrices orthogonalized on this rank.
-        home_near, owned_near: elements of `home` and `owned` exchanged within the node.
+        home: of the rank's pieces, once per worker.
+        kept: of `home`, for the rank itself.
+        owned: of pieces from further ranks, for the matrices orthogonalized on this rank.
         parts: whether any matrix has several workers.
         pieces: number of the rank's pieces.
-        key: key of the last piece's route; pieces of a bucket nearly always share the key.
-        peers, peers_near: ranks that exchange pieces with this rank, in total and within the node.
+        key: of the last piece's route; pieces of a bucket nearly always share the key.
+        peers: ranks that exchange pieces with this rank. `*_near`: within the node.
     """
 
     home: int = 0
@@ -153,8 +146,6 @@ class _Amounts:
 
 
 class _Partners:
-    """The workers of a bucket by the key of their routes."""
-
     def __init__(self) -> None:
         self.workers: dict[Hashable, set[int]] = {}
 
@@ -233,7 +224,7 @@ def _totals(gather: _Amounts, back: _Amounts, owned: tuple[tuple[int, int], ...]
 
 
 def owned_by_kind(bucket: Bucket, pieces: Pieces) -> dict[int, Counter[int]]:
-    """For each kind of matrices in the bucket the number of matrices by owner."""
+    """By kind in the bucket, the number of matrices by owner."""
     by_kind: dict[int, Counter[int]] = {}
     for matrix, owner in zip(bucket.matrices, bucket.owners, strict=True):
         by_kind.setdefault(pieces.kinds[matrix], Counter())[owner] += 1

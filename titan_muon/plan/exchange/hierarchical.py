@@ -1,8 +1,7 @@
 """Hierarchical all-to-all: an all-to-all within the owner's replica, then an all-gather over replicas."""
 
-# With few matrices, an owner that sends results to every replica is the busiest rank: with 128 replicas of 8 shards the
-# owner sends 128 times the matrix, while ranks without a matrix send nothing. Here the owner sends pieces only within
-# its replica. Then each replica group, the ranks with equal pieces of different replicas, all-gathers the results.
+# With few matrices, an owner that sends results to 128 replicas is the busiest rank, and ranks without a matrix send
+# nothing. Here each replica group, the ranks with equal pieces of different replicas, all-gathers the results.
 
 from __future__ import annotations
 
@@ -17,10 +16,7 @@ from .phases import BucketProgram, Collective, Parcel, Phase
 
 
 class Hierarchical(AllToAll):
-    """Owners return results to their own replica, and replicas all-gather the results.
-
-    Falls back to all_to_all if a bucket has a single replica or if its matrices' replicas differ.
-    """
+    """Falls back to all_to_all if a bucket has a single replica or if its matrices' replicas differ."""
 
     name = "hierarchical"
     spreads = True
@@ -39,8 +35,7 @@ class Hierarchical(AllToAll):
         replica_group = tuple(sorted(within))
         for member in replica_group:
             phase = run.returning if member == rank else self.phase(within[member], member, pieces, RETURN)
-            # In the order of the member's home buffer. This rank stores an equal piece of each of the member's
-            # matrices.
+            # In the order of the member's home buffer. This rank stores an equal piece of each matrix.
             received += [Parcel(p.matrix, member, p.piece, sum(sizes) + p.offset) for p in phase.home]
             sizes.append(phase.home_numel)
         home = run.returning.home
@@ -76,7 +71,6 @@ class Hierarchical(AllToAll):
 
     def groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
         replicas = replicas_in(bucket, pieces)
-        # A replica on a single rank exchanges nothing.
         return [tuple(sorted(ranks)) for ranks in replicas if len(ranks) > 1] if replicas else (bucket.group,)
 
     def replica_groups(self, bucket: Bucket, pieces: Pieces) -> Iterable[Ranks]:
@@ -86,7 +80,7 @@ class Hierarchical(AllToAll):
 def replicas_in(bucket: Bucket, pieces: Pieces) -> Sequence[Ranks]:
     """The ranks of each replica of a bucket's matrices; equal positions store equal pieces.
 
-    Empty unless all matrices of the bucket have several replicas, on the same sets of ranks.
+    Empty unless all matrices have several replicas, on the same sets of ranks.
     """
     kinds = {pieces.kinds[matrix] for matrix in bucket.matrices}
     replica_sets = {pieces.replicas(kind, bucket.group) for kind in kinds}

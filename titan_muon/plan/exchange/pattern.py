@@ -19,7 +19,7 @@ KindCounts = tuple[tuple[int, int], ...]
 class Flow(NamedTuple):
     """Elements exchanged by a rank in a collective, within the node (near) and with further nodes (far).
 
-    `near_peers`, `far_peers`: number of ranks with a message in either direction.
+    `near_peers`, `far_peers`: ranks with a message in either direction.
     """
 
     sent_near: int
@@ -30,21 +30,19 @@ class Flow(NamedTuple):
     far_peers: int = 0
 
     def seconds(self, element_bytes: int, machine: MachineRates) -> float:
-        # Links within the node and to the network run concurrently, in both directions.
+        # Both links run concurrently, in both directions.
         near = machine.node.seconds(max(self.sent_near, self.received_near) * element_bytes, self.near_peers)
         far = machine.network.seconds(max(self.sent_far, self.received_far) * element_bytes, self.far_peers)
         return max(near, far)
 
 
 class BucketTotals(NamedTuple):
-    """A rank's cost of a bucket.
+    """A rank's cost of a bucket, in elements.
 
     Attributes:
-        owned: number of matrices of each kind to orthogonalize.
-        stored: elements of the rank's pieces.
-        sent: elements sent to other ranks.
-        received: elements received from other ranks.
-        buffers: elements of the home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
+        owned: matrices of each kind to orthogonalize.
+        stored: of the rank's pieces.
+        buffers: home buffer, inbox, outbox and, with an all-gather over replicas, its buffer.
         phases: traffic of the gather, the return and the all-gather over replicas.
         collectives: number of phases with traffic on any rank; all ranks skip a phase without traffic.
         pieces: number of the rank's pieces.
@@ -82,7 +80,7 @@ def ring(stored: Mapping[int, int], pieces: Pieces) -> dict[int, Flow]:
         node = pieces.node(rank)
         near = whole - elements if members[node] > 1 else 0
         far = -(-(whole - inside[node]) // members[node])
-        # A ring has a hop for each other rank of the node, and for each other node.
+        # A hop for each other rank of the node, and for each other node.
         flows[rank] = Flow(near, far, near, far, members[node] - 1, len(members) - 1)
     return flows
 
@@ -93,9 +91,9 @@ class Pattern(ABC):
     Attributes:
         name: value of the option `exchange` and of `Bucket.exchange`.
         has_owners: whether a single owner orthogonalizes each matrix.
-        one_replica: whether an owner receives the pieces of a single replica, its own.
-        spreads: whether an owner returns results to a single replica, and replicas all-gather results.
-        automatic: whether only the planner chooses the pattern, never the user.
+        one_replica: whether an owner receives the pieces of its own replica only.
+        spreads: whether replicas all-gather results.
+        automatic: whether only the planner chooses the pattern.
     """
 
     name: str
@@ -119,5 +117,5 @@ class Pattern(ABC):
     @abstractmethod
     def totals(self, bucket: Bucket, pieces: Pieces) -> dict[int, BucketTotals]:
         """The cost of the bucket on each rank of the group."""
-        # Counted from shapes, not from programs, because programs of 1,024 ranks for each candidate would take minutes.
+        # From shapes, because programs of 1,024 ranks for each candidate would take minutes.
         # tests/unit/plan/test_summary.py compares both.

@@ -10,7 +10,7 @@ from functools import cached_property
 from ..terms.types import Bucket, Piece
 
 ALIGNMENT = 64
-"""Elements that a buffer's place in a block is a multiple of, so that collectives read aligned memory."""
+"""Divides a buffer's offset in a block, so that collectives read aligned memory."""
 
 
 def aligned(elements: int) -> int:
@@ -28,7 +28,7 @@ class Collective(Enum):
 
 @dataclass(frozen=True)
 class Parcel:
-    """A piece of a matrix in a buffer: `piece.numel` elements from `offset`, exchanged with `peer`, [Note: pieces]."""
+    """`piece.numel` elements in a buffer from `offset`, exchanged with `peer`, [Note: pieces]."""
 
     matrix: int
     peer: int
@@ -46,8 +46,8 @@ class Phase:
     """
 
     # In an all-to-all the home parcels for the rank itself come first and never travel: the split is zero, without an
-    # owned parcel. All further home parcels are a single slice of the buffer and are sent without a copy. In an
-    # all-gather, with whole buffers as parts, the rank's own pieces are among the owned parcels too.
+    # owned parcel. All further home parcels are a single slice of the buffer, sent without a copy. In an all-gather,
+    # with whole buffers as parts, the rank's own pieces are among the owned parcels too.
 
     collective: Collective
     home: tuple[Parcel, ...]
@@ -76,8 +76,8 @@ class BucketProgram:
     """A bucket from the view of a rank: gather, orthogonalize `matrices`, return.
 
     `returning` is None if every holder orthogonalizes, because results are already at home. `mirrored`: the return is
-    the reverse of the gather, so both use the same buffers. `spreading`: all-gather among replicas after the return, so
-    that every replica gets every result; home parcels are the return's, owned parcels are all local pieces.
+    the reverse of the gather, so both use the same buffers. `spreading`: all-gather among replicas after the return;
+    home parcels are the return's, owned parcels are all local pieces.
     """
 
     bucket: Bucket
@@ -96,7 +96,7 @@ class BucketProgram:
 
     @property
     def local(self) -> bool:
-        """Whether every piece of the bucket is on this rank, without communication."""
+        """Whether every piece of the bucket is on this rank."""
         return len(self.bucket.group) == 1
 
     @property
@@ -110,8 +110,8 @@ ByPeer = Mapping[int, Sequence[tuple[int, Piece]]]
 
 def parcels(by_peer: ByPeer, order: Iterable[int]) -> tuple[Parcel, ...]:
     """Pieces exchanged with each rank, packed without gaps in the order of ranks."""
-    # Sender and receiver compute parcels independently. Both use the bucket's order of matrices and the group's order
-    # of ranks, so buffers need no headers; with any other order a rank would read a piece as part of the wrong matrix.
+    # Sender and receiver compute parcels independently: in any other order than the bucket's matrices and the group's
+    # ranks, a rank would read a piece as part of the wrong matrix.
     packed, offset = [], 0
     for peer in order:
         for matrix, piece in by_peer[peer]:

@@ -16,8 +16,8 @@ from ..terms.layout import chunk
 class OwnedItem:
     """A parameter to be owned: layer, FLOPs of orthogonalization, and bytes.
 
-    A stack of `units` equal matrices along dim 0 may have several owners. `owner`: how owners are chosen. With
-    `replicas` = R > 1, R neighbouring ranks have the parameter, and the first of them, a multiple of R, is the owner.
+    A stack of `units` equal matrices along dim 0 may have several owners. With `replicas` = R > 1, R neighbouring ranks
+    have the parameter, and the first of them, a multiple of R, is the owner.
     """
 
     fqn: str
@@ -40,7 +40,7 @@ class OwnedTotals:
 
 @dataclass(frozen=True)
 class Ownership:
-    """The owners of each item, in the order of `items`; ranks count from 0 to `size` - 1.
+    """The owners of each item, in the order of `items`, as ranks below `size`.
 
     Several owners of an item divide its units like torch.chunk, in order.
     """
@@ -63,8 +63,7 @@ class Ownership:
 def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
     """Assign owners to items: longest processing time first by FLOPs, within a limit of bytes. Deterministic.
 
-    First named owners, then whole layers, then the rest. A stack is divided among at most `units` ranks. Raises
-    ValueError for an owner outside the group.
+    First named owners, then whole layers, then the rest. Raises ValueError for an owner outside the group.
     """
     pieces = [piece for index, item in enumerate(items) for piece in _pieces(index, item, size)]
     balancer = Balancer([piece.task for piece in pieces], range(size), {})
@@ -78,7 +77,7 @@ def assign_owners(items: Sequence[OwnedItem], size: int) -> Ownership:
 
 @dataclass(frozen=True)
 class _Share:
-    """The units of an item on a rank, as a task; `number` is the position along dim 0."""
+    """The units of an item on a rank, as a task; `number`: position along dim 0."""
 
     item: int
     number: int
@@ -91,7 +90,7 @@ def _shares(item: OwnedItem, owners: int) -> list[int]:
 
 
 def _pieces(index: int, item: OwnedItem, size: int) -> Iterator[_Share]:
-    # A single piece for a single owner. Otherwise drop empty pieces: chunks of 5 units over 4 ranks are 2, 2, 1, 0.
+    # Drop empty pieces: chunks of 5 units over 4 ranks are 2, 2, 1, 0.
     most = min(item.units, size) if item.owner == "balanced" and item.replicas == 1 else 1
     shares = [share for share in _shares(item, most) if share > 0]
     for number, share in enumerate(shares):
@@ -143,14 +142,14 @@ def _give_balanced(
     left = Counter(piece.task.layer for piece in pieces)
     in_layers: dict[str, set[int]] = {layer: set() for layer in left}
     in_stacks: dict[int, set[int]] = {}
-    # Sort by name, not by list position: the owners must not depend on the order of the list.
+    # By name, because the owners must not depend on the order of the list.
     for piece in sorted(pieces, key=lambda p: (-p.task.flops, -p.task.bytes, items[p.item].fqn, p.number)):
         in_layer, in_stack = in_layers[piece.task.layer], in_stacks.setdefault(piece.item, set())
         left[piece.task.layer] -= 1
-        # The last piece of a layer never goes to the owner of all its earlier pieces: a single rank would send the
-        # whole layer before the layer's forward, and all ranks would wait for a single link.
+        # The last piece of a layer never goes to the owner of all its earlier pieces: before the layer's forward, all
+        # ranks would wait for a single link.
         single_owner = left[piece.task.layer] == 0 and len(in_layer) == 1
-        # Balance parameters without orthogonalization by bytes: by FLOPs all would go to the least loaded rank.
+        # By bytes: by FLOPs all would go to the least loaded rank.
         if piece.task.flops == 0:
             rank = _put(piece, items, balancer.lightest(), balancer)
         elif items[piece.item].replicas > 1:

@@ -1,7 +1,7 @@
 """Candidate problems for a plan, each with the share of the step's price to save."""
 
-# The planner searches the best plan of each candidate and picks the least price / (1 - must_save). A candidate that
-# complicates a step, such as slices, must save a share of the price, so that small modelled gains do not decide.
+# A candidate that complicates a step, such as slices, must save a share of the price, so that small modelled gains do
+# not decide.
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Make = Callable[[Problem, WorkOf], Iterable[Candidate]]
 
 
 def whole(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Each matrix whole on a single rank of each assembling group."""
+    """Each matrix whole on a single rank of each group."""
     if not uses_peers(problem.options):
         yield Candidate(problem, reason=slices_reason(problem))
 
 
 def tensor_parallel(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Matrices cut by tensor parallelism on tensor-parallel groups, if the option `tensor_parallel` says so."""
+    """Matrices cut by tensor parallelism on tensor-parallel groups."""
     if uses_peers(problem.options):
         variant = with_peers(problem, work_of)
         yield Candidate(variant, reason=slices_reason(variant))
 
 
 def sliced(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Late matrices in slices on several ranks of a node, if the option `split_over` allows slices."""
+    """Late matrices in slices on several ranks of a node."""
     must_save = MUST_SAVE if problem.options.split_over == "auto" else 0.0
     variant = with_cuts(problem, work_of)
     if variant is not None:
@@ -49,7 +49,7 @@ def sliced(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
 
 
 def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
-    """Owners return results to their own replica, and replicas all-gather results from each other."""
+    """Owners return results to their own replica, and replicas all-gather the results."""
     pieces = problem.costs.pieces
     kinds = {(pieces.kinds[task.matrix], task.group) for task in problem.tasks}
     has_replicas = any(len(pieces.replicas(kind, problem.groups[group])) > 1 for kind, group in kinds)
@@ -63,4 +63,4 @@ def over_replicas(problem: Problem, work_of: WorkOf) -> Iterable[Candidate]:
 
 
 CANDIDATES: tuple[Make, ...] = (whole, tensor_parallel, sliced, over_replicas)
-"""In search order. The first wins at equal prices."""
+"""The first wins at equal prices."""

@@ -15,15 +15,14 @@ class ModelOrder:
     `eligible`: the possible owners of a matrix, if fewer than the group.
     """
 
-    # Backward launches a round at the last of its gradients, and further rounds queue behind. Forward waits for a
-    # round's results at the first of its parameters.
+    # Backward launches a round at the last of its gradients; forward waits for a round at the first of its parameters.
 
     def __init__(self, overlap: Overlap, pieces: Pieces, eligible: Mapping[int, Ranks]) -> None:
         self._sign = -1 if overlap == "backward" else 1
         self._pieces, self._eligible = pieces, eligible
 
     def rounds(self, tasks: Sequence[Task], count: int) -> list[list[Task]]:
-        """Tasks in at most `count` rounds of consecutive matrices, for any owners."""
+        """Tasks in at most `count` rounds of consecutive matrices."""
         total, seen = sum(task.bytes for task in tasks), 0
         result: list[list[Task]] = [[] for _ in range(count)]
         for task in sorted(tasks, key=lambda task: (self._sign * task.matrix, task.group)):
@@ -33,8 +32,7 @@ class ModelOrder:
 
     def exchanged(self, rounds: Sequence[Sequence[Task]], owners: OwnerOf) -> tuple[list[list[Task]], OwnerOf]:
         """The same rounds, with tasks of equal cost exchanged between rounds and owners to be nearly in order."""
-        # Layers are equal, so rounds balanced over ranks can also be in the model's order. The order is per kind: a
-        # round can have the first matrices of a kind together with later matrices of another kind.
+        # Layers are equal, so rounds balanced over ranks can also be in the model's order, kind by kind.
         places: dict[Hashable, list[tuple[int, int]]] = {}
         for number, tasks in enumerate(rounds):
             for place, task in enumerate(tasks):
@@ -50,6 +48,6 @@ class ModelOrder:
 
     def _kind(self, task: Task) -> Hashable:
         matrix = task.matrix
-        # Slices keep their owners: the slices of a matrix are orthogonalized together, on a team of ranks.
+        # Slices keep their owners, which orthogonalize a matrix together.
         sliced = matrix if self._pieces.matrices[matrix].slice is not None else None
         return task.group, self._pieces.kinds[matrix], task.flops, self._eligible.get(matrix), sliced

@@ -1,7 +1,6 @@
 """Balancer and strategies: the owner of each task."""
 
-# Deterministic, with ties to the lowest rank: every rank computes the owners, and a different result on any rank would
-# send pieces to the wrong rank.
+# Deterministic, with ties to the lowest rank, because every rank computes the owners.
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ BYTES_OVER_MEAN = 1.3
 
 
 class Task(NamedTuple):
-    """A matrix to assign to an owner among the ranks of `groups[group]`, with the cost for the owner."""
+    """A matrix to assign to a rank of `groups[group]`, with the cost for the owner."""
 
     matrix: int
     group: int
@@ -36,8 +35,8 @@ Heap = list[tuple[int, int, int]]
 class Balancer:
     """Assigns `tasks`, longest first, to the least loaded of `ranks`; `load`: initial FLOPs of each rank."""
 
-    # FLOPs decide, because Newton-Schulz dominates a step. With FLOPs alone a rank without large matrices would own a
-    # great many small matrices, and buffers or the shard of the model could exceed memory.
+    # FLOPs decide, because Newton-Schulz dominates a step, within a limit of bytes: a rank without large matrices would
+    # own too many small matrices for its memory.
 
     def __init__(self, tasks: Sequence[Task], ranks: Iterable[int], load: Mapping[int, int]) -> None:
         self._flops = {rank: load.get(rank, 0) for rank in ranks}
@@ -85,7 +84,7 @@ def _pop(heap: Heap, most: int, barred: Collection[int]) -> tuple[int, int, int]
             break
         passed.append(entry)
     else:
-        # A soft limit: some rank must own the matrix. The search checks the user's buffer limit on the plan.
+        # A soft limit, because some rank must own the matrix.
         entry = next((candidate for candidate in passed if candidate[2] not in barred), passed[0])
         passed.remove(entry)
     for candidate in passed:
@@ -98,8 +97,7 @@ def balanced(tasks: Sequence[Task], groups: Groups, load: Mapping[int, int], *, 
 
     For a single group of all ranks, the load of the busiest rank is within 4/3 of the optimum (Graham, 1969).
     """
-    # No order of overlapping groups has a bound: small groups last even out the load unless their matrices are too
-    # large, and likewise large groups. So the search tries both orders.
+    # The search tries both orders, because large matrices of the last groups may not even out the load.
     balancer = Balancer(tasks, (rank for group in groups for rank in group), load)
     owners: OwnerOf = {}
     grouped = by_group(tasks, groups)
@@ -135,8 +133,8 @@ def among(
 
 def spread(tasks: Sequence[Task]) -> Iterator[Task]:
     """Longest first. Each class of equal tasks starts one layer later than the previous class."""
-    # Evenly loaded ranks take the tasks of a class in turn; without the shift the first rank would get all of layer 0.
-    # Neighbours travel in a common round, over only at its slowest owner, so a single rank would delay the round.
+    # Evenly loaded ranks take the tasks of a class in turn; without the shift the first rank would get all of layer 0,
+    # and delay the round of these neighbours.
     ordered = sorted(tasks, key=lambda t: (-t.flops, t.matrix))
     for shift, (_, equal) in enumerate(groupby(ordered, key=lambda t: t.flops)):
         same = list(equal)
@@ -145,7 +143,7 @@ def spread(tasks: Sequence[Task]) -> Iterator[Task]:
 
 
 def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
-    """Tasks by group, large groups first: the tasks of small groups then even out the load."""
+    """Tasks by group, large groups first, so that small groups even out the load."""
     by_index: dict[int, list[Task]] = {}
     for task in tasks:
         by_index.setdefault(task.group, []).append(task)
@@ -153,4 +151,3 @@ def by_group(tasks: Sequence[Task], groups: Groups) -> dict[int, list[Task]]:
 
 
 STRATEGIES: tuple[Assign, ...] = (balanced, balanced_small_first, balanced_bytes)
-"""Strategies tried by the search."""

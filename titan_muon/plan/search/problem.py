@@ -24,7 +24,7 @@ class Problem:
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
         pattern: exchange of all buckets.
-        local: for each matrix, the ranks with all of the matrix, which orthogonalize it without communication.
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix.
         tasks: for each remaining matrix, a task for each assembling group.
         load: local FLOPs of each rank.
         eligible: possible owners of a matrix, if fewer than the group.
@@ -50,7 +50,7 @@ class Problem:
 def make_problem(
     parameters: Sequence[Parameter], geometries: Geometries, options: MuonOptions, costs: Costs
 ) -> Problem:
-    """The problem of whole matrices; replicas divide or repeat the work, by the options."""
+    """The problem of whole matrices."""
     groups: dict[Ranks, int] = {}
 
     @cache

@@ -13,13 +13,10 @@ from .owners import Groups, OwnerOf, Task
 
 
 def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]]:
-    """Tasks in at most `count` rounds of consecutive tasks, with a bucket per group in each round."""
-    # A single round would leave every rank idle until the gather and again until the return, with buffers for all
-    # matrices. With several rounds, a round travels while another is orthogonalized.
-    # Rounds are global, because overlapping groups must launch collectives in a common order; else two groups with two
-    # common ranks could deadlock.
-    # The group with most bytes per rank has `count` buckets, and smaller groups fewer, in the first rounds: buckets of
-    # similar size per rank, because small buckets cost as many calls as large buckets.
+    """Tasks in at most `count` rounds of consecutive tasks."""
+    # With several rounds, a round travels while another is orthogonalized. Rounds are global, because overlapping
+    # groups must launch collectives in a common order or deadlock. The group with most bytes per rank has `count`
+    # buckets, and smaller groups fewer, in the first rounds, because small buckets cost as many calls as large buckets.
     total, seen = [0] * len(groups), [0] * len(groups)
     for task in tasks:
         total[task.group] += task.bytes
@@ -34,9 +31,8 @@ def rounds(tasks: Sequence[Task], groups: Groups, count: int) -> list[list[Task]
 
 
 class Order(Enum):
-    """The order of a rank's tasks."""
+    """The order of a rank's tasks. Small matrices cost least in the unhidden first gather and last return."""
 
-    # Nothing hides the first gather and the last return, so small matrices there cost least.
     PEAKED = "small matrices first and last"
     ASCENDING = "small matrices first"
     DESCENDING = "small matrices last"
@@ -52,8 +48,8 @@ class Cut(Enum):
 class Dealer:
     """Deals tasks to rounds by the queues of their owners."""
 
-    # A round ends at its slowest owner. Rounds in the order of parameters would give a rank two large matrices in a
-    # round and another rank none.
+    # A round ends at its slowest owner. In the order of parameters, a rank could get two large matrices in a round and
+    # another rank none.
 
     def __init__(self, tasks: Sequence[Task], groups: Groups) -> None:
         self._share = [0.0] * len(groups)
@@ -80,7 +76,6 @@ class Dealer:
 
     def _deal(self, queue: Sequence[Task], result: Sequence[list[Task]]) -> None:
         for group, tasks in groupby(queue, key=lambda task: task.group):
-            # Groups with few bytes have fewer rounds, at the start.
             count = max(1, round(len(result) * self._share[group] / self._most))
             mine = list(tasks)
             for index, task in enumerate(mine):
@@ -101,8 +96,10 @@ class Dealer:
 
 
 def _typical_times(queues: Sequence[Sequence[Task]], count: int) -> list[float]:
-    """FLOPs halfway between the ends of consecutive rounds, for the most common queue."""
-    # The most common queue is cut into rounds; tasks of the remaining queues join the round with the nearest end.
+    """FLOPs halfway between the ends of consecutive rounds, for the most common queue.
+
+    Tasks of the remaining queues join the round with the nearest end.
+    """
     queue_counts = Counter(tuple(task.flops for task in queue) for queue in queues)
     typical = max(queue_counts, key=lambda flops: (queue_counts[flops], sum(flops), flops), default=())
     before, ends = 0, dict[int, int]()

@@ -30,7 +30,7 @@ WORTH_OF_MORE = 0.1
 NEAR_LIMIT = 1.01
 """The search stops at this factor of the busiest rank's compute time."""
 SHORT_SECONDS = 1e-4
-"""The search stops at waits this short, in seconds."""
+"""The search stops at waits this short."""
 PAYS = 1.1
 """The search doubles rounds while the price is within this factor of the best."""
 TURNS: Mapping[Overlap, int] = {"none": 2, "backward": 2, "forward": 16}
@@ -46,13 +46,12 @@ class Simulation:
     """Simulated buckets.
 
     Attributes:
-        buckets: in the order of rounds.
         buffer_sets: rounds with buffers at the same time.
         seconds: step time.
         buffer_bytes: most bytes of exchange buffers on a rank.
         bytes: most bytes of buffers and workspace on a rank.
         busiest: compute seconds of the busiest rank.
-        reason: notes for the user: search truncated, much memory.
+        reason: notes for the user.
     """
 
     buckets: tuple[Bucket, ...]
@@ -65,21 +64,18 @@ class Simulation:
 
     @property
     def price(self) -> float:
-        """Step time in seconds, plus the price of memory beyond FREE_BYTES."""
+        """Step time in seconds, plus the price of memory."""
         priced, more = max(0, self.bytes - FREE_BYTES), max(0, self.bytes - MORE_BYTES)
         return self.seconds * (1 + (WORTH_OF_GIB * (priced - more) + WORTH_OF_MORE * more) / 2**30)
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Parameters of dealing matrices to rounds.
+    """Parameters of dealing matrices to at most `rounds` rounds.
 
     Attributes:
-        rounds: most rounds.
         in_model_order: rounds follow the model's backward or forward, without regard to `order` and `cut`.
         owners: index into STRATEGIES.
-        order: order of each owner's matrices.
-        cut: where the order is cut into rounds.
     """
 
     rounds: int
@@ -92,8 +88,7 @@ class Strategy:
 def fastest(problem: Problem) -> Simulation:
     """The best simulation of a problem. Raises OptionError if `buffer_bytes` is too small for every simulation."""
     search = _Search(problem)
-    # Hidden communication may save less than uneven rounds cost. So both kinds of strategies are searched, separately,
-    # so that each kind is improved.
+    # Hidden communication may save less than uneven rounds cost, so improve both kinds of strategies.
     for in_model_order in (True, False) if problem.options.overlap != "none" else (False,):
         search.run(in_model_order)
     search.run_until_it_fits()
@@ -103,8 +98,7 @@ def fastest(problem: Problem) -> Simulation:
 class _Search:
     """Simulations by strategy."""
 
-    # All ranks search independently and must find the same plan, so the search ends by a count of simulated turns,
-    # never by a clock.
+    # All ranks search independently and must find the same plan: end by simulated turns, never by a clock.
 
     def __init__(self, problem: Problem) -> None:
         self._problem, self._overlap = problem, problem.options.overlap
@@ -124,7 +118,7 @@ class _Search:
         self._double(Strategy(self._first_rounds(), in_model_order))
         best = None
         while self._simulated and best != (best := self._best_strategy(in_model_order)):
-            # Field by field, because all combinations would take ten times as long.
+            # All combinations would take ten times as long.
             for neighbours in (self._other_orders, self._other_owners, self._other_rounds):
                 for strategy in neighbours(self._best_strategy(in_model_order)):
                     self._simulate(strategy)
@@ -142,7 +136,7 @@ class _Search:
 
     def _other_orders(self, best: Strategy) -> Iterator[Strategy]:
         for order, cut in () if best.in_model_order else product(Order, Cut):
-            # With many matrices per rank the order changes little, and such worlds are large.
+            # With many matrices per rank the order changes little.
             if order is best.order or self._left > MOST_TURNS // 2:
                 yield replace(best, order=order, cut=cut)
 
@@ -274,7 +268,6 @@ class _Search:
 
     def run_until_it_fits(self) -> None:
         """Simulate more and more rounds of consecutive matrices until a simulation fits `buffer_bytes`."""
-        # A round for a few matrices each is slow, with the smallest possible buffers.
         tasks, count = self._problem.tasks, 1
         while not self._fits(self._best()):
             self._add(self._following(count), self._assigned(0))

@@ -41,7 +41,7 @@ class Offer:
 
 
 Offers = dict[tuple[int, int], tuple[Offer, ...]]
-"""The offers for each (matrix, group)."""
+"""By (matrix, group)."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class Balance:
-    """The result of `balance`: the owner, or the team, of each of `Problem.tasks`, the end of the busiest rank, and the
-    latest end of a task with an offer if left whole."""
+    """The result of `balance`: owners or team of each of `Problem.tasks`, the end of the busiest rank, and the latest
+    end of a task with an offer if left whole."""
 
     owners: tuple[Ranks, ...]
     longest: int
@@ -80,7 +80,7 @@ def slices_fault(options: MuonOptions) -> str:
 
 
 def one_owner_fault(options: MuonOptions) -> str:
-    """The option that requires a single owner of each matrix, with the remedy; empty without such an option."""
+    """The option that requires a single owner, with the remedy; empty without such an option."""
     if options.state == "owner":
         return "state = 'owner' keeps a matrix's momentum for one rank; choose 'replicated'"
     return ""
@@ -96,8 +96,8 @@ def with_cuts(problem: Problem, work_of: WorkOf) -> Problem | None:
     tasks = timed(problem)
     load = loads(problem)
     mean = (sum(task.flops for task in tasks) + sum(load.values())) / len(problem.costs.pieces.ranks())
-    # Small groups even out the load of large groups, but with uneven bytes per rank. With links slower than
-    # Newton-Schulz, slicing the matrices of the large groups is faster.
+    # Small groups even out the load of large groups, but not the bytes. With links slower than Newton-Schulz, slicing
+    # the matrices of the large groups is faster.
     for small_first in (False, True) if len(problem.groups) > 1 else (False,):
         whole = balance(problem, tasks, load, offers, math.inf, small_first=small_first)
         limits = [limit * mean for limit in (LIMITS[:1] if small_first else LIMITS) if limit * mean < whole.latest]
@@ -196,7 +196,7 @@ def balance(
             for rank in shared.ranks:
                 time, size = shared.offer.picoseconds, task.bytes // shared.offer.count
                 balancer.put(task._replace(flops=time, bytes=size), rank)
-            # Rebuild the heap, because the entries of these ranks are outdated.
+            # The entries of these ranks are outdated.
             heap = balancer.heap(group)
             owners[task.matrix, index] = shared.ranks
     return Balance(tuple(owners[task.matrix, task.group] for task in tasks), balancer.longest(), latest)

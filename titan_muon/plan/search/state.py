@@ -20,8 +20,7 @@ Ranks = tuple[int, ...]
 # - A replica is a single rank for a parameter whole on each rank, and all ranks that shard the parameter under HSDP. A
 #   single replica keeps the momentum, placed like the parameter, so that a checkpoint contains the momentum once and
 #   loads under any placement.
-# - The owner of a matrix needs all of the matrix's momentum from its own replica, so the owner is a rank of the
-#   replica.
+# - The owner of a matrix is a rank of this replica, because the owner needs all of the matrix's momentum.
 # - Several ranks keep the momentum of a stack of experts whole on each rank, in chunks of experts like torch.chunk, to
 #   balance memory.
 
@@ -44,7 +43,7 @@ def with_state_ranks(
 ) -> list[Parameter]:
     """The parameters with state ranks, balanced by FLOPs and elements; `kept`: present state ranks by name.
 
-    Raises OptionError if the options need the momentum of every replica.
+    Raises OptionError like `check_state`.
     """
     check_state(options)
     if options.state == "replicated":
@@ -55,7 +54,7 @@ def with_state_ranks(
     sizes = {number: prod(parameters[number].layout.shape) for number in shared}
     chooser = _Chooser(geometries, sum(sizes.values()))
     result = list(parameters)
-    # Present state ranks cannot move, so assign these first.
+    # First, because present state ranks cannot move.
     for number in sorted(shared, key=lambda n: (parameters[n].fqn not in kept, -flops[n], -sizes[n], n)):
         parameter = parameters[number]
         ranks = chooser.choose(parameter, geometries[number], flops[number], sizes[number], kept.get(parameter.fqn))
@@ -135,7 +134,7 @@ def momentum_ranks(parameter: Parameter, index: int) -> Ranks:
 
 
 def state_elements(plan: Plan) -> dict[int, dict[int, int]]:
-    """For each rank, the elements of momentum of each of its parameters, by number."""
+    """By rank, the elements of momentum of each of its parameters, by number."""
     geometries = Geometries(plan.parameters)
     elements: dict[int, dict[int, int]] = {}
     for number, parameter in enumerate(plan.parameters):

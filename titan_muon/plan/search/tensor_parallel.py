@@ -51,15 +51,11 @@ def _fault(options: MuonOptions) -> str:
 
 
 def with_peers(problem: Problem, work_of: WorkOf) -> Problem:
-    """The problem with each matrix cut by tensor parallelism on the tensor-parallel group that ends first.
-
-    Raises OptionError for a matrix without a possible group.
-    """
+    """The problem with each cut matrix on the tensor-parallel group that ends first. Raises OptionError without one."""
     offers = _offers(problem, work_of)
     shared = balance(problem, timed(problem), loads(problem), offers, ALWAYS)
     if problem.options.tensor_parallel == "distributed":
         return cut(problem, offers, shared)
-    # The owner implies the rest of the group.
     owners: OwnerOf = {
         (task.matrix, task.group): ranks[0] for task, ranks in zip(problem.tasks, shared.owners, strict=True)
     }

@@ -18,7 +18,7 @@ def in_blocks(parameters: Sequence[Parameter], geometries: Geometries) -> list[P
 
 
 def blocks_reason(options: MuonOptions, before: Sequence[Parameter], after: Sequence[Parameter]) -> str:
-    """Note for the user: how many matrices are orthogonalized blockwise; empty unless the mode is blockwise."""
+    """Note for the user on the number of cut matrices; empty unless the mode is blockwise."""
     if options.tensor_parallel != "blockwise":
         return ""
     pairs = zip(before, after, strict=True)
@@ -42,13 +42,13 @@ def _in_blocks(geometry: Geometry) -> MatrixStack:
 
 
 def _parts(layout: Layout, row_dims: int) -> tuple[bool, list[Intervals]]:
-    """Whether tensor parallelism cuts rows, and the rows (or columns) of each rank of the tensor-parallel axis."""
+    """Whether tensor parallelism cuts rows, and the rows (or columns) of each rank of its axis."""
     axis, shape = layout.tensor_parallel, layout.shape
     assert axis is not None, "tensor parallelism cuts every stack that has blocks"
     placement = layout.placements[axis]
     assert isinstance(placement, Cut), "a replicated tensor is not cut"
     dim = placement.dim
-    # All ranks of a coordinate together: FSDP cuts the rows further, evenly spaced ones with a StridedShard.
+    # All ranks of a coordinate together, because FSDP cuts the rows further.
     along = [
         range(size if isinstance(other, Cut) and other.dim == dim else 1)
         for other, size in zip(layout.placements, layout.mesh.shape, strict=True)
@@ -78,7 +78,7 @@ def _within(wanted: Intervals, step: int, part: Intervals) -> Intervals:
     inside = []
     for start, stop in wanted:
         for low, high in part:
-            # Start at a counted index, because the new interval counts steps from its start.
+            # At a counted index, because the new interval counts steps from its start.
             first, last = start + step * max(0, -(-(low - start) // step)), min(stop, high)
             if first < last:
                 inside.append(Interval(first, last))

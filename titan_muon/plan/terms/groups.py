@@ -12,9 +12,8 @@ from .layout import Geometry
 class Assembly:
     """The ranks to orthogonalize a matrix of a parameter.
 
-    `local`: ranks with all of the matrix, without communication. Otherwise each of `groups` (global ranks,
-    ascending) assembles the matrix once: a single group if replicas split the work, a group per replica if replicas
-    repeat the work.
+    `local`: ranks with all of the matrix, without communication. Otherwise each of `groups` (global ranks, ascending)
+    assembles the matrix once: one group if replicas split the work, one per replica if replicas repeat the work.
     """
 
     local: tuple[int, ...]
@@ -22,7 +21,7 @@ class Assembly:
 
 
 def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
-    """The Assembly of each matrix. With `split`, the ranks of all replicas form a group and divide the matrices."""
+    """The Assembly of each matrix. `split`: replicas divide the matrices."""
     indices = range(len(geometry.stack.matrices))
     holders = [tuple(geometry.elements(index)) for index in indices]
     sets = [_by_replica(geometry, ranks, split) for ranks in holders]
@@ -33,8 +32,8 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
     ]
     replicas = [() if whole[index] else sets[index] for index in indices]
     groups = components(ranks for of_matrix in replicas for ranks in of_matrix)
-    # Use the whole mesh if it has a single component: 3 rows over 4 ranks leave a rank without a row, idle
-    # in every step. Never join components: experts of different expert-parallel ranks would then travel over all ranks.
+    # Use the whole mesh if it has a single component, or 3 rows over 4 ranks would leave a rank idle. Never join
+    # components: experts of different expert-parallel ranks would then travel over all ranks.
     for mesh in _by_replica(geometry, geometry.layout.mesh.ranks, split):
         if len({groups[rank] for rank in mesh if rank in groups}) == 1:
             groups |= dict.fromkeys(mesh, mesh)
@@ -45,8 +44,8 @@ def assemblies(geometry: Geometry, split: bool) -> tuple[Assembly, ...]:
 
 
 def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[tuple[int, ...], ...]:
-    # With `split` all replicas form a group, although a single replica suffices to assemble the matrix: the result
-    # returns to every replica, and every rank can own. HSDP then divides the work by the number of replicas.
+    # All replicas form a group, although a single replica could assemble the matrix: the result returns to every
+    # replica, and every rank can own. HSDP then divides the work by the number of replicas.
     coordinates = geometry.tensor if split else geometry.replica
     replicas: dict[tuple[int, ...], list[int]] = {}
     for rank in ranks:
@@ -56,8 +55,7 @@ def _by_replica(geometry: Geometry, ranks: Sequence[int], split: bool) -> tuple[
 
 def components(sets: Iterable[Sequence[int]]) -> dict[int, tuple[int, ...]]:
     """For each rank, the ranks connected to it by common sets, ascending."""
-    # Components, not the sets: neighbouring heads or experts may share the rank at the border, and overlapping groups
-    # would each need a process group and collectives.
+    # Neighbouring heads or experts may share a rank, and overlapping groups would each need a process group.
     component: dict[int, tuple[int, ...]] = {}
     for ranks in sets:
         first = component.get(ranks[0])

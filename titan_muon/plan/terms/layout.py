@@ -21,7 +21,7 @@ def chunk(length: int, count: int, index: int) -> Interval:
 
 
 def merged(intervals: Iterable[Interval]) -> Intervals:
-    """The same indices in the same order, with touching intervals joined and empty intervals dropped."""
+    """Join touching intervals and drop empty intervals."""
     joined: list[Interval] = []
     for start, stop in intervals:
         if start == stop:
@@ -46,8 +46,8 @@ def take(intervals: Intervals, start: int, stop: int) -> Intervals:
 
 def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Intervals:
     """The indices kept by rank `index` of `count` on a mesh axis, from the indices left by earlier axes."""
-    # Axis after axis, like DTensor: 10 rows over 4 x 2 ranks leave the last 4-rank coordinate 1 row, and the second
-    # axis cannot halve 1 row. A single cut of 10 rows into 8 would give different parts.
+    # Axis after axis, like DTensor: a single cut of 10 rows into 4 x 2 parts would give different parts, because the
+    # last of 4 ranks has only 1 row.
     length = sum(stop - start for start, stop in intervals)
     if isinstance(placement, Shard):
         return take(intervals, *chunk(length, count, index))
@@ -60,7 +60,7 @@ def shard(intervals: Intervals, placement: Cut, count: int, index: int) -> Inter
 
 
 def region(layout: Layout, coordinate: Sequence[int]) -> tuple[Intervals, ...]:
-    """The indices stored by the rank at a mesh coordinate, for each dim of the tensor."""
+    """The indices stored at a mesh coordinate, for each dim of the tensor."""
     dims: list[Intervals] = [merged([Interval(0, size)]) for size in layout.shape]
     for placement, count, index in zip(layout.placements, layout.mesh.shape, coordinate, strict=True):
         if isinstance(placement, Cut):
@@ -73,8 +73,7 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
     flat: Intervals = (Interval(0, 1),)
     inner = 1
     for intervals, size in zip(reversed(dims), reversed(sizes), strict=True):
-        # Whole inner dims keep an interval contiguous. The second branch gives the same result row by row, as needed
-        # for a cut inner dim (tensor parallelism within each expert), whose rows are not contiguous.
+        # Whole inner dims keep an interval contiguous. Otherwise (tensor parallelism within each expert) go row by row.
         if flat == (Interval(0, inner),):
             flat = merged(Interval(start * inner, stop * inner) for start, stop in intervals)
         else:
@@ -92,7 +91,7 @@ def flattened(dims: Sequence[Intervals], sizes: Sequence[int]) -> Intervals:
 class Stored:
     """Indices that a rank stores along a side: intervals, with their starts and storage offsets."""
 
-    # Made once for all matrices of a rank, because adding up interval lengths per expert is slow.
+    # For all matrices of a rank, because adding up interval lengths per expert is slow.
 
     intervals: Intervals
     starts: tuple[int, ...]
@@ -122,9 +121,7 @@ def intersect(held: Stored, wanted: Intervals, step: int = 1) -> tuple[Segment, 
 
 
 def _evenly_spaced(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The same segments, with evenly spaced runs of single indices joined."""
-    # A rank with one of two interleaved matrices has every second row. Without this join each row would need a
-    # copy.
+    """Join evenly spaced runs of single indices, or each row of interleaved matrices would need a copy."""
     joined: list[Segment] = []
     for segment in segments:
         last = joined[-1] if joined else None
@@ -162,7 +159,7 @@ def spans(piece: Piece) -> tuple[Span, ...]:
 
 def _stored(segment: Segment) -> slice:
     stop = segment.local + (segment.length - 1) * segment.step + 1
-    # step=None for contiguous ranges, to compare equal to slice(a, b).
+    # None for contiguous ranges, to compare equal to slice(a, b).
     return slice(segment.local, stop, segment.step if segment.step > 1 else None)
 
 
@@ -216,8 +213,7 @@ class Geometry:
 
     def _candidates(self, rows: Intervals) -> Iterable[int]:
         """Indices of a superset of the matrices with any of the rows."""
-        # Experts and heads are consecutive, so a bisection finds the few on a rank: 256 experts over 64
-        # ranks would otherwise need 16,384 intersections. Interleaved matrices overlap by at most
+        # 256 experts over 64 ranks would otherwise need 16,384 intersections. Interleaved matrices overlap by at most
         # `_reach` rows.
         if not rows:
             return ()
@@ -234,7 +230,7 @@ class Geometry:
 
     @cached_property
     def peers(self) -> Mapping[int, tuple[int, ...]]:
-        """For each rank the ranks of the rank's tensor-parallel group, in order; empty without tensor parallelism."""
+        """By rank, the ranks of the tensor-parallel group, in order; empty without tensor parallelism."""
         axis, mesh = self.layout.tensor_parallel, self.layout.mesh
         groups: dict[tuple[int, ...], list[int]] = {}
         for position, rank in enumerate(mesh.ranks if axis is not None else ()):
@@ -260,9 +256,7 @@ class Geometry:
 
 
 class Geometries:
-    """The pieces of every parameter; equal layouts and stacks share a Geometry."""
-
-    # The same projection of every layer shares a Geometry; otherwise 64 layers would take 64 times as long to plan.
+    """The pieces of every parameter; equal layouts and stacks share a Geometry, because making one takes long."""
 
     def __init__(self, parameters: Sequence[Parameter]) -> None:
         self.shared: list[Geometry] = []

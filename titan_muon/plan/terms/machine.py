@@ -1,7 +1,6 @@
 """Rates of machines: matrix products, memory, links and launches, from data sheets or measurements."""
 
-# Rates are sustained, not peak. A plan with peak rates would expect more time behind Newton-Schulz, or less, than a run
-# has to hide communication.
+# Rates are sustained, not peak, so that Newton-Schulz hides as much communication as in a run.
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ LAUNCHES = 20
 COLLECTIVE_LAUNCHES = 10
 """Launches that take the host as long as a collective: checks, events and streams take about 50 us."""
 ERROR = (0.8, 1.5)
-"""Least and most of measured over modelled time: an assumption, because no GPU was measured. On gloo, a step took
-1 / 0.90 of the modelled time (docs/results/timeline.md)."""
+"""Measured over modelled time: an assumption, because no GPU was measured. On gloo a step took 1 / 0.90
+(docs/results/timeline.md)."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Link:
     Attributes:
         bandwidth: bytes per second in large messages.
         latency: seconds of an empty collective.
-        per_peer: seconds of each message besides the bytes. A message of `per_peer * bandwidth` bytes has half of the
-            bandwidth.
+        per_peer: seconds of each message besides the bytes.
     """
 
     bandwidth: float
@@ -40,19 +38,14 @@ class Link:
     per_peer: float = 0.0
 
     def seconds(self, sent: float, peers: int) -> float:
-        """Seconds that the rank's links are at work for so many bytes in messages to so many peers."""
+        """Seconds of work for bytes sent in messages to so many peers."""
         return sent / self.bandwidth + peers * self.per_peer
 
 
 @dataclass(frozen=True)
 class CommunicatorBytes:
-    """Bytes of a GPU that NCCL and CUDA take.
-
-    Attributes:
-        context: CUDA's context and the first communicator.
-        group: a further communicator.
-        near_peer: a peer of an all-to-all on the same node.
-    """
+    """Bytes of a GPU for CUDA's context with the first communicator, a further group, and a peer of an all-to-all on
+    the same node."""
 
     context: int = 0
     group: int = 0
@@ -64,15 +57,13 @@ class MachineRates:
     """Rates of a rank; all ranks of a job are equal.
 
     Attributes:
-        name: value of `machine.name`.
-        ranks_per_node: `node` joins ranks of a node, `network` joins ranks of different nodes.
         flops: FLOP/s of large products, by dtype.
         half_side: smaller side of products with about half of `flops`.
         memory: bytes per second, read plus written.
         node: links between ranks of a node.
         network: links between ranks of different nodes.
         launch: seconds of an empty launch.
-        batch_bytes: bytes of a batch that is large enough to fill the device.
+        batch_bytes: smallest batch that fills the device.
         host: seconds of the host for each launch.
         host_piece: seconds of the host for each piece that the rank stores.
         capacity: bytes of a rank's memory; 0 if unknown.
@@ -94,12 +85,12 @@ class MachineRates:
     communicators: CommunicatorBytes = CommunicatorBytes()
 
     def rate(self, dtype: str, side: int) -> float:
-        # Partial tiles, start and end of a product weigh less in a larger product.
+        # Partial tiles, start and end weigh less in a larger product.
         share = side / (side + self.half_side) * (LARGE_SIDE + self.half_side) / LARGE_SIDE
         return self.flops[dtype] * min(1.0, share)
 
     def host_seconds(self, pieces: int, batches: int, collectives: int) -> float:
-        """Time in which the host launches a step: a lower bound of the step, unless the host is ahead of the device."""
+        """Time to launch a step: a lower bound of the step, unless the host is ahead of the device."""
         return pieces * self.host_piece + (LAUNCHES * batches + COLLECTIVE_LAUNCHES * collectives) * self.host
 
     def orthogonalize_seconds(self, work: Work, side: int, count: int) -> float:
@@ -122,7 +113,7 @@ def _flops(large: float, float32: float) -> dict[str, float]:
 
 
 def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
-    """A machine with one core per rank. Small batches stay in the caches."""
+    """One core per rank. Small batches stay in the caches."""
     return MachineRates(name, 8, flops, 64, 1e10, Link(1e9, 2e-4), Link(1e9, 4e-4), 5e-6, 2**24)
 
 
@@ -130,20 +121,20 @@ def _cpu(name: str, flops: Mapping[str, float]) -> MachineRates:
 # between nodes. NVLink: data sheets give 600, 900, 900 and 1,800 GB/s in both directions together; an all-to-all
 # reaches 75 % of a direction (335 GB/s on 4 H100s, NVIDIA/nccl#2169) to 80 %.
 # Messages: an estimate. NCCL cuts a message into chunks of 128 KiB ("P2P Chunksize set to 131072", NVIDIA/nccl#1953),
-# and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures large messages alone.
+# and a proxy thread posts each chunk. 2 us are the time of 90 KB at 45 GB/s. `make gpu` measures only large messages.
 _NETWORK = Link(45e9, 15e-6, 2e-6)
 
-# Host: about 5 us for an operator of PyTorch. 18 to 20 us for a piece: benchmarks/host_cost.py took 9.8 ms for 480
-# pieces and 25.7 ms for 1,446, without Newton-Schulz, on one core of a server's CPU.
+# About 5 us for an operator of PyTorch. A piece: benchmarks/host_cost.py took 9.8 ms for 480 pieces and 25.7 ms for
+# 1,446, without Newton-Schulz, on one core of a server's CPU.
 _HOST, _HOST_PIECE = 5e-6, 18e-6
 
-# NCCL's memory: on 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB
-# for CUDA and other collectives (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
+# On 8 H100s the first all_to_all_single took 3.28 GB, for 32 channels to each of 7 peers, after 1.06 GB for CUDA and
+# other collectives (NVIDIA/nccl#1685). A group of 4 A100s took 0.69 GB (NVIDIA/nccl#964).
 _NCCL = CommunicatorBytes(1_060_000_000, 690_000_000, 470_000_000)
 
 
 def _gpus(name: str, flops: Mapping[str, float], half_side: int, memory: float, node: Link, gib: int) -> MachineRates:
-    """Nodes of 8 GPUs, each with so many GiB that PyTorch can use."""
+    """Nodes of 8 GPUs with `gib` GiB for PyTorch."""
     launch = 5e-6 if name.startswith("a100") else 4e-6
     capacity = gib * 2**30
     return MachineRates(
@@ -174,7 +165,7 @@ MACHINES: Mapping[str, MachineRates] = {
         _gpus("b200x8", _flops(1600e12, 60e12), 400, 7.0e12, Link(720e9, 10e-6, 1e-6), 178),
         # NVIDIA A100 80GB data sheet: 312 TFLOP/s dense bfloat16, 19.5 float32, 2.0 TB/s.
         _gpus("a100x8", _flops(250e12, 17e12), 200, 1.7e12, Link(240e9, 10e-6, 1e-6), 79),
-        # One core with bfloat16 instructions, and gloo on one host; the core has no float16 instructions.
+        # One core with bfloat16 but no float16 instructions, and gloo on one host.
         _cpu("cpu", {**_flops(700e9, 150e9), "float16": 150e9}),
         # One core with AVX2, without vector instructions for 16-bit products.
         _cpu("cpu_float32", _flops(1.3e9, 63e9)),
@@ -184,9 +175,9 @@ MACHINES: Mapping[str, MachineRates] = {
 
 
 def machine_of(options: Machine, device: str = "cuda", measured: str | None = None) -> MachineRates:
-    """The rates for ranks on a device type: options override measured rates, measured rates override the named machine.
+    """The rates for ranks on a device type: options override measured rates, which override the named machine.
 
-    `measured` is the text of `options.file`. Raises OptionError if the text does not describe a machine.
+    `measured`: text of `options.file`. Raises OptionError for an invalid text.
     """
     name = options.name if options.name != "auto" else "cpu" if device == "cpu" else "h100x8"
     machine = MACHINES[name]
@@ -220,7 +211,7 @@ def machine_of(options: Machine, device: str = "cuda", measured: str | None = No
 def _measured(machine: MachineRates, file: str, text: str) -> MachineRates:
     try:
         rates = json.loads(text)
-        # links.py also writes a report with the machine inside.
+        # links.py writes a report with the machine inside.
         rates = rates.get("machine", rates)
         flops = {name: float(rates["flops"][name]) for name in ("bfloat16", "float16", "float32")}
         machine = replace(machine, flops=flops, memory=float(rates["memory_bandwidth"]))
@@ -235,7 +226,7 @@ def _with_links(machine: MachineRates, rates: Mapping[str, Any]) -> MachineRates
         return machine
     measured = {name: float(rates[name]) for name in ("bandwidth", "latency")}
     per_node = int(rates["ranks_per_node"])
-    # A measurement on a single node gives the node's link, a measurement over several nodes gives the network's.
+    # A single node measures the node's link, several nodes the network's.
     if int(rates["ranks"]) > per_node:
         return replace(machine, ranks_per_node=per_node, network=replace(machine.network, **measured))
     return replace(machine, node=replace(machine.node, **measured))

@@ -32,8 +32,8 @@ class KeySums(NamedTuple):
 
 
 class Holders:
-    """The holders of the matrices of a kind in a group, and the elements of one such matrix by rank, node, replica,
-    and (replica, node)."""
+    """The holders of a kind's matrices in a group, and the elements of a matrix by rank, node, replica, and
+    (replica, node)."""
 
     def __init__(self, holders: Sequence[Holder]) -> None:
         self.holders = holders
@@ -49,8 +49,8 @@ class Holders:
             self.of_part[replica, node] += elements
 
     def sums(self, pattern: str, direction: int, key: Callable[[int], Hashable]) -> KeySums:
-        """Sums by the `key` of a rank, which is the same in every call for a pattern and a direction."""
-        # A search deals the same matrices to buckets hundreds of times.
+        """Sums by the `key` of a rank, which depends only on pattern and direction."""
+        # Kept, because a search deals the same matrices to buckets hundreds of times.
         if (pattern, direction) not in self._sums:
             sums = KeySums(Counter(), Counter(), Counter(), Counter())
             for rank, elements, node, _ in self.holders:
@@ -67,13 +67,11 @@ class Pieces:
     """The piece of each matrix of a plan on each rank.
 
     Attributes:
-        kinds: for each matrix the number of its kind. Matrices of a kind have the same work, and pieces of the same
-            sizes on the same ranks.
+        kinds: by matrix. Matrices of a kind have the same work, and pieces of the same sizes on the same ranks.
         examples: a matrix of each kind.
     """
 
-    # A model has tens of thousands of experts and a few kinds. Counting by kind takes time proportional to ranks;
-    # counting pieces takes ranks times matrices, or minutes.
+    # A model has tens of thousands of experts and a few kinds. Counting each piece would take minutes.
 
     def __init__(self, matrices: Sequence[Matrix], geometries: Geometries, ranks_per_node: int = 8) -> None:
         self.matrices = matrices
@@ -114,7 +112,6 @@ class Pieces:
         if key not in self._replicas:
             geometry, members = self.geometry(self.examples[kind]), frozenset(group)
             by_replica: dict[Replica, list[int]] = {}
-            # Mesh order is the order of pieces in every replica.
             for rank in geometry.layout.mesh.ranks:
                 if rank in members:
                     by_replica.setdefault(geometry.replica[rank], []).append(rank)
@@ -123,8 +120,7 @@ class Pieces:
 
 
 def _kinds(matrices: Sequence[Matrix], geometries: Geometries) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # By geometry first: comparing the elements on all ranks for every expert of every layer would take longer than
-    # kinds save.
+    # By geometry first: comparing the elements of every expert would take longer than kinds save.
     stored: dict[tuple[int, int], int] = {}
     classes: dict[tuple[int, tuple[tuple[int, int], ...]], int] = {}
     numbers: dict[tuple[int, int, int], int] = {}

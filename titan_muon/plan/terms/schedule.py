@@ -15,7 +15,7 @@ EARLY = 1 / 8
 
 
 class Act(Enum):
-    """Stage of a bucket."""
+    """Stages of a bucket."""
 
     GATHER = "gather"
     ORTHOGONALIZE = "orthogonalize"
@@ -23,7 +23,6 @@ class Act(Enum):
 
 
 ACTS = (Act.GATHER, Act.ORTHOGONALIZE, Act.APPLY)
-"""The acts of a bucket, in order."""
 
 
 class Turn(NamedTuple):
@@ -34,8 +33,10 @@ class Turn(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The turns of a step; local buckets run between `opening` and `turns`, while the first gathers are in flight.
-    ORTHOGONALIZE includes the return."""
+    """The turns of a step. ORTHOGONALIZE includes the return.
+
+    Local buckets run between `opening` and `turns`, while the first gathers are in flight.
+    """
 
     opening: tuple[Turn, ...]
     turns: tuple[Turn, ...]
@@ -43,8 +44,8 @@ class Schedule(NamedTuple):
 
 def prefetch(buffer_sets: int, rounds: int) -> int:
     """Number of rounds gathered ahead of the current round."""
-    # With a buffer set for every round, all rounds are gathered at once. Otherwise half of the sets gather ahead and
-    # half return; if all sets gathered ahead, each gather would first wait for the return of the round just computed.
+    # Half of the sets gather ahead and half return; if all sets gathered ahead, each gather would first wait for the
+    # return of the round just computed. With a set for every round, all are gathered at once.
     return rounds - 1 if buffer_sets >= rounds else buffer_sets // 2
 
 
@@ -54,8 +55,8 @@ def late_rounds(buffer_sets: int, rounds: int) -> range:
 
 
 class Hidden(NamedTuple):
-    """Number of first rounds gathered in the backward before the step, and of last rounds returned and applied in the
-    next forward."""
+    """Numbers of first rounds gathered in the backward before the step, and of last rounds returned in the next
+    forward."""
 
     gathers: int = 0
     returns: int = 0
@@ -65,9 +66,9 @@ NOTHING = Hidden()
 
 
 def hidden_rounds(overlap: Overlap, buffer_sets: int, rounds: int, ordered: int) -> Hidden:
-    """The rounds that `overlap` hides; `ordered` rounds are in the order of the model's pass (`ordered_rounds`)."""
+    """The rounds that `overlap` hides; `ordered`: see `ordered_rounds`."""
     if overlap == "backward":
-        # Minus one: the last gather of the opening uses the last gradients of backward, and nothing hides it.
+        # Minus one: nothing hides the last gather of the opening, with the last gradients of backward.
         return Hidden(gathers=max(0, min(ordered, prefetch(buffer_sets, rounds))))
     if overlap == "forward":
         return Hidden(returns=min(ordered, len(late_rounds(buffer_sets, rounds))))
@@ -89,16 +90,15 @@ def ordered_rounds(buckets: Iterable[Bucket], overlap: Overlap) -> int:
 
 def schedule(rounds: int, buffer_sets: int) -> Schedule:
     """Schedule for `rounds` rounds with `buffer_sets` buffer sets."""
-    # All ranks have the same turns, with or without buckets in a round, so that every group launches collectives in one
-    # order. If ranks skipped turns, two groups with common ranks could launch collectives in different orders, and NCCL
-    # would hang.
+    # All ranks have the same turns, with or without buckets in a round. Otherwise two groups with common ranks could
+    # launch collectives in different orders, and NCCL would hang.
     ahead = prefetch(buffer_sets, rounds)
     opening = tuple(Turn(Act.GATHER, k) for k in range(min(ahead + 1, rounds)))
     turns = []
     for k in range(rounds):
         coming = k + ahead
         if k > 0 and coming < rounds:
-            # Apply the previous round of this buffer set before the gather overwrites the buffers.
+            # Before the gather overwrites the buffers.
             if coming >= buffer_sets:
                 turns.append(Turn(Act.APPLY, coming - buffer_sets))
             turns.append(Turn(Act.GATHER, coming))

@@ -14,8 +14,8 @@ Ranks = tuple[int, ...]
 
 
 def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
-    """Disjoint sets of `count` ranks of a node, each able to orthogonalize a matrix together."""
-    # Few fixed sets, because each set needs a process group, created by all ranks of the world.
+    """Disjoint sets of `count` ranks of a node."""
+    # Few, because all ranks of the world create a process group for each set.
     sets = []
     for _, members in groupby(group, key=lambda rank: rank // ranks_per_node):
         node = tuple(members)
@@ -24,13 +24,13 @@ def teams(group: Ranks, count: int, ranks_per_node: int) -> list[Ranks]:
 
 
 def divides(matrix: MatrixRows, shape: tuple[int, int], count: int) -> bool:
-    """Whether a matrix of this shape divides into `count` equal slices, and the Gram matrix into equal row blocks."""
+    """Whether the matrix divides into `count` equal slices, and the Gram matrix into equal row blocks."""
     # An interleaved matrix would need as many segments as rows.
     return matrix.row_step == matrix.col_step == 1 and shape[0] % count == shape[1] % count == 0
 
 
 def sliced(parameter: Parameter, counts: Mapping[int, int]) -> Parameter:
-    """The parameter with matrix i of the stack cut into `counts[i]` slices, for i in `counts`."""
+    """The parameter with matrix i of the stack cut into `counts[i]` slices."""
     stack, cols = parameter.stack, prod(parameter.layout.shape[parameter.stack.row_dims :])
     matrices: list[MatrixRows] = []
     for index, matrix in enumerate(stack.matrices):
@@ -66,7 +66,7 @@ def _part(matrix: MatrixRows, shape: tuple[int, int], place: int, count: int) ->
 
 
 def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
-    """For the first slice of each sliced matrix in a bucket: the owners of all slices, in order."""
+    """By first slice of each sliced matrix in a bucket, the owners of all slices, in order."""
     owners: dict[int, list[int]] = {}
     for number, owner in sorted(zip(bucket.matrices, bucket.owners, strict=True)) if bucket.owners else ():
         part = matrices[number].slice
@@ -74,7 +74,7 @@ def teams_in(bucket: Bucket, matrices: Sequence[Matrix]) -> dict[int, Ranks]:
             owners.setdefault(number - part.place, []).append(owner)
     for first, ranks in owners.items():
         part = matrices[first].slice
-        # Position in the process group = position among the slices, because process groups sort ranks.
+        # Process groups sort ranks, and a rank's position in the group is its slice.
         assert part is not None, f"matrix {first} is the first of its slices"
         assert len(ranks) == part.count, f"all slices of matrix {first} travel in one bucket"
         assert ranks == sorted(set(ranks)), f"the slices of matrix {first} have one owner each, in order of ranks"

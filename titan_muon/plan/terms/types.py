@@ -1,4 +1,4 @@
-"""The planner's data types, from the placement of a tensor to the plan of a whole step."""
+"""The planner's data types, from the placement of a tensor to the plan of a step."""
 
 # [Note: pieces]
 # matrix   2D unit of Newton-Schulz: a parameter, an expert, a head or a fused projection.
@@ -34,8 +34,7 @@ class Interval(NamedTuple):
 class Shard:
     """Cut along a tensor dim over a mesh axis, like torch.chunk."""
 
-    # Each part has ceil(length / count) indices; the last parts are shorter or empty. An even split would differ from
-    # the rows that DTensor stores, and every offset computed from the split would be wrong.
+    # An even split would differ from the rows that DTensor stores, and every offset would be wrong.
     dim: int
 
 
@@ -43,8 +42,8 @@ class Shard:
 class StridedShard:
     """Cut along a tensor dim into `split_factor` parts, then cut each part over a mesh axis."""
 
-    # FSDP2 shards a dim already cut by tensor or expert parallelism, but the mesh axis of FSDP2 comes first in the
-    # DTensor's mesh. Two Shards of the dim would be applied from left to right, in another order of rows.
+    # FSDP2 shards a dim already cut by tensor or expert parallelism, but comes first in the DTensor's mesh. Two Shards
+    # of the dim would be applied from left to right, in another order of rows.
     dim: int
     split_factor: int
 
@@ -67,7 +66,7 @@ Placement = Cut | Replicate | Separate
 
 @dataclass(frozen=True)
 class Mesh:
-    """An n-dimensional arrangement of ranks: `ranks` are global ranks in row-major order."""
+    """`ranks`: global ranks in row-major order."""
 
     shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -87,7 +86,7 @@ class Mesh:
 class Layout:
     """Placement of a tensor of global `shape` on a mesh, with a placement for each mesh axis.
 
-    `tensor_parallel`: the mesh axis of tensor parallelism, if tensor parallelism cuts the tensor.
+    `tensor_parallel`: the mesh axis, if tensor parallelism cuts the tensor.
     """
 
     shape: tuple[int, ...]
@@ -103,11 +102,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class MatrixRows:
-    """A matrix of a parameter: ascending rows of the parameter's 2D view, and columns.
-
-    The matrix has every `row_step`-th row of each interval, starting with the first; likewise columns. `cols` None:
-    all.
-    """
+    """A matrix of a parameter's 2D view: every `step`-th index of ascending intervals. `cols` None: all columns."""
 
     label: str
     rows: tuple[Interval, ...]
@@ -147,9 +142,9 @@ class MatrixStack:
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter as the planner sees it. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
+    """A parameter. A `plain` tensor is no DTensor: every rank of the mesh has such a tensor.
 
-    `state_ranks` keep the momentum, in order of dim 0; if empty, every holder keeps momentum.
+    `state_ranks`: keepers of the momentum, in order of dim 0; empty: every holder.
     """
 
     fqn: str
@@ -178,8 +173,7 @@ class Slice:
 class Matrix:
     """Matrix number `index` of parameter number `parameter`; `work` is an index into the plan's works.
 
-    A matrix with several owners is `count` consecutive matrices of the plan, each with a `slice`
-    and an owner.
+    A matrix with several owners is `count` consecutive matrices, each with a `slice` and an owner.
     """
 
     parameter: int
@@ -213,7 +207,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a matrix on a rank: row segments times column segments, [Note: pieces]."""
+    """Row segments times column segments, [Note: pieces]."""
 
     rows: tuple[Segment, ...]
     cols: tuple[Segment, ...]
@@ -233,8 +227,8 @@ class Bucket:
     """Matrices of a gather and a return, by the pattern `exchange` in `PATTERNS`.
 
     `group`: global ranks that take part. Rank `owners[i]` orthogonalizes `matrices[i]` (an index into the plan's
-    matrices), and so do the owner's tensor-parallel peers in a duplicating pattern. Without owners every holder
-    orthogonalizes. Buckets of equal `round` are in flight together.
+    matrices), with its tensor-parallel peers in a duplicating pattern. Without owners every holder orthogonalizes.
+    Buckets of equal `round` are in flight together.
     """
 
     exchange: str
@@ -250,18 +244,18 @@ class Plan:
 
     Attributes:
         parameters: stacks contain slices instead of sliced matrices.
-        local: for each matrix, the ranks with all of the matrix, each of which orthogonalizes it; empty for a matrix in
-            a bucket.
+        local: for each matrix, the ranks that store and orthogonalize all of the matrix; empty for a matrix in a
+        bucket.
         buckets: each rank runs the buckets of the rank's groups round by round, in this order.
         buffer_sets: rounds with buffers at the same time.
         wire_bytes: bytes of an element in transit.
         works: the distinct methods and costs of orthogonalization.
-        reason: notes for the user: search truncated, slicing outcome, differing plain tensors.
+        reason: notes for the user.
         passes: element-wise stages over stored pieces.
     """
 
-    # A Plan is plain data and equal on every rank, because ranks compare digests before the first collective.
-    # Ranks with different plans would hang, or read received bytes as the wrong matrix.
+    # Plain data, equal on every rank: ranks with different plans would hang, or read received bytes as the wrong
+    # matrix.
 
     parameters: tuple[Parameter, ...]
     matrices: tuple[Matrix, ...]
@@ -289,10 +283,9 @@ class Plan:
         return shape[::-1] if self.parameters[matrix.parameter].stack.transposed else shape
 
     def to_json(self) -> str:
-        # Sorted keys and no sets: the text must not depend on the hash seed, because the seed differs between
-        # processes.
+        # No sets: the hash seed differs between processes.
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
-        """SHA-256 of the plan, in hex. Ranks communicate only if all digests are equal."""
+        """SHA-256 in hex, compared between ranks before the first collective."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()

@@ -29,13 +29,13 @@ def gram_flops(rows: int, cols: int, steps: int, restarts: int, cubic: int = 0) 
 
 
 def standard_elements(rows: int, cols: int) -> int:
-    """Elements in the memory of the standard iteration: X, the next X, X Xᵀ and the polynomial."""
+    """Elements of the standard iteration: X, the next X, X Xᵀ and the polynomial."""
     m, n = min(rows, cols), max(rows, cols)
     return 2 * m * n + 2 * m * m
 
 
 def gram_elements(rows: int, cols: int) -> int:
-    """Elements in the memory of the Gram iteration: X, the next X, R, Q, the polynomial in R and the next R."""
+    """Elements of the Gram iteration: X, the next X, R, Q, the polynomial in R and the next R."""
     m, n = min(rows, cols), max(rows, cols)
     return 2 * m * n + 4 * m * m
 
@@ -48,12 +48,7 @@ def sliced_elements(rows: int, cols: int, slices: int) -> int:
 
 @dataclass(frozen=True)
 class TeamCost:
-    """Traffic between the owner of a slice and the owners of the remaining slices.
-
-    Attributes:
-        sent: bytes sent for a matrix; as many are received.
-        calls: collectives for a matrix.
-    """
+    """Traffic of a matrix between the owner of a slice and further owners: bytes `sent` (and received), and `calls`."""
 
     sent: int
     calls: int
@@ -77,12 +72,11 @@ class Work:
     """The method of orthogonalizing a matrix, and the cost.
 
     Attributes:
-        method: algorithm and parameters; matrices of equal shape and method may be orthogonalized together.
-        flops: FLOPs of a matrix.
-        reason: reason of an automatic choice, else empty.
+        method: algorithm and parameters; a batch has matrices of equal shape and method.
+        reason: of an automatic choice, else empty.
         batch: most matrices of a batch.
         bytes: working memory per matrix.
-        dtype: dtype of the products.
+        dtype: of the products.
         team: traffic between the owners of the slices; None if the matrix is not sliced.
     """
 
@@ -96,13 +90,9 @@ class Work:
 
 
 class Traffic(NamedTuple):
-    """Element-wise stages on one element of a stored piece.
+    """Bytes read and written for an element of a stored piece, and operators of a call.
 
-    Attributes:
-        advance: bytes read and written to advance the momentum and to pack.
-        advance_launches: operators of a call.
-        apply: bytes read and written to decay and update.
-        apply_launches: operators of a call.
+    `advance`: advance the momentum and pack. `apply`: decay and update.
     """
 
     advance: int
@@ -143,15 +133,10 @@ FLOAT32_TRAFFIC = traffic(4, 4, 2, stochastic=False, cautious=False)
 
 @dataclass(frozen=True)
 class Passes:
-    """The element-wise stages and the rule: temporary memory and traffic. The default has float32 weights and momentum.
+    """Temporary memory and traffic of the element-wise stages and the rule. Default: float32 weights and momentum.
 
-    Attributes:
-        advance_elements: limit on the elements of a call for the momentum, or one row.
-        advance_bytes: temporary bytes of an element in such a call.
-        apply_elements: limit on the elements of a call for the weights, or one row.
-        apply_bytes: temporary bytes of an element in such a call.
-        finish_bytes: temporary bytes of the rule for an element of a whole matrix.
-        traffic: bytes and launches.
+    `advance` calls change the momentum and `apply` calls the weights: at most so many `elements`, or one row, each with
+    so many temporary `bytes`. `finish_bytes`: of the rule, for an element of a whole matrix.
     """
 
     advance_elements: int = 2**23

@@ -1,1 +1,1 @@
-"""Checks of a run: equal recipes, code and replicas on all ranks, the right data, a sound loss curve."""
+"""Checks of a run: equal recipes and code on all ranks, the right data, sound loss and gradient norms."""

@@ -1,15 +1,15 @@
-"""Which optimizer takes which parameter, compared with an earlier run: a renamed parameter may fall to a default."""
+"""Compares parameter assignments with an earlier run's: a renamed parameter may fall to a default optimizer."""
 
 from collections.abc import Mapping
 
 from titan_muon.assignment.table import HEADER
 
 LISTED = 8
-"""Most lines about parameters."""
+"""Limit on the lines about parameters."""
 
 
 def assigned_optimizers(text: str) -> dict[str, str]:
-    """The optimizer of each parameter, from the full parameter tables in `optimizers.txt`."""
+    """Optimizer by parameter name, from the text of `optimizers.txt`."""
     assigned: dict[str, str] = {}
     start, end = -1, -1
     for line in text.splitlines():
@@ -23,7 +23,7 @@ def assigned_optimizers(text: str) -> dict[str, str]:
 
 
 def changed_assignments(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
-    """One line for each parameter that is new, gone, or another optimizer's. Nothing for another model."""
+    """A line for each new, missing or reassigned parameter. Empty for another model: no name in common."""
     if not before.keys() & after.keys():
         return []
     lines = []

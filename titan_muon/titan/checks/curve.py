@@ -1,7 +1,7 @@
-"""Whether the loss and the gradient norm look like those of a run that learns, from the reports of the run itself.
+"""Warnings for a loss or gradient norm far from the run's earlier reports.
 
-The limits are wide. One odd document triples the loss of a small recipe for some steps, and is no fault: a jump counts
-only if the loss stays high for many reports.
+The limits are wide: a single odd document triples the loss of a small recipe for some steps. A jump counts only if the
+loss stays high for many reports.
 """
 
 import math
@@ -12,25 +12,23 @@ from dataclasses import dataclass
 from typing import Any
 
 WINDOW, LOSS_WINDOW = 50, 20
-"""Last reports that medians are taken over; fewer for losses, because they fall."""
+"""Reports in a median of norms, and of losses: fewer, because losses fall."""
 FEWEST = 5
-"""Reports that a median needs."""
+"""Least reports for a median."""
 DEAD_SHARE = 1e-6
-"""A gradient norm below this share of the median is that of a dead run."""
+"""A gradient norm below this share of the median is dead."""
 EXPLODING = 100
 """A gradient norm above this many medians has jumped."""
 DEVIATIONS = 8
-"""Median absolute deviations above the median loss from which on a loss counts as high."""
 LEAST_RISE = 0.25
-"""Least share of the median that a high loss is above the median."""
+"""A loss is high if above the median by DEVIATIONS median absolute deviations and by LEAST_RISE of the median."""
 HIGH_REPORTS, HIGH_REPORTS_RESUMED = 10, 3
-"""Reports in a row with a high loss until the loss has jumped; fewer right after a checkpoint was loaded, if the loss
-is above all losses before as well."""
+"""Consecutive high losses until a warning. After a checkpoint was loaded fewer, above all earlier losses."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Loss (nats per token) and gradient norm of a step."""
+    """Loss in nats per token, and gradient norm."""
 
     step: int
     loss: float
@@ -38,13 +36,13 @@ class Report:
 
 
 class Curve:
-    """Watches reports. While training looks wrong, the reports before stay the measure.
+    """Compares each report with the last sound ones.
 
     Args:
         earlier: reports of the run before this process, in order.
 
     Attributes:
-        sound_until: the last step before training began to look wrong; None while training looks right.
+        sound_until: last step before training began to look wrong; None while training looks right.
     """
 
     def __init__(self, earlier: Iterable[Report] = ()) -> None:
@@ -56,7 +54,7 @@ class Curve:
         self.sound_until: int | None = None
 
     def add(self, report: Report) -> list[str]:
-        """Take a report of finite numbers. Returns warnings, one line each; a problem is named once until it ends."""
+        """Warnings for a report of finite numbers. A problem is named once until training recovers."""
         problems = dict(self._problems(report))
         lines = [text for name, text in problems.items() if text and name not in self._named]
         was_named, self._named = self._named, {name for name, text in problems.items() if text}
@@ -71,7 +69,7 @@ class Curve:
         return lines
 
     def _problems(self, report: Report) -> Iterable[tuple[str, str]]:
-        """(kind, warning) of each problem; an empty warning if it is too early to warn."""
+        """(kind, warning) of each problem; the warning is empty if a problem is too young to report."""
         step, norm = report.step, report.grad_norm
         if norm == 0:
             yield "dead", f"step {step}: the norm of all gradients is 0, so that nothing is learned"
@@ -107,12 +105,12 @@ class Curve:
                 f"reports; the median before was {middle:.4f}",
             )
         elif self._high:
-            # Not said yet, but not a measure for what is normal either, and no checkpoint is purged for it.
+            # Not a sound report: keep the loss out of the medians, and keep the checkpoints before.
             yield "may be high", ""
 
 
 def reports_of(records: Iterable[dict[str, Any]]) -> list[Report]:
-    """The reports among the records of a metrics file, without those whose numbers are not finite."""
+    """Reports with finite numbers, from the records of a metrics file."""
     reports = []
     for record in records:
         if "loss" in record and "grad_norm" in record and math.isfinite(record["loss"] + record["grad_norm"]):

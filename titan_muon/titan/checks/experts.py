@@ -1,4 +1,4 @@
-"""Tokens by expert, and experts that get none."""
+"""Tokens by expert, and warnings for experts without tokens."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,21 +9,21 @@ from torch import Tensor, nn
 from titan_muon.tensors.dtensor import local
 
 DEAD_STEPS, DEAD_REPORTS = 100, 3
-"""An expert without a token in reports over this many steps, and in this many reports, is dead."""
+"""An expert is dead without a token over this many steps and reports."""
 
 
 class ExpertLoads:
-    """Counts of the tokens that each expert gets in a step, over all data-parallel ranks.
+    """Token counts by expert in a step, over all data-parallel ranks.
 
     Args:
-        parts: the model, or the parts of it on this rank.
-        group: ranks with different tokens; None for one.
+        parts: this rank's model parts.
+        group: ranks with different tokens; None for a single rank.
         device: device of the counts.
     """
 
     def __init__(self, parts: Sequence[nn.Module], group: dist.ProcessGroup | None, device: torch.device) -> None:
         named = (pair for part in parts for pair in part.named_modules())
-        # TorchTitan's layers of experts count their tokens since the optimizers' last step.
+        # TorchTitan's expert layers count tokens since the optimizers' last step.
         self._layers = {name: layer for name, layer in named if hasattr(layer, "tokens_per_expert_E")}
         self._group, self._device = group, device
         self._before: list[Tensor] = []
@@ -31,14 +31,10 @@ class ExpertLoads:
         self._named: set[tuple[str, int]] = set()
 
     def begin_step(self) -> None:
-        """Remember the counts before a step."""
         self._before = [self._counts(layer) for layer in self._layers.values()]
 
     def of_step(self) -> dict[str, list[int]]:
-        """Tokens of each expert since `begin_step`, by layer; all ranks of the group call this together.
-
-        The host waits for the device.
-        """
+        """Tokens of each expert since `begin_step`, by layer. Collective over the group; the host waits."""
         if not self._layers:
             return {}
         own = [self._counts(layer) - before for layer, before in zip(self._layers.values(), self._before, strict=True)]
@@ -49,7 +45,7 @@ class ExpertLoads:
         return {name: [int(n) for n in row.tolist()] for name, row in zip(self._layers, rows, strict=True)}
 
     def dead(self, step: int, tokens: Mapping[str, Sequence[int]]) -> list[str]:
-        """One line for each layer with experts that are dead since this report, from a step's tokens by layer."""
+        """A line for each layer with newly dead experts. `tokens`: counts by layer in this step."""
         lines = []
         for layer, counts in tokens.items():
             new = []

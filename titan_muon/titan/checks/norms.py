@@ -1,4 +1,4 @@
-"""The gradient norm of every step, also of steps that are not reported: a step without a finite norm ends the run."""
+"""Checks the gradient norm of every step, reported or not: a norm that is not finite ends the run."""
 
 import math
 from collections.abc import Sequence
@@ -11,14 +11,14 @@ from torch import Tensor
 from titan_muon.titan.device import arrives_late
 
 LISTED = 5
-"""Most parameters of a rank in an error text."""
+"""Limit on the parameters per rank in an error text."""
 
 
 class NormWatch:
-    """Reads each step's norm when the device has it, which on a GPU is in the next step: the host does not wait.
+    """Reads each step's norm without a host wait: on a GPU, in the next step.
 
     Args:
-        names: the parameters of this rank, in the order of the local norms.
+        names: this rank's parameters, in the order of the local norms.
         device: device of the norms.
     """
 
@@ -37,14 +37,14 @@ class NormWatch:
         return self._on_device
 
     def watch(self, step: int, norm: Tensor, local_norms: Tensor) -> None:
-        """Take the norm of a step over all ranks, () on the device, and this rank's norms by parameter."""
+        """Record a step's norm over all ranks, (), and this rank's norms by parameter, both on the device."""
         self._step, self._local_norms = step, local_norms
         self._host.copy_(norm, non_blocking=True)
         if self._arrived is not None:
             self._arrived.record()
 
     def fault(self, group: dist.ProcessGroup | None) -> str | None:
-        """What is wrong with the norm taken last, on every rank; None if the norm is finite, or was read before.
+        """Error text for the last watched norm, with the parameters of all ranks; None if finite or read before.
 
         All ranks of `group` (gloo; None: one process) call this together.
         """

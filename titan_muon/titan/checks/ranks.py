@@ -1,4 +1,4 @@
-"""What each rank did in a reported step, compared over all ranks: the text that it read, and the steps that it took."""
+"""Compares ranks in a reported step: their text, optimizer steps and leftover gradients."""
 
 import zlib
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from titan_muon.titan.fault import RunFault
 
 UNKNOWN = -1
-"""A position that no loader counts, or no step."""
+"""No position: the loader does not count blocks. Also: no step."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class RankReport:
 
     Attributes:
         data_rank: the rank's place among data-parallel ranks. Ranks with equal places must read equal text.
-        position: number of the first block that the rank read in the step, or UNKNOWN.
-        expected: number of the block that the rank should have read, or UNKNOWN.
+        position: number of the first block in the step, or UNKNOWN.
+        expected: number of the right first block, or UNKNOWN.
         crc: CRC-32 of all inputs of the step.
-        extra_steps: steps that an optimizer took beyond those of the training loop, since the last report.
+        extra_steps: an optimizer's steps beyond the training loop's, since the last report.
         stale_gradients: parameters with a gradient before the step's first backward.
         sound_until: last step before training began to look wrong, or UNKNOWN.
     """
@@ -37,23 +37,23 @@ class RankReport:
 
 
 class StepInputs:
-    """CRC-32 of the inputs that this rank reads in a step, over all of the step's batches."""
+    """CRC-32 of this rank's inputs, over all batches of a step."""
 
     def __init__(self) -> None:
         self.crc = 0
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Add a batch of token ids, an int64 tensor on the CPU."""
+        """Add a batch of token ids: int64, on the CPU."""
         self.crc = zlib.crc32(inputs.numpy().tobytes(), self.crc)
 
     def take(self) -> int:
-        """The CRC-32 of all batches since the last call."""
+        """CRC-32 of the batches since the last call."""
         crc, self.crc = self.crc, 0
         return crc
 
 
 def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankReport]:
-    """The reports of all ranks, in rank order; all ranks of `group` (gloo; None: one process) call this together."""
+    """Reports in rank order; all ranks of `group` (gloo; None: one process) call this together."""
     if group is None:
         return [report]
     mine = torch.tensor(astuple(report), dtype=torch.int64)
@@ -63,7 +63,7 @@ def gather(report: RankReport, group: dist.ProcessGroup | None) -> list[RankRepo
 
 
 def check_reports(step: int, reports: Sequence[RankReport]) -> None:
-    """Raise RunFault for ranks that read other text than the step's, or whose optimizers took other steps."""
+    """Raise RunFault for ranks with wrong text, a wrong number of optimizer steps, or leftover gradients."""
     if wrong := [(rank, r) for rank, r in enumerate(reports) if r.position != r.expected]:
         shown = ", ".join(f"rank {rank} read block {r.position} instead of {r.expected}" for rank, r in wrong[:4])
         raise RunFault(
@@ -75,7 +75,7 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
         peer = first.setdefault(report.data_rank, rank)
         if reports[peer].crc != report.crc:
             raise RunFault(
-                f"step {step}: ranks {peer} and {rank} train on the same sequences and read different text, so that "
+                f"step {step}: ranks {peer} and {rank} train on the same sequences and read different text, because "
                 "data.files or data.cache differ between them. Give all ranks the same files."
             )
     if wrong := [(rank, r) for rank, r in enumerate(reports) if r.extra_steps]:
@@ -92,7 +92,7 @@ def check_reports(step: int, reports: Sequence[RankReport]) -> None:
 
 
 def twins(reports: Sequence[RankReport]) -> tuple[int, int] | None:
-    """The first two ranks of different data-parallel places that read equal inputs; None without any."""
+    """Two ranks with equal inputs and different data-parallel places; None if no such pair exists."""
     first: dict[int, tuple[int, int]] = {}
     for rank, report in enumerate(reports):
         peer, place = first.setdefault(report.crc, (rank, report.data_rank))

@@ -1,4 +1,4 @@
-"""Recipe, code and versions must be equal on all ranks: compared once, before the first step.
+"""Compares recipe, code and versions of all ranks before the first step.
 
 A rank with another learning rate or another model file would train on without an error.
 """
@@ -20,13 +20,13 @@ from titan_muon.titan.recipe.files import written_values
 from titan_muon.titan.recipe.toml import value_text
 
 LISTED = 8
-"""Most differences in an error text."""
+"""Limit on the differences in an error text."""
 PATHS = ("data.files", "data.tokenizer_path", "data.dataset_path", "data.cache", "model.hf_assets_path")
 """Keys that may differ: equal files may be at another path on each node."""
 
 
 def start_facts(recipe: Recipe) -> dict[str, str]:
-    """Everything of this rank that must be equal on all ranks, as text by name: recipe keys, versions, source files."""
+    """Recipe keys, versions and digests of source files on this rank, as text by name; equal on all ranks."""
     facts = {key: value_text(value) for key, value in written_values(recipe).items() if key not in PATHS}
     facts["version of Python"] = platform.python_version()
     facts["version of torch"] = torch.__version__
@@ -63,7 +63,7 @@ def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> No
         return
     world = dist.get_world_size(group)
     digests: list[bytes] = [b""] * world
-    # 1,024 full reports would take megabytes on every rank, and nearly always the digests are equal.
+    # Digests first: 1,024 full reports take megabytes on every rank.
     dist.all_gather_object(digests, hashlib.sha256(repr(sorted(facts.items())).encode()).digest(), group=group)
     if len(set(digests)) == 1:
         return
@@ -78,7 +78,7 @@ def check_start(facts: Mapping[str, str], group: dist.ProcessGroup | None) -> No
 
 
 def differences(reports: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each name whose value is not the same in all reports; `reports` are in rank order."""
+    """A line for each name with unequal values; `reports` are in rank order."""
     lines = []
     for name in dict.fromkeys(name for report in reports for name in report):
         ranks: dict[str, list[int]] = {}

@@ -1,4 +1,4 @@
-"""The checks of a training run, each called by the trainer at its point of a step."""
+"""The checks of a training run, called by the trainer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,23 +18,23 @@ ADVICE = "Lower the learning rates, warm up for longer, or continue from an earl
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step must begin to read: the number of the first block of this rank, or UNKNOWN for both."""
+    """Number of this rank's first block in a step: the loader's, and the right one. Both may be UNKNOWN."""
 
     position: int
     expected: int
 
 
 class TrainingChecks:
-    """Compares ranks and watches norms, the curve and experts. Warnings are returned, faults are raised on all ranks.
+    """Compares ranks and watches norms, the curve and experts. Returns warnings, raises faults on all ranks.
 
     Args:
-        names: parameters of this rank in the order of the local norms.
-        optimizers: optimizers whose steps are counted.
-        parts: the model, or the parts of it on this rank.
+        names: this rank's parameters, in the order of the local norms.
+        optimizers: optimizers with counted steps.
+        parts: this rank's model parts.
         device: device of the training.
         data_rank: this rank's place among data-parallel ranks.
-        token_group: ranks with different tokens; None for one.
-        tolerates_nonfinite: whether a step with a norm that is not finite is passed over with a warning.
+        token_group: ranks with different tokens; None for a single rank.
+        tolerates_nonfinite: warn about a norm that is not finite, instead of raising.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TrainingChecks:
         self._group: dist.ProcessGroup | None = None
         self._curve = Curve()
         self._place = Place(UNKNOWN, UNKNOWN)
-        self._taken = [0] * len(self._optimizers)
+        self._optimizer_steps = [0] * len(self._optimizers)
         self._steps, self._stale, self._twins_named = 0, 0, False
         self.tokens: dict[str, list[int]] = {}
         """Tokens of each expert in the reported step, by layer."""
@@ -64,16 +64,16 @@ class TrainingChecks:
             optimizer.register_step_post_hook(lambda *_, index=index: self._count(index))
 
     def _count(self, index: int) -> None:
-        self._taken[index] += 1
+        self._optimizer_steps[index] += 1
 
     def begin(self, group: dist.ProcessGroup | None, earlier: Iterable[Report]) -> None:
         """Start to train. `group`: all ranks on gloo, None for one process. `earlier`: reports of the run until now."""
         self._group, self._curve = group, Curve(earlier)
-        # PyTorch takes a step to make the optimizers' states before it loads them.
-        self._steps, self._taken = 0, [0] * len(self._taken)
+        # Drop earlier steps: PyTorch takes one to create optimizer states before it loads a checkpoint.
+        self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
 
     def begin_step(self, *, reported: bool, counted: bool, place: Place) -> None:
-        """Start a step. `place`: where the rank begins to read. `counted`: whether experts' tokens are counted."""
+        """Start a step. `reported`: compare ranks. `counted`: count experts' tokens."""
         self._steps += 1
         if counted:
             self.experts.begin_step()
@@ -84,15 +84,15 @@ class TrainingChecks:
         self._inputs.take()
 
     def before_backward(self, parameters: Iterable[Tensor]) -> None:
-        """Count the parameters that have a gradient before the first backward of a reported step."""
+        """Count leftover gradients; called before the first backward of a reported step."""
         self._stale = sum(parameter.grad is not None for parameter in parameters)
 
     def add_inputs(self, inputs: Tensor) -> None:
-        """Take a batch of a reported step: token ids, int64 on the CPU."""
+        """Add a batch of a reported step: token ids, int64 on the CPU."""
         self._inputs.add(inputs)
 
     def after_clip(self, step: int, norm: Tensor, local_norms: Tensor, *, counted: bool) -> list[str]:
-        """Take the norm of a step before the optimizers' step; raises FloatingPointError as `check_norm`."""
+        """Watch a step's norm before the optimizers' step. Returns warnings; raises as `check_norm`."""
         lines = self.check_norm() if self._norms.is_late else []
         self._norms.watch(step, norm, local_norms)
         if not self._norms.is_late:
@@ -102,7 +102,7 @@ class TrainingChecks:
         return lines
 
     def check_norm(self) -> list[str]:
-        """Raise FloatingPointError on all ranks if the norm of a step was not finite, with parameters and ranks."""
+        """Raise FloatingPointError on all ranks, or return a warning, if the last norm was not finite."""
         fault = self._norms.fault(self._group)
         if fault is None:
             return []
@@ -111,13 +111,9 @@ class TrainingChecks:
         raise FloatingPointError(f"{fault}; nothing is saved from this step. {ADVICE}")
 
     def report(self, step: int, loss: float, grad_norm: float) -> tuple[list[str], int | None]:
-        """Compare ranks and the curve in a reported step, on all ranks together.
+        """Warnings of a reported step, and the last step before training began to look wrong, or None.
 
-        Returns:
-            Warnings, and the last step before training began to look wrong, or None.
-
-        Raises:
-            RunFault: on all ranks, as `check_reports`.
+        Collective over all ranks. Raises RunFault on all ranks as `check_reports`.
         """
         lines = self._curve.add(Report(step, loss, grad_norm))
         sound_until = self._curve.sound_until
@@ -126,11 +122,11 @@ class TrainingChecks:
             position=self._place.position,
             expected=self._place.expected,
             crc=self._inputs.take(),
-            extra_steps=next((taken - self._steps for taken in self._taken if taken != self._steps), 0),
+            extra_steps=next((steps - self._steps for steps in self._optimizer_steps if steps != self._steps), 0),
             stale_gradients=self._stale,
             sound_until=UNKNOWN if sound_until is None else sound_until,
         )
-        self._steps, self._taken = 0, [0] * len(self._taken)
+        self._steps, self._optimizer_steps = 0, [0] * len(self._optimizers)
         reports = gather(report, self._group)
         check_reports(step, reports)
         if not self._twins_named and (pair := twins(reports)) is not None:

@@ -1,7 +1,4 @@
-"""What a monitored step measures, on the device: sizes by role, sampled matrices, and small momentum.
-
-A step that is not monitored runs nothing of this file.
-"""
+"""Measurements of a monitored step: sizes by role, sampled matrices, and small momentum."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,21 +24,18 @@ MOMENTUM = "momentum_buffer"
 
 @dataclass(frozen=True)
 class Matrix:
-    """A sampled matrix: the parameter's name, the parameter and its group. Of a stack the first matrix is measured."""
+    """A sampled matrix: the parameter, or the first matrix of a stack."""
 
     name: str
     parameter: Tensor
     group: Mapping[str, Any]
 
     def decayed(self) -> Tensor:
-        """The whole matrix after the weight decay of the step that comes."""
-        whole = gather(self.parameter)
-        return (whole[0] if whole.dim() == 3 else whole).float() * (
-            1 - float(self.group["lr"]) * self.group["weight_decay"]
-        )
+        """The whole matrix after the next step's weight decay, in float32."""
+        return self.whole() * (1 - float(self.group["lr"]) * self.group["weight_decay"])
 
     def whole(self) -> Tensor:
-        """The whole matrix now, in float32."""
+        """The whole matrix, in float32. Collective."""
         whole = gather(self.parameter)
         return (whole[0] if whole.dim() == 3 else whole).float()
 
@@ -50,12 +44,12 @@ class Monitor:
     """Measures a training step. All ranks call each method together.
 
     Args:
-        parts: the model, or the parts of it on this rank.
+        parts: this rank's model parts.
         optimizers: the recipe's optimizers.
         device: device of the measurements.
-        stage_ranks: ranks that share these parameters (world size / pipeline stages).
-        every: steps from one monitored step to the next.
-        matrices: number of matrices whose singular values are measured. Each is gathered whole, twice, on every rank.
+        stage_ranks: ranks with shards of these parameters (world size / pipeline stages).
+        every: steps between monitored steps.
+        matrices: number of sampled matrices. Every rank gathers each matrix twice.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class Monitor:
         self._optimizers, self._device, self._every = optimizers, device, every
         self._parameters = {canonical_fqn(name): p for part in parts for name, p in part.named_parameters()}
         self._shares = {name: 1 / replica_count(p, stage_ranks) for name, p in self._parameters.items()}
-        # Of the whole model: under pipeline parallelism each rank fills in its own part.
+        # The whole model: under pipeline parallelism each rank fills in its own part.
         self._whole = {assignment.fqn: number for number, assignment in enumerate(optimizers.parts.whole)}
         self._roles = [_role(assignment) for assignment in optimizers.parts.whole]
         self._offsets = _offsets(optimizers.parts.whole)
@@ -80,19 +74,18 @@ class Monitor:
         self._decayed: dict[str, Tensor] = {}
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is monitored."""
         return step % self._every == 0
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Copy the weights before the optimizers' step."""
+        """Copy the weights; called before the optimizers' step."""
         self._before = {name: local(p).detach().clone() for name, p in self._trained()}
         self._decayed = {matrix.name: matrix.decayed() for matrix in self._sampled}
 
     @torch.no_grad()
     def after_step(self, tokens: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """The measurements of the step. `tokens`: tokens of each expert in the step, by layer. The host waits."""
-        # With overlap = "forward" the next forward would apply the updates.
+        """Measurements of the step. `tokens`: tokens of each expert, by layer. The host waits."""
+        # With overlap = "forward", updates may be pending.
         self._optimizers.finish_step()
         record: dict[str, Any] = self._sizes()
         self._before = {}
@@ -111,7 +104,7 @@ class Monitor:
         return [(name, p) for name, p in self._parameters.items() if name in self._whole]
 
     def _sizes(self) -> dict[str, Any]:
-        """Root mean squares of weights and updates and norms of the momentum by role, and small momentum."""
+        """Root mean squares of weights and updates, norms of the momentum, by role; matrices with small momentum."""
         squares = torch.zeros(2, len(self._whole), dtype=torch.float64, device=self._device)
         momentum = torch.zeros(self._offsets[-1], dtype=torch.float64, device=self._device)
         states = self._momentum()
@@ -146,7 +139,7 @@ class Monitor:
         return record
 
     def _add_momentum(self, into: Tensor, momentum: Tensor, number: int, share: float) -> None:
-        """Add the squares of a parameter's momentum: by matrix for a stack of matrices, else all of them."""
+        """Add the square of a parameter's momentum to its entry, or of a stack's matrices to their entries."""
         own, start = local(momentum).detach(), self._offsets[number]
         if own.numel() == 0:
             return
@@ -169,7 +162,7 @@ class Monitor:
         }
 
     def _sample(self, matrices: int) -> list[Matrix]:
-        """Muon's matrices, evenly over the layers: single matrices, and stacks."""
+        """Muon's single matrices and stacks, evenly over the layers."""
         known = [
             Matrix(parameter.fqn, self._parameters[parameter.fqn], group)
             for muon in self._muons()
@@ -184,7 +177,7 @@ class Monitor:
 
 
 def _is_plain(planned: Parameter, parameter: Tensor) -> bool:
-    """Whether a parameter is one matrix, or a stack of matrices one after the other."""
+    """Whether a parameter is a single matrix, or a stack with a matrix per index of dim 0."""
     matrices = len(planned.stack.matrices)
     return parameter.dim() in (2, 3) and matrices == (parameter.shape[0] if parameter.dim() == 3 else 1)
 
@@ -194,7 +187,7 @@ def _role(assignment: Assignment) -> str:
 
 
 def _offsets(assignments: Sequence[Assignment]) -> list[int]:
-    """Where each parameter's matrices begin in one list of all matrices, and the length of the list."""
+    """First index of each parameter in the list of all matrices, and the list's length."""
     offsets = [0]
     for assignment in assignments:
         offsets.append(offsets[-1] + (assignment.shape[0] if len(assignment.shape) == 3 else 1))

@@ -1,4 +1,4 @@
-"""Singular values of one matrix, without a decomposition."""
+"""Singular values of a matrix, without a decomposition."""
 
 import torch
 from torch import Tensor
@@ -7,8 +7,8 @@ ITERATIONS = 20
 
 
 def largest_singular_value(matrix: Tensor) -> Tensor:
-    """(): the largest singular value of a (rows, cols) matrix, by power iteration; a lower bound, close by a few %."""
-    # Always the same start, so that values of different steps can be compared.
+    """(): lower bound of the largest singular value of a (rows, cols) matrix, by power iteration, within a few %."""
+    # The same start in every step, so that values can be compared.
     generator = torch.Generator(device="cpu").manual_seed(0)
     vector = torch.randn(matrix.shape[1], generator=generator).to(matrix.device)
     for _ in range(ITERATIONS):
@@ -20,8 +20,8 @@ def largest_singular_value(matrix: Tensor) -> Tensor:
 def orthogonality_error(matrix: Tensor) -> Tensor:
     """(): relative distance of a (rows, cols) matrix from a multiple of a matrix with orthonormal rows or columns.
 
-    ||G / s - I||_F / sqrt(r), where G is the smaller Gram matrix, r its size and s the mean of its diagonal. 0 means
-    that all singular values are equal. Five Newton-Schulz steps of `keller_jordan` leave about 0.2 to 0.3.
+    ||G / s - I||_F / sqrt(r), where G is the smaller Gram matrix, r its size and s the mean of its diagonal. 0: all
+    singular values are equal. Five Newton-Schulz steps of `keller_jordan` leave about 0.2 to 0.3.
     """
     wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
     gram = wide @ wide.mT

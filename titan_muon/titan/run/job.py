@@ -53,6 +53,7 @@ from titan_muon.titan.run.runs import (
     agree,
     begin,
     changed_keys,
+    changes_text,
     discard,
     earlier_optimizers,
     keep_folder,
@@ -191,15 +192,22 @@ def _prepare(recipe: Recipe, run: Run, group: dist.ProcessGroup | None) -> MuonT
             raise
         raise RecipeError(f"{error} (refused at {_traced(error, run)})") from error
     reports = _gather_parts(trainer, recipe, group)
+    texts = [{"plan": "", "changes": ""}]
     # Only now: a refused run writes no recipe and leaves `latest` unchanged.
     if dist.get_rank() == 0:
+        # Before `begin`, which replaces the recipe of a continued run.
+        texts[0]["changes"] = changes_text(run, recipe)
         for change in changed_keys(run, recipe):
             say(f"changed since the checkpoint: {change}")
         for line in _changed_assignments(reports, run, recipe):
             say(f"warning: {line}")
         begin(run, recipe)
-        _say_optimizers(trainer, recipe, run, reports)
+        texts[0]["plan"] = _say_optimizers(trainer, recipe, run, reports)
         _say_start(trainer, recipe, run)
+    if group is not None:
+        # Under pipeline parallelism another rank than 0 reports.
+        dist.broadcast_object_list(texts, src=0, group=group)
+    trainer.metrics_processor.describe({tag: text for tag, text in texts[0].items() if text}, run.folder)
     return trainer
 
 
@@ -281,13 +289,18 @@ def _changed_assignments(parts: Sequence[StageText], run: Run, recipe: Recipe) -
     return changed_assignments(before, after)
 
 
-def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> None:
-    """Print each optimizer's share and the cost of Muon's plan; write the table of all parameters to the folder."""
+def _say_optimizers(trainer: MuonTrainer, recipe: Recipe, run: Run, parts: list[StageText]) -> str:
+    """Print each optimizer's share and the cost of Muon's plan; write the table of all parameters to the folder.
+
+    Returns the printed text.
+    """
     say(f"run {run.folder}")
     world = dist.get_world_size()
     lines = optimizer_lines(trainer.optimizers.parts.whole, recipe.muon.split, world)
     clips = qk_clip_lines(recipe.qk_clip, reduced_bytes(trainer.model_config), world)
     counts = "\n".join([*lines, *clips])
-    say("\n".join([counts, *(part.lines for part in parts if part.lines)]))
+    shown = "\n".join([counts, *(part.lines for part in parts if part.lines)])
+    say(shown)
     text = "\n\n".join([*(part.full for part in parts), counts])
     (Path(run.folder) / OPTIMIZERS_FILE).write_text(text + "\n", encoding="utf-8")
+    return shown

@@ -11,7 +11,7 @@ import textwrap
 import time
 import tomllib
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
 from torchtitan.components.metrics import BaseLogger, LoggerContainer, MetricsProcessor, WandBLogger, _get_metrics_rank
 from torchtitan.distributed import ParallelDims
 
@@ -71,19 +72,51 @@ class JsonLines(BaseLogger):
 
 
 class TensorBoard(BaseLogger):
-    """Writes metrics as scalars and the recipe as text; hides the points of an earlier run from `first_step` on."""
+    """Writes metrics as scalars and the recipe as text and hyperparameters.
+
+    Losses are also written with tokens and with seconds in place of the step, as `loss_by_tokens/...` and
+    `loss_by_seconds/...`. The points of an earlier run are hidden from `first_step` on.
+    """
 
     def __init__(self, folder: Path, first_step: int, recipe: str) -> None:
         # A continued run repeats the steps after the checkpoint. Without `purge_step` TensorBoard would show both
         # curves.
         self.writer = SummaryWriter(str(folder), purge_step=first_step if first_step > 1 else None)
+        self.first_step = first_step
+        # `SummaryWriter.add_hparams` would write into a run of its own, without the losses. Without the summary of the
+        # experiment TensorBoard shows the hyperparameters of all runs, those that differ first.
+        _, begin, self._end = hparams(dict(hyperparameters(recipe)), {})
+        self.writer._get_file_writer().add_summary(begin, first_step - 1)
+        self._add_text("recipe", recipe)
+
+    def _add_text(self, tag: str, text: str) -> None:
         # Markdown shows text with an indent of four spaces verbatim.
-        self.writer.add_text("recipe", textwrap.indent(recipe, "    "), first_step - 1)
+        self.writer.add_text(tag, textwrap.indent(text, "    "), self.first_step - 1)
+
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Write `texts` by tag, and again the losses of the records before `first_step`."""
+        for tag, text in texts.items():
+            self._add_text(tag, text)
+        # TensorBoard hides all points whose step is `first_step` or more, so tokens and seconds of earlier steps too.
+        for record in earlier:
+            self._log_losses(record)
+        self.writer.flush()
 
     def log(self, metrics: dict[str, Any], step: int) -> None:
         for tag, value in tagged(metrics):
             self.writer.add_scalar(tag, value, step)
+        self._log_losses(metrics)
         self.writer.flush()
+
+    def _log_losses(self, metrics: Mapping[str, Any]) -> None:
+        for axis in ("tokens", "seconds"):
+            for key, tag in TAGS.items():
+                if key in metrics and axis in metrics:
+                    self.writer.add_scalar(tag.replace("loss/", f"loss_by_{axis}/"), metrics[key], int(metrics[axis]))
+
+    def conclude(self) -> None:
+        """Mark the run as a success, in the table of hyperparameters."""
+        self.writer._get_file_writer().add_summary(self._end)
 
     def close(self) -> None:
         self.writer.close()
@@ -107,11 +140,26 @@ class WandB(BaseLogger):
         os.environ.setdefault("WANDB_RUN_NAME", f"{folder.parent.name}/{folder.name}")
         self.inner = WandBLogger(str(folder), config_dict=tomllib.loads(recipe))
 
+    def describe(self, texts: Mapping[str, str], earlier: Iterable[Mapping[str, Any]]) -> None:
+        """Show `texts` on the run's page."""
+        self.inner.wandb.run.summary.update(dict(texts))
+
     def log(self, metrics: dict[str, Any], step: int) -> None:
+        # Tokens and seconds are among the metrics, and W&B's charts take any metric as their x axis.
         self.inner.log(dict(tagged(metrics)), step)
+
+    def conclude(self) -> None:
+        """W&B knows the end from `close`."""
 
     def close(self) -> None:
         self.inner.close()
+
+
+def hyperparameters(recipe: str) -> Iterator[tuple[str, str | bool | float]]:
+    """Values of a recipe in TOML by dotted key, lists as text."""
+    for key, value in tomllib.loads(recipe).items():
+        for name, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            yield f"{key}.{name}".strip("."), inner if isinstance(inner, str | bool | int | float) else str(inner)
 
 
 def flatten(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
@@ -188,6 +236,7 @@ class RunMetrics(MetricsProcessor):
         self.is_reporter = dist.get_rank() == _get_metrics_rank(
             parallel_dims=parallel_dims, pp_schedule=kwargs.get("pp_schedule", "")
         )
+        self._boards: list[TensorBoard | WandB] = []
         super().__init__(config, parallel_dims=parallel_dims, **kwargs)
         self.batch_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
         self._began = time.perf_counter() - config.seconds_before
@@ -201,10 +250,18 @@ class RunMetrics(MetricsProcessor):
         loggers.add_logger(JsonLines(Path(dump_folder, rank, METRICS_FILE)))
         if config.enable_tensorboard:
             folder = Path(dump_folder, config.save_tb_folder, rank)
-            loggers.add_logger(TensorBoard(folder, config.first_step, config.recipe))
+            self._boards.append(TensorBoard(folder, config.first_step, config.recipe))
         if config.enable_wandb:
-            loggers.add_logger(WandB(Path(dump_folder, rank), config.recipe))
+            self._boards.append(WandB(Path(dump_folder, rank), config.recipe))
+        for board in self._boards:
+            loggers.add_logger(board)
         return loggers
+
+    def describe(self, texts: Mapping[str, str], folder: str) -> None:
+        """Show texts about the run by tag on TensorBoard and W&B; called on every rank when `folder` has its files."""
+        lines, _ = read_until(Path(folder, METRICS_FILE), self.config.first_step - 1) if self._boards else ([], 0.0)
+        for board in self._boards:
+            board.describe(texts, map(json.loads, lines))
 
     def should_log(self, step: int) -> bool:
         """True for the first step, every `log_freq`-th step and the last step."""
@@ -285,6 +342,8 @@ class RunMetrics(MetricsProcessor):
         """Print how a run ended: last loss, last and best validation, time and folder; called on every rank."""
         if not self.is_reporter or self.last_loss is None:
             return
+        for board in self._boards:
+            board.conclude()
         took = timedelta(seconds=round(time.perf_counter() - self._began))
         held_out = "" if self.validation_loss is None else f", held out {self.validation_loss:.4f}"
         if self.best_validation is not None and self.best_validation[0] != self.validation_loss:

@@ -20,7 +20,7 @@ from titan_muon.titan.recipe import Recipe, RecipeError, to_toml
 from titan_muon.titan.recipe.toml import read_file
 from titan_muon.titan.run.checkpoints import checkpoint_path, flaw, saved_steps
 from titan_muon.titan.run.metrics import METRICS_FILE, read_until
-from titan_muon.titan.run_name import OVERRIDES_FILE, distinguishing_keys, other_experiment
+from titan_muon.titan.run_name import OVERRIDES_FILE, changes, distinguishing_keys, other_experiment
 from titan_muon.titan.storage.checksums import damage
 
 OPTIMIZERS_FILE = "optimizers.txt"
@@ -211,6 +211,18 @@ def changed_keys(run: Run, recipe: Recipe) -> list[str]:
         return []
     differences = other_experiment(recipe, Path(run.source) / RECIPE_FILE)
     return [line for line in differences if not line.startswith(SAVED_IN_CHECKPOINTS)]
+
+
+def changes_text(run: Run, recipe: Recipe) -> str:
+    """Every key that differs from the continued run, or from the newest run before, one a line; empty without one."""
+    folder = Path(run.folder)
+    earlier = [other for other in run_folders(folder.parent) if other != folder and (other / RECIPE_FILE).is_file()]
+    if run.source is not None:
+        earlier = [Path(run.source)]
+    if not earlier:
+        return ""
+    lines = changes(recipe, earlier[0] / RECIPE_FILE).values()
+    return "\n".join([f"from {earlier[0].name}:", *(lines or ["nothing differs"])])
 
 
 def earlier_optimizers(run: Run, recipe: Recipe) -> str | None:

@@ -1,1 +1,1 @@
-"""Checkpoint files on the disk: checksums, a reader that runs no code, and free space."""
+"""Checkpoint files: checksums, a reader without code execution, and free space."""

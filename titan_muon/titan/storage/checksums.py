@@ -1,9 +1,6 @@
-"""Checksums of a checkpoint's files: `checksums.json` beside them, written by a save and compared before a load.
+"""Checksums of a checkpoint's files in `checksums.json`: written by a save, compared before a load.
 
-    {"format": 1, "step": 300, "save": "6f1c...", "world": 2, "files": {"__0_0.distcp": {"bytes": 14809627,
-    "crc32": "9ae0daaf"}, ..., ".metadata": {...}}}
-
-A file system that loses power, or a disk, may return other bytes at the full length: sizes alone do not show that.
+After a power loss, a file may have the full length and other bytes, so sizes do not suffice.
 """
 
 import json
@@ -24,20 +21,19 @@ from torch.futures import Future
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 FORMAT = 1
-"""Version of a checkpoint's layout. A reader refuses a higher number."""
+"""Version of a checkpoint's layout; readers refuse a higher one."""
 CHUNK = 2**20
 
 
 @dataclass(frozen=True)
 class Checksum:
-    """Length in bytes and CRC-32 of a file."""
+    """Length and CRC-32 of a file."""
 
     bytes: int
     crc32: int
 
     @classmethod
     def of(cls, file: Path) -> "Checksum":
-        """The checksum of a file's content."""
         length, crc = 0, 0
         with file.open("rb") as stream:
             while chunk := stream.read(CHUNK):
@@ -47,18 +43,18 @@ class Checksum:
 
 @dataclass(frozen=True)
 class SummedResult(WriteResult):
-    """PyTorch's record of a written item, with the checksum of the item's file."""
+    """PyTorch's record of a written item, with the checksum of its file."""
 
     file: str
     checksum: Checksum
 
 
 class SummingWriter(FileSystemWriter):
-    """PyTorch's writer. Each rank sums up its own files, and the coordinator writes all checksums.
+    """PyTorch's writer. Each rank computes checksums of its files, and the coordinator writes all of them.
 
     Args:
         path: folder of the checkpoint.
-        step: training step that is saved.
+        step: training step of the checkpoint.
     """
 
     def __init__(self, path: str | Path, step: int) -> None:
@@ -66,7 +62,7 @@ class SummingWriter(FileSystemWriter):
         self._files = self.fs = _SummingFiles(step)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items, then read the files again, most likely from the page cache."""
+        """Write this rank's items, then read the files again, mostly from the page cache."""
         results = super().write_data(plan, planner).wait()
         folder = Path(self.path)
         sums = {name: Checksum.of(folder / name) for name in {result.storage_data.relative_path for result in results}}
@@ -89,7 +85,7 @@ class SummingWriter(FileSystemWriter):
 
 
 class _SummingFiles(FileSystem):
-    """PyTorch's file operations. PyTorch renames `.metadata` last, and the checksums must be complete before that."""
+    """Writes the checksums before PyTorch renames `.metadata`, the last step of a save."""
 
     def __init__(self, step: int) -> None:
         self.step, self.world, self.save = step, 0, ""
@@ -113,9 +109,9 @@ class _SummingFiles(FileSystem):
 
 
 def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
-    """The checksum of each file by name; None for a checkpoint without, as earlier versions saved them.
+    """Checksums by file name; None for a checkpoint of an earlier version, without `checksums.json`.
 
-    Raises ValueError for a file that is damaged, or of a newer format.
+    Raises ValueError for damaged checksums or a newer format.
     """
     file = checkpoint / CHECKSUMS
     if not file.is_file():
@@ -132,7 +128,7 @@ def read_checksums(checkpoint: Path) -> dict[str, Checksum] | None:
 
 
 def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]) -> str | None:
-    """The first of the named files whose content differs from the checksum, in words; None if all are equal."""
+    """The problem of the first named file with another checksum; None if all are equal."""
     for name in names:
         try:
             current = Checksum.of(checkpoint / name)
@@ -146,7 +142,7 @@ def damaged(checkpoint: Path, names: Iterable[str], sums: Mapping[str, Checksum]
 
 
 def damage(checkpoint: Path, group: dist.ProcessGroup | None) -> str | None:
-    """Why the files of a checkpoint are not the saved ones, on every rank; None if they are, or have no checksums.
+    """The problem of a checkpoint with damaged files, on every rank; None for sound files or without checksums.
 
     All ranks of `group` (None: a single process) call this together. Each rank reads its share of the files.
     """

@@ -1,4 +1,4 @@
-"""Reads checkpoints without running code: a checkpoint's pickles may name only the classes that a checkpoint needs."""
+"""Reads checkpoints without running code: pickles may name only classes on an allow-list."""
 
 import io
 import pickle
@@ -36,11 +36,11 @@ ALLOWED: dict[tuple[str, str], Any] = {
         _get_layout,
     )
 }
-"""Classes and functions that `.metadata` may name."""
+"""Allowed names in `.metadata`."""
 
 
 class RefusedError(pickle.UnpicklingError):
-    """A pickle names a class or function that no checkpoint needs, and that could run code."""
+    """A pickle names a class or function outside of the allow-list, which could run code."""
 
 
 class _Metadata(pickle.Unpickler):
@@ -63,10 +63,10 @@ class _Plain(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """PyTorch's reader, with an allow-list for the classes in `.metadata`."""
+    """PyTorch's reader with an allow-list for `.metadata`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's metadata. Raises RefusedError for a name outside of the allow-list."""
+        """The metadata. Raises RefusedError."""
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _Metadata(file).load()
         assert isinstance(metadata, Metadata), f".metadata holds a {type(metadata).__name__}"
@@ -78,13 +78,13 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """PyTorch's planner. Objects are read as plain data, and optional values may be missing.
+    """PyTorch's planner, for plain data and optional values.
 
     Args:
-        optional: whether a state's key may be missing in the checkpoint. The current value then stays.
+        optional: whether a key may be missing in the checkpoint. Its current value then stays.
 
     Attributes:
-        missing: optional keys that the checkpoint does not have.
+        missing: optional keys without a saved value.
     """
 
     def __init__(self, optional: Callable[[str], bool] = lambda key: False) -> None:
@@ -95,18 +95,17 @@ class SafePlanner(DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Leave out the optional keys that the checkpoint does not have."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = {} if metadata is None else metadata.state_dict_metadata
         self.missing = tuple(key for key in self.state_dict if key not in saved and self._optional(key))
         self.state_dict = {key: value for key, value in self.state_dict.items() if key not in self.missing}
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take an object: numbers, text, tensors, and containers of them. Raises UnpicklingError for any other."""
+        """Load numbers, text, tensors and containers of them. Raises UnpicklingError for other objects."""
         fqn = read_item.dest_index.fqn
         loaded = torch.load(value, weights_only=True)
         if isinstance(loaded, bytes):
-            # TorchTitan's loader of Hugging Face data keeps a pickle inside, and unpickles any class.
+            # State of TorchTitan's Hugging Face loader, which would unpickle any class.
             _Plain(io.BytesIO(loaded)).load()
         target = self.original_state_dict
         *parents, last = self.mappings[fqn]

@@ -5,22 +5,22 @@ import shutil
 from pathlib import Path
 
 MARGIN = 1.05
-"""Space that a save needs, in sizes of the checkpoint: file systems count blocks, not bytes."""
+"""Space for a save over the checkpoint's size: file systems count blocks, not bytes."""
 
 
 def folder_bytes(folder: Path) -> int:
-    """The bytes of the files in a folder."""
+    """Total size of the files in a folder."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 def free_bytes(folder: Path) -> int:
-    """The bytes that this user may still write below a folder, which need not exist yet."""
+    """Free bytes for this user at a folder, which need not exist yet."""
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether an error, or one of its causes, says that no space is left."""
+    """Whether an error or any of its causes is a full disk."""
     links: list[BaseException | None] = [error]
     while links:
         link = links.pop()
@@ -35,15 +35,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def full_disk(folder: Path, step: int, needed: int, free: int, newest: int | None) -> str:
-    """The message for a save without space.
-
-    Args:
-        folder: folder of the checkpoints.
-        step: step that cannot be saved.
-        needed: bytes of the checkpoint.
-        free: bytes left on the disk.
-        newest: step of the newest whole checkpoint, or None.
-    """
+    """Message for a step that cannot be saved. `newest`: step of the newest whole checkpoint, or None."""
     left = "no whole checkpoint is left" if newest is None else f"the newest whole checkpoint is step {newest}"
     return (
         f"step {step} is not saved: {folder} has {free:,} bytes free, and a checkpoint takes about {needed:,}; {left}. "

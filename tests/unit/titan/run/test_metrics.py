@@ -152,8 +152,73 @@ def test_tensorboard_has_the_recipe_and_both_losses_side_by_side(tmp_path: Path)
     board.close()
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss/train", "loss/validation", "lr/muon"}
-    (text,) = events.Tensors("recipe/text_summary")
-    assert text.tensor_proto.string_val[0] == b"    [muon]\n    lr = 0.5\n"
+    assert text_of(events, "recipe") == "    [muon]\n    lr = 0.5\n"
+
+
+def text_of(events: EventAccumulator, tag: str) -> str:
+    return events.Tensors(f"{tag}/text_summary")[-1].tensor_proto.string_val[0].decode()
+
+
+def points(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, event.value) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_has_losses_over_tokens_and_over_seconds_also_of_a_continued_run(tmp_path: Path) -> None:
+    """TensorBoard hides points from the first step of a continued run on, and tokens are larger than any step."""
+    records = [{"step": n, "loss": 5.0 - n, "tokens": 100 * n, "seconds": 10.0 * n} for n in (1, 2, 3)]
+    board = metrics.TensorBoard(tmp_path, 1, "")
+    for record in records:
+        board.log(record, record["step"])
+    board.close()
+    again = metrics.TensorBoard(tmp_path, 3, "")
+    again.describe({"plan": "8 matrices"}, records[:2])
+    again.log({"loss": 1.5, "val_loss": 1.75, "tokens": 300, "seconds": 31.0}, 3)
+    again.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    assert points(events, "loss/train") == [(1, 4.0), (2, 3.0), (3, 1.5)]
+    assert points(events, "loss_by_tokens/train") == [(100, 4.0), (200, 3.0), (300, 1.5)]
+    assert points(events, "loss_by_seconds/train") == [(10, 4.0), (20, 3.0), (31, 1.5)]
+    assert points(events, "loss_by_tokens/validation") == [(300, 1.75)]
+    assert text_of(events, "plan") == "    8 matrices"
+
+
+def test_tensorboard_compares_hyperparameters_and_final_losses(tmp_path: Path) -> None:
+    """The tab HPARAMS has a line for each run: differing keys, the last losses, and whether the run ended."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.hparams.api_pb2 import STATUS_SUCCESS, STATUS_UNKNOWN, ListSessionGroupsRequest
+    from tensorboard.plugins.hparams.backend_context import Context
+    from tensorboard.plugins.hparams.list_session_groups import Handler
+
+    for name, lr in (("a", 0.5), ("b", 0.25)):
+        board = metrics.TensorBoard(tmp_path / name / "tb", 1, f"name = 'x'\n[muon]\nlr = {lr}\nnesterov = true\n")
+        board.log({"loss": 2.0}, 1)
+        board.log({"loss": lr}, 2)
+        if name == "a":
+            board.conclude()
+        board.close()
+    multiplexer = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    context = Context(TBContext(data_provider=MultiplexerDataProvider(multiplexer, str(tmp_path)), flags=None))
+    read = (RequestContext(), "", context.hparams_metadata(RequestContext(), ""))
+    table = context.experiment_from_metadata(read[0], "", True, read[2], [])
+    assert {info.name: info.differs for info in table.hparam_infos} == {
+        "muon.lr": True, "muon.nesterov": False, "name": False
+    }  # fmt: skip
+    assert "loss/train" in {info.name.tag for info in table.metric_infos}
+    wanted = ListSessionGroupsRequest(
+        start_index=0, slice_size=9, allowed_statuses=[STATUS_UNKNOWN, STATUS_SUCCESS], include_metrics=True
+    )
+    groups = Handler(RequestContext(), context, "", wanted).run().session_groups
+    rows = {
+        group.hparams["muon.lr"].number_value: (
+            {value.name.tag: value.value for value in group.metric_values}["loss/train"],
+            group.sessions[0].status == STATUS_SUCCESS,
+        )
+        for group in groups
+    }
+    assert rows == {0.5: (0.5, True), 0.25: (0.25, False)}
 
 
 def test_pause_is_left_out_of_the_speed(reporter: RunMetrics) -> None:
@@ -213,7 +278,7 @@ class StubWandb(types.ModuleType):
     def __init__(self) -> None:
         super().__init__("wandb")
         self.begun: list[dict] = []
-        self.run = None
+        self.run = types.SimpleNamespace(summary={})
 
     def init(self, **arguments: object) -> None:
         self.begun.append(arguments | {"resume": os.environ.get("WANDB_RESUME")})
@@ -233,6 +298,14 @@ def test_wandb_gets_the_recipe_and_goes_on_with_its_run(tmp_path: Path, monkeypa
     assert ids[0] == ids[1] != ids[2]
     assert stub.begun[0]["resume"] == "allow"
     assert stub.begun[2]["name"] == f"{tmp_path.name}/second"
+
+
+def test_wandb_shows_the_plan_and_the_differences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = StubWandb()
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    monkeypatch.setattr(os, "environ", {})
+    metrics.WandB(tmp_path, "").describe({"plan": "8 matrices", "changes": "muon.lr"}, [])
+    assert stub.run.summary == {"plan": "8 matrices", "changes": "muon.lr"}
 
 
 def test_wandb_run_that_the_user_names_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
