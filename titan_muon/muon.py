@@ -338,10 +338,14 @@ class Muon(SkipsSteps, Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """State and groups in torch.optim.Optimizer's format, with offloaded momentum in host tensors.
 
-        All ranks call `state_dict` together. Before the first step the state is empty. Raises ValueError like
-        `check_last_step`.
+        Before the first step the state is empty. Raises ValueError for missing or non-finite gradients in the last
+        step.
         """
-        self.check_last_step()
+        self.finish_step()
+        self.check_norm(skips=self._options.nonfinite == "skip")
+        # Without a collective, because scripts with DDP save on one rank.
+        if self._engine is not None:
+            self._engine.raise_pending()
         self.synchronize()
         return super().state_dict()
 
@@ -379,9 +383,7 @@ class Muon(SkipsSteps, Optimizer):
             self._agreement.close()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group before the optimizer is built. Raises ValueError afterwards, and like the constructor."""
-        if self._engine is not None:
-            raise ValueError("Muon has planned all its parameters: build a new optimizer with the new group")
+        """Add a group. A built optimizer plans again, on all ranks together. Raises ValueError like the constructor."""
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         super().add_param_group(named_group(param_group, self.param_groups, alone=alone))
         try:
@@ -392,6 +394,8 @@ class Muon(SkipsSteps, Optimizer):
             raise
         for doubt in doubts_of(self.param_groups[-1]):
             warnings.warn(doubt, stacklevel=4)
+        if self._engine is not None:
+            self.rebuild()
 
     def __getstate__(self) -> dict[str, Any]:
         """Options, groups and state. The copy plans on first use."""

@@ -43,7 +43,7 @@ def advanced(plan: Plan, rank: int) -> Counter[int]:
 @examples(50)
 @given(parameter_lists())
 def test_each_momentum_is_kept_once_and_where_a_step_advances_it(parameters: list[Parameter]) -> None:
-    plan = kept_on_owners(parameters)
+    plan = kept_on_owners([each for each in parameters if not each.separate])
     kept, total = state_elements(plan), Counter[int]()
     for rank in ranks_of(plan):
         assert advanced(plan, rank) == +Counter(kept[rank])
